@@ -1,0 +1,1 @@
+"""Per-sample gradients for PyTorch, at the speed of the hardware."""

@@ -1,0 +1,1 @@
+"""Triton kernels: tensors in, tensors out. Nothing here knows of modules, hooks or privacy."""
