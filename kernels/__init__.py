@@ -1,1 +1,22 @@
-"""Triton kernels: tensors in, tensors out. Nothing here knows of modules, hooks or privacy."""
+"""Triton kernels: tensors in, tensors out.
+
+A kernel knows nothing of modules, hooks or privacy. Each file holds one kernel and, below it, its launcher.
+"""
+
+from .gram_norm import GramNormResult, gram_norm
+from .outer_norm import OuterNormResult, outer_norm
+from .outer_product import OuterProductResult, outer_product
+from .row_sq_norm import row_sq_norm
+from .weighted_sum import WeightedSumResult, weighted_sum
+
+__all__ = [
+    "GramNormResult",
+    "OuterNormResult",
+    "OuterProductResult",
+    "WeightedSumResult",
+    "gram_norm",
+    "outer_norm",
+    "outer_product",
+    "row_sq_norm",
+    "weighted_sum",
+]

@@ -1,0 +1,215 @@
+"""How kernels are launched, what a launch costs, and how to compile one without a GPU.
+
+`launch` is the only place that starts a kernel; `specialize` turns the arguments of such a launch into
+the signature that the just-in-time compiler would see, and `compile_ahead` compiles it for any target.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from ._tiles import Tile
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+
+_POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.float64: "*fp64",
+}
+
+
+def arch_of(tensor: torch.Tensor) -> str:
+    """The architecture a kernel on `tensor` runs on: "sm_90", "gfx942" or, on the CPU, "interpreter"."""
+    if tensor.device.type != "cuda":
+        return "interpreter"
+    properties = torch.cuda.get_device_properties(tensor.device)
+    if torch.version.hip:
+        return properties.gcnArchName.split(":")[0]
+    return f"sm_{properties.major}{properties.minor}"
+
+
+def product_dtype(activations: torch.Tensor, backprops: torch.Tensor) -> torch.dtype:
+    """The dtype that products of the two are taken in: their own where they share one, else float32."""
+    return activations.dtype if activations.dtype == backprops.dtype else torch.float32
+
+
+def widens(kernel, activations: torch.Tensor, backprops: torch.Tensor) -> bool:
+    """Whether `kernel` converts its tiles to float32 before a dot.
+
+    It must for mixed pairs, and in the interpreter, whose dot multiplies the raw bits of bfloat16
+    (Triton 3.7.1). The kernel is asked, not the environment: it knows how it was made.
+    """
+    return activations.dtype != backprops.dtype or is_interpreted(kernel)
+
+
+def is_interpreted(kernel) -> bool:
+    return not isinstance(kernel, triton.JITFunction)
+
+
+def validate(*tensors: torch.Tensor) -> None:
+    """Raise ValueError where a kernel would read wrong numbers: dtype, dims, device or layout."""
+    for tensor in tensors:
+        if tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            raise ValueError(f"kernels take bfloat16, float16 and float32, not {tensor.dtype}")
+        if tensor.dim() != 3:
+            raise ValueError(f"kernels take (N, T, features), not {tuple(tensor.shape)}")
+        if tensor.shape[2] > 1 and tensor.stride(2) != 1:
+            raise ValueError(f"the last dim must have stride 1, not {tensor.stride(2)}")
+        if tensor.shape[:2] != tensors[0].shape[:2]:
+            raise ValueError(f"N and T differ: {tuple(tensors[0].shape)} and {tuple(tensor.shape)}")
+        if tensor.device != tensors[0].device:
+            raise ValueError(f"devices differ: {tensors[0].device} and {tensor.device}")
+
+
+def launch(kernel, programs: int, tile: Tile, device: torch.device, **arguments) -> None:
+    """Start `programs` programs of `kernel` on `device`, on its current stream.
+
+    One grid axis only: the first may be 2³¹-1 long, the others end at 65535.
+    """
+    guard = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    with guard:
+        kernel[(programs,)](**arguments, num_warps=tile.num_warps, num_stages=tile.num_stages)
+
+
+# -- cost ----------------------------------------------------------------------------------------------
+
+
+def flops(verb: str, N: int, T: int, D: int, P: int, *, block_t: int = 1) -> int:
+    """FLOPs of one launch, a multiply-add counting 2, of the problem and not of masked lanes.
+
+    A Gram norm computes the lower triangle in tiles of `block_t` positions; diagonal tiles are whole.
+    """
+    if verb == "row_sq_norm":
+        return 2 * N * T * D
+    if verb in ("outer_product", "outer_norm", "weighted_sum"):
+        return 2 * N * T * D * P
+    if verb == "gram_norm":
+        full, rest = divmod(T, block_t)
+        entries = (T * T + full * block_t**2 + rest**2) // 2
+        return 2 * N * entries * (D + P)
+    raise ValueError(f"no verb {verb!r}")
+
+
+def bytes_moved(
+    verb: str, N: int, T: int, D: int, P: int, *, itemsize: int = 2, out_itemsize: int = 4
+) -> int:
+    """Bytes a launch must move at least: every input read once, every output written once.
+
+    Partial norms are left out: they are 4 bytes a tile.
+    """
+    if verb == "row_sq_norm":
+        return N * T * D * itemsize + 4 * N * T
+    read = N * T * (D + P) * itemsize
+    if verb == "outer_product":
+        return read + N * D * P * out_itemsize
+    if verb in ("outer_norm", "gram_norm"):
+        return read + 4 * N
+    if verb == "weighted_sum":
+        return read + 4 * N + D * P * out_itemsize
+    raise ValueError(f"no verb {verb!r}")
+
+
+# -- ahead of time -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler made of one launch.
+
+    `spills` is bytes of local memory a thread (NVIDIA) or spilled registers plus bytes of scratch (AMD);
+    `spill_instructions` counts LDL and STL, or scratch loads and stores. `text` is SASS or AMD assembly.
+    """
+
+    ttgir: str
+    text: str
+    registers: int
+    spills: int
+    spill_instructions: int
+    shared_memory: int
+
+
+def specialize(kernel, arguments: dict) -> tuple[dict[str, str], dict[str, object], list[str]]:
+    """(signature, constexprs, aligned names) that the just-in-time compiler derives from `arguments`."""
+    signature, constexprs, aligned = {}, {}, []
+    for parameter in kernel.params:
+        name, value = parameter.name, arguments[parameter.name]
+        if parameter.is_constexpr or value is None:
+            signature[name], constexprs[name] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[name] = _POINTERS[value.dtype]
+            # A meta tensor has no address; the allocator's are multiples of 512.
+            offset = value.storage_offset() * value.element_size()
+            aligned += [name] * (offset % 16 == 0)
+        elif value == 1 and not parameter.do_not_specialize:
+            signature[name], constexprs[name] = "constexpr", 1
+        else:
+            signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            aligned += [name] * (value % 16 == 0 and not parameter.do_not_specialize)
+    return signature, constexprs, aligned
+
+
+def compile_ahead(
+    kernel, signature: dict, constexprs: dict, target: GPUTarget, tile: Tile, aligned: list[str]
+) -> Compiled:
+    """Compile `kernel` for `target`, which need not be present, and count what it uses.
+
+    `kernel` must be a JITFunction: Triton imported without TRITON_INTERPRET.
+    """
+    attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = ASTSource(kernel, signature, constexprs, attributes)
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    compiled = triton.compile(source, target=target, options=options)
+    report = _amd_report if target.backend == "hip" else _nvidia_report
+    return Compiled(
+        ttgir=compiled.asm["ttgir"], shared_memory=compiled.metadata.shared, **report(compiled.asm)
+    )
+
+
+def _nvidia_report(asm) -> dict:
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "kernel.cubin"
+        cubin.write_bytes(asm["cubin"])
+        usage, sass = (
+            subprocess.run(
+                [tools / "cuobjdump", option, cubin], check=True, capture_output=True, text=True
+            ).stdout
+            for option in ("--dump-resource-usage", "--dump-sass")
+        )
+    return {
+        "text": sass,
+        "registers": int(re.search(r"REG:(\d+)", usage).group(1)),
+        "spills": int(re.search(r"LOCAL:(\d+)", usage).group(1)),
+        "spill_instructions": len(re.findall(r"\b(?:LDL|STL)\b", sass)),
+    }
+
+
+def _amd_report(asm) -> dict:
+    text = asm["amdgcn"]
+
+    def count(key: str) -> int:
+        return int(re.search(rf"\.{key}:\s*(\d+)", text).group(1))
+
+    return {
+        "text": text,
+        "registers": count("vgpr_count"),
+        "spills": count("vgpr_spill_count") + count("sgpr_spill_count") + count("private_segment_fixed_size"),
+        "spill_instructions": len(re.findall(r"\bscratch_(?:load|store)", text)),
+    }

@@ -1,0 +1,66 @@
+"""Sum what the tiles of a sample left behind: the second stage of every norm.
+
+    out[r, n] = Σ_i partials[n, r·L + i],   0 <= i < L
+
+One program a sum, L values in blocks of 256, in fp64 and in an order fixed by L alone: no atomics, and
+bitwise the same in whatever batch a sample stands. `torch.sum` promises neither.
+Reference: `partials.double().unflatten(1, (-1, L)).sum(2).T`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ._launch import launch
+from ._tiles import Tile
+
+_TILE = Tile(0, 0, 0, 256, 4, 1, "from static analysis: two values a thread")
+
+
+@triton.jit(do_not_specialize=["N", "slots", "length"])
+def _sum_partials_kernel(
+    partials_ptr,
+    out_ptr,
+    N,
+    slots,
+    length,
+    BLOCK_K: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    pid_r = pid // N
+    pid_n = pid % N
+    first = pid_r * length
+    last = tl.minimum(first + length, slots)
+    row_ptr = partials_ptr + pid_n.to(tl.int64) * slots
+    acc = tl.zeros((BLOCK_K,), tl.float64)
+    for start in range(first, last, BLOCK_K):
+        offs_k = start + tl.arange(0, BLOCK_K)
+        acc += tl.load(row_ptr + offs_k, mask=offs_k < last, other=0.0).to(tl.float64)
+    tl.store(out_ptr + pid, tl.sum(acc, axis=0).to(tl.float32))
+
+
+def sum_partials(partials: torch.Tensor, length: int) -> tuple[torch.Tensor, ...]:
+    """Sum runs of `length` (the last may be shorter) of each row of `partials` (N, slots).
+
+    Returns one fp32 tensor (N,) a run; views of `partials` where there is nothing to add.
+    """
+    N, slots = partials.shape
+    if length == 1:
+        return partials.unbind(1)
+    sums = triton.cdiv(slots, length)
+    out = torch.empty((sums, N), dtype=torch.float32, device=partials.device)
+    launch(
+        _sum_partials_kernel,
+        sums * N,
+        _TILE,
+        partials.device,
+        partials_ptr=partials,
+        out_ptr=out,
+        N=N,
+        slots=slots,
+        length=length,
+        BLOCK_K=_TILE.BLOCK_K,
+    )
+    return out.unbind(0)

@@ -1,0 +1,231 @@
+"""Gram norm: squared norms of per-sample gradients from the inner products of rows.
+
+    ‖G[n]‖² = Σ_tt' (a_t·a_t')(b_t·b_t')
+    ‖g[n]‖² = Σ_tt'  b_t·b_t'
+    e1 = Σ_tt' ‖a_t‖‖a_t'‖·|b_t·b_t'|
+    e2 = Σ_tt' |a_t·a_t'|·‖b_t‖‖b_t'‖
+    e3 = Σ_tt' |a_t·a_t'||b_t·b_t'|
+
+Tiling: one program a pair of position blocks (i, j), i >= j, of one sample; the T × T matrices exist only
+as such tiles in registers. Pairs off the diagonal count twice.
+Order of addition: every inner product is one fp32 accumulator handed to `tl.dot` as its third operand,
+`acc = dot(x_i, x_jᵀ, acc)`: K / BLOCK_K dots in sequence (K is D or P), each of BLOCK_K products in the
+hardware's order. The epilogue multiplies elementwise in fp32, sums a tile over j, then over i, doubles where
+i > j (exact), and pairs are summed in fp64 (`_partials`).
+Reference: `(einsum("ntd,nsd->nts", a, a) * einsum("ntp,nsp->nts", b, b)).sum((1, 2))`. Source: Li et al.,
+Large language models can be strong differentially private learners (2022), §4; e1 to e3 carry an
+a-posteriori bound of this kernel's rounding errors.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from . import _tiles
+from ._launch import arch_of, is_interpreted, launch, product_dtype, validate
+from ._partials import sum_partials
+
+
+@triton.jit
+def _gram_tile(
+    x_ptr,  # one sample's (T, K)
+    stride_xt,
+    offs_i,
+    offs_j,
+    T,
+    K,
+    WIDEN: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """x_i x_jᵀ in fp32, zero outside T."""
+    offs_k = tl.arange(0, BLOCK_K)
+    mask_i = offs_i < T
+    mask_j = offs_j < T
+    i_ptrs = x_ptr + offs_i[:, None] * stride_xt + offs_k[None, :]
+    j_ptrs = x_ptr + offs_j[:, None] * stride_xt + offs_k[None, :]
+    acc = tl.zeros((BLOCK_T, BLOCK_T), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        mask_k = offs_k < K - start
+        x_i = tl.load(i_ptrs, mask=mask_i[:, None] & mask_k[None, :], other=0.0)  # (BLOCK_T, BLOCK_K)
+        x_j = tl.load(j_ptrs, mask=mask_j[:, None] & mask_k[None, :], other=0.0)  # (BLOCK_T, BLOCK_K)
+        if WIDEN:
+            x_i = x_i.to(tl.float32)
+            x_j = x_j.to(tl.float32)
+        # X X ᵀ += x_i x_jᵀ
+        acc = tl.dot(x_i, tl.trans(x_j), acc, input_precision="ieee")
+        i_ptrs += BLOCK_K
+        j_ptrs += BLOCK_K
+    return acc
+
+
+@triton.jit
+def _sum_tile(tile):
+    return tl.sum(tl.sum(tile, axis=1), axis=0)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _gram_norm_kernel(
+    a_ptr,
+    b_ptr,
+    row_norm_a_ptr,
+    row_norm_b_ptr,
+    partials_ptr,
+    stride_an,  # activations (N, T, D)
+    stride_at,
+    stride_bn,  # backprops (N, T, P)
+    stride_bt,
+    stride_ran,  # row norms of activations (N, T)
+    stride_rat,
+    stride_rbn,  # row norms of backprops (N, T)
+    stride_rbt,
+    stride_sn,  # partial sums (N, outputs · pairs)
+    T,
+    D,
+    P,
+    BIAS: tl.constexpr,
+    BOUND: tl.constexpr,
+    WIDEN: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    # locate: the pair's number is i (i + 1) / 2 + j, 0 <= j <= i. The root may be one off either way.
+    tiles = tl.cdiv(T, BLOCK_T)
+    pairs = tiles * (tiles + 1) // 2
+    pid = tl.program_id(0)
+    pid_n = (pid // pairs).to(tl.int64)
+    pair = pid % pairs
+    pid_i = ((tl.sqrt((8 * pair + 1).to(tl.float32)) - 1.0) * 0.5).to(tl.int32)
+    pid_i = tl.where(pid_i * (pid_i + 1) // 2 > pair, pid_i - 1, pid_i)
+    pid_i = tl.where((pid_i + 1) * (pid_i + 2) // 2 <= pair, pid_i + 1, pid_i)
+    pid_j = pair - pid_i * (pid_i + 1) // 2
+    offs_i = pid_i.to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    offs_j = pid_j.to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    partials_ptr += pid_n * stride_sn + pair
+    count = tl.where(pid_i == pid_j, 1.0, 2.0)
+
+    a_ptr += pid_n * stride_an
+    b_ptr += pid_n * stride_bn
+    gram_b = _gram_tile(b_ptr, stride_bt, offs_i, offs_j, T, P, WIDEN, BLOCK_T, BLOCK_K)
+    gram_a = _gram_tile(a_ptr, stride_at, offs_i, offs_j, T, D, WIDEN, BLOCK_T, BLOCK_K)
+
+    tl.store(partials_ptr, count * _sum_tile(gram_a * gram_b))
+    if BIAS:
+        partials_ptr += pairs
+        tl.store(partials_ptr, count * _sum_tile(gram_b))
+    if BOUND:
+        mask_i = offs_i < T
+        mask_j = offs_j < T
+        row_norm_a_ptr += pid_n * stride_ran
+        row_norm_b_ptr += pid_n * stride_rbn
+        ra_i = tl.load(row_norm_a_ptr + offs_i * stride_rat, mask=mask_i, other=0.0)  # (BLOCK_T,)
+        ra_j = tl.load(row_norm_a_ptr + offs_j * stride_rat, mask=mask_j, other=0.0)
+        rb_i = tl.load(row_norm_b_ptr + offs_i * stride_rbt, mask=mask_i, other=0.0)
+        rb_j = tl.load(row_norm_b_ptr + offs_j * stride_rbt, mask=mask_j, other=0.0)
+        gram_a = tl.abs(gram_a)
+        gram_b = tl.abs(gram_b)
+        partials_ptr += pairs
+        tl.store(partials_ptr, count * tl.sum(tl.sum(gram_b * ra_j[None, :], axis=1) * ra_i, axis=0))
+        partials_ptr += pairs
+        tl.store(partials_ptr, count * tl.sum(tl.sum(gram_a * rb_j[None, :], axis=1) * rb_i, axis=0))
+        partials_ptr += pairs
+        tl.store(partials_ptr, count * _sum_tile(gram_a * gram_b))
+
+
+class GramNormResult(NamedTuple):
+    sq_norm: torch.Tensor
+    bias_sq_norm: torch.Tensor | None
+    bound_activations: torch.Tensor | None
+    bound_backprops: torch.Tensor | None
+    bound_product: torch.Tensor | None
+
+
+def gram_norm(
+    activations: torch.Tensor,
+    backprops: torch.Tensor,
+    *,
+    row_norm_activations: torch.Tensor | None = None,
+    row_norm_backprops: torch.Tensor | None = None,
+    bias: bool = False,
+    tile: _tiles.Tile | None = None,
+) -> GramNormResult:
+    """Squared norms of a linear layer's per-sample gradients, from the Gram matrices of its rows.
+
+    Maths: sq_norm[n] = Σ_tt' (a_t·a_t')(b_t·b_t'), bias_sq_norm[n] = Σ_tt' b_t·b_t'. Given both row norms,
+        bound_activations, bound_backprops and bound_product are e1, e2 and e3 of this module's docstring.
+    Args:
+        activations: (N, T, D), bf16, fp16 or fp32, unit last stride.
+        backprops: (N, T, P), likewise.
+        row_norm_activations, row_norm_backprops: (N, T) fp32, ‖a_t‖ and ‖b_t‖, any strides; both
+            or neither.
+        bias: also return the bias's.
+        tile: instead of the table's.
+    Returns: (N,) fp32 each, fresh; None where not asked for.
+    Raises: ValueError where dtype, shape or layout is none of the above.
+    Numerics: sums of both signs cancel, so a squared norm may come out too small or below zero; the error
+        bound says by how much.
+    Cost: N·T²·(D + P) FLOPs (half the matrix); workspace 4 bytes a pair of blocks, sample and output.
+    Edge cases: N = 0 is empty; T = 0 gives zeros.
+    """
+    validate(activations, backprops)
+    N, T, D = activations.shape
+    P = backprops.shape[2]
+    bound = row_norm_activations is not None
+    if bound != (row_norm_backprops is not None):
+        raise ValueError("give the row norms of both or of neither")
+    for row_norm in (row_norm_activations, row_norm_backprops):
+        if bound and (row_norm.shape != (N, T) or row_norm.dtype != torch.float32):
+            raise ValueError(f"row norms are (N, T) float32, not {tuple(row_norm.shape)} {row_norm.dtype}")
+    outputs = 1 + bias + 3 * bound
+    device = activations.device
+    if N == 0 or T == 0:
+        sums = torch.zeros((outputs, N), dtype=torch.float32, device=device).unbind(0)
+    else:
+        if tile is None:
+            dtype = product_dtype(activations, backprops)
+            tile = _tiles.tile("gram_norm", T, D, P, dtype, arch_of(activations))
+        tiles = triton.cdiv(T, tile.BLOCK_T)
+        pairs = tiles * (tiles + 1) // 2
+        partials = torch.empty((N, outputs * pairs), dtype=torch.float32, device=device)
+        launch(
+            _gram_norm_kernel,
+            N * pairs,
+            tile,
+            device,
+            a_ptr=activations,
+            b_ptr=backprops,
+            row_norm_a_ptr=row_norm_activations,
+            row_norm_b_ptr=row_norm_backprops,
+            partials_ptr=partials,
+            stride_an=activations.stride(0),
+            stride_at=activations.stride(1),
+            stride_bn=backprops.stride(0),
+            stride_bt=backprops.stride(1),
+            stride_ran=row_norm_activations.stride(0) if bound else 0,
+            stride_rat=row_norm_activations.stride(1) if bound else 0,
+            stride_rbn=row_norm_backprops.stride(0) if bound else 0,
+            stride_rbt=row_norm_backprops.stride(1) if bound else 0,
+            stride_sn=outputs * pairs,
+            T=T,
+            D=D,
+            P=P,
+            BIAS=bias,
+            BOUND=bound,
+            # Each dot takes two tiles of one tensor, so a mixed pair needs no conversion here.
+            WIDEN=is_interpreted(_gram_norm_kernel),
+            BLOCK_T=tile.BLOCK_T,
+            BLOCK_K=tile.BLOCK_K,
+        )
+        sums = sum_partials(partials, pairs)
+    sums = iter(sums)
+    return GramNormResult(
+        sq_norm=next(sums),
+        bias_sq_norm=next(sums) if bias else None,
+        bound_activations=next(sums) if bound else None,
+        bound_backprops=next(sums) if bound else None,
+        bound_product=next(sums) if bound else None,
+    )

@@ -1,0 +1,359 @@
+"""Weighted sum of per-sample gradients that are never written.
+
+    W = Σ_n c[n] Σ_t b[n, t] a[n, t]ᵀ     (P, D)
+    w = Σ_n c[n] Σ_t b[n, t]              (P,)
+
+Rounding c·b to 16 bits would cost 2⁻⁹ of every product, so the factor is applied where it costs nothing:
+
+- "per_sample" (long T): a sample's product is accumulated unweighted in fp32, one `tl.dot` a step of BLOCK_T
+  positions, and `total += c[n] · acc` once a sample. Two fp32 accumulators; inputs go to the tensor cores as
+  they are.
+- "flat" (short T, where that epilogue would cost as much as the dots and masked positions more): rows of
+  several samples form one step, c·b is taken in fp32 and split into two bf16 parts, c·b = hi + lo + O(2⁻¹⁸),
+  with one dot a part. fp16 activations split exactly into two bf16 parts (11 bits = 8 + 3), and the product
+  of the low parts, 2⁻¹⁸, is dropped: three dots. fp32 needs no split.
+
+Tiling: one program a BLOCK_P × BLOCK_D tile of W and part of the reduction; both layouts walk their part
+in one loop, so that loads stay in flight from sample to sample. Parts are fp32 and are added by
+`torch.sum` in a second stage: no atomics. With a bias, BLOCK_P-wide weighted column sums follow as further
+programs. c[n] = 0 masks the sample's loads: its NaN or inf are never read, and neither are its bytes.
+Reference: `einsum("n,ntp,ntd->pd", c, b, a)` over samples with c[n] != 0. Source: Bu et al., Differentially
+private optimization on large model at small cost (2023), the book-keeping step.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from . import _tiles
+from ._launch import arch_of, launch, product_dtype, validate, widens
+
+
+@triton.jit
+def _weighted_column_sums(
+    b_ptr,
+    c_ptr,
+    stride_bn,
+    stride_bt,
+    stride_cn,
+    first,
+    last,
+    offs_p,
+    T,
+    P,
+    BLOCK_T: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """Σ c·b over rows [first, last) of one block of columns in fp32, zero outside P."""
+    mask_p = offs_p < P
+    acc = tl.zeros((BLOCK_T, BLOCK_P), tl.float32)
+    for start in range(first, last, BLOCK_T):
+        offs_r = start + tl.arange(0, BLOCK_T)
+        offs_n = (offs_r // T).to(tl.int64)
+        offs_t = (offs_r % T).to(tl.int64)
+        c = tl.load(c_ptr + offs_n * stride_cn, mask=offs_r < last, other=0.0)
+        b_ptrs = b_ptr + (offs_n * stride_bn + offs_t * stride_bt)[:, None] + offs_p[None, :]
+        b = tl.load(b_ptrs, mask=(c != 0.0)[:, None] & mask_p[None, :], other=0.0)
+        acc += c[:, None] * b.to(tl.float32)
+    return tl.sum(acc, axis=0)
+
+
+@triton.jit
+def _dot(x, y, acc, WIDEN: tl.constexpr):
+    if WIDEN:
+        x = x.to(tl.float32)
+        y = y.to(tl.float32)
+    return tl.dot(x, y, acc, input_precision="ieee")
+
+
+@triton.jit
+def _per_sample_tile(
+    a_ptr,
+    b_ptr,
+    c_ptr,
+    stride_an,
+    stride_at,
+    stride_bn,
+    stride_bt,
+    stride_cn,
+    first,
+    last,
+    offs_p,
+    offs_d,
+    T,
+    D,
+    P,
+    WIDEN: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """Steps [first, last) of a tile of W; a sample is cdiv(T, BLOCK_T) steps."""
+    mask_p = offs_p < P
+    mask_d = offs_d < D
+    steps = tl.cdiv(T, BLOCK_T)
+    acc = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
+    total = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
+    for step in range(first, last):
+        n = step // steps
+        i = step % steps
+        offs_t = (i * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
+        c = tl.load(c_ptr + n.to(tl.int64) * stride_cn)
+        mask_t = offs_t < tl.where(c != 0.0, T, 0)
+        b_ptrs = b_ptr + n.to(tl.int64) * stride_bn + offs_t[:, None] * stride_bt + offs_p[None, :]
+        a_ptrs = a_ptr + n.to(tl.int64) * stride_an + offs_t[:, None] * stride_at + offs_d[None, :]
+        b = tl.load(b_ptrs, mask=mask_t[:, None] & mask_p[None, :], other=0.0)  # (BLOCK_T, BLOCK_P)
+        a = tl.load(a_ptrs, mask=mask_t[:, None] & mask_d[None, :], other=0.0)  # (BLOCK_T, BLOCK_D)
+        # G[n] += bᵀ a
+        acc = _dot(tl.trans(b), a, acc, WIDEN)
+        if i == steps - 1 or step == last - 1:
+            # W += c G[n], or the share of G[n] that falls into this part
+            total += c * acc
+            acc = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
+    return total
+
+
+@triton.jit
+def _flat_tile(
+    a_ptr,
+    b_ptr,
+    c_ptr,
+    stride_an,
+    stride_at,
+    stride_bn,
+    stride_bt,
+    stride_cn,
+    first,
+    last,
+    offs_p,
+    offs_d,
+    T,
+    D,
+    P,
+    SPLIT: tl.constexpr,
+    WIDEN: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """Rows [first, last) of a tile of W; row r is position r % T of sample r // T."""
+    mask_p = offs_p < P
+    mask_d = offs_d < D
+    acc = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
+    for start in range(first, last, BLOCK_T):
+        offs_r = start + tl.arange(0, BLOCK_T)
+        offs_n = (offs_r // T).to(tl.int64)
+        offs_t = (offs_r % T).to(tl.int64)
+        c = tl.load(c_ptr + offs_n * stride_cn, mask=offs_r < last, other=0.0)  # (BLOCK_T,)
+        mask_r = c != 0.0
+        b_ptrs = b_ptr + (offs_n * stride_bn + offs_t * stride_bt)[:, None] + offs_p[None, :]
+        a_ptrs = a_ptr + (offs_n * stride_an + offs_t * stride_at)[:, None] + offs_d[None, :]
+        b = tl.load(b_ptrs, mask=mask_r[:, None] & mask_p[None, :], other=0.0)  # (BLOCK_T, BLOCK_P)
+        a = tl.load(a_ptrs, mask=mask_r[:, None] & mask_d[None, :], other=0.0)  # (BLOCK_T, BLOCK_D)
+        cb = tl.trans(c[:, None] * b.to(tl.float32))  # (BLOCK_P, BLOCK_T)
+        # W += (c b)ᵀ a
+        if SPLIT:
+            cb_hi = cb.to(tl.bfloat16)
+            cb_lo = (cb - cb_hi.to(tl.float32)).to(tl.bfloat16)
+            a_hi = a.to(tl.bfloat16)
+            if a.dtype == tl.float16:
+                a_lo = (a.to(tl.float32) - a_hi.to(tl.float32)).to(tl.bfloat16)
+                acc = _dot(cb_hi, a_lo, acc, WIDEN)
+            acc = _dot(cb_lo, a_hi, acc, WIDEN)
+            acc = _dot(cb_hi, a_hi, acc, WIDEN)
+        else:
+            acc = tl.dot(cb, a.to(tl.float32), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit(do_not_specialize=["N", "T", "splits", "steps_per_split", "rows_per_split"])
+def _weighted_sum_kernel(
+    a_ptr,
+    b_ptr,
+    c_ptr,
+    out_ptr,  # (splits, P, D)
+    bias_ptr,  # (splits, P)
+    stride_an,  # activations (N, T, D)
+    stride_at,
+    stride_bn,  # backprops (N, T, P)
+    stride_bt,
+    stride_cn,  # clip_factor (N,)
+    N,
+    T,
+    D,
+    P,
+    splits,
+    steps_per_split,
+    rows_per_split,
+    BIAS: tl.constexpr,
+    FLAT: tl.constexpr,
+    SPLIT: tl.constexpr,
+    WIDEN: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    # locate: all tiles of a part, then its bias blocks, then the next part
+    tiles_d = tl.cdiv(D, BLOCK_D)
+    tiles = tl.cdiv(P, BLOCK_P) * tiles_d
+    programs = tiles
+    if BIAS:
+        programs += tl.cdiv(P, BLOCK_P)
+    pid = tl.program_id(0)
+    pid_s = pid // programs
+    pid_tile = pid % programs
+    first_row = pid_s * rows_per_split
+    last_row = tl.minimum(first_row + rows_per_split, N * T)
+
+    if pid_tile < tiles:
+        offs_p = (pid_tile // tiles_d).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
+        offs_d = (pid_tile % tiles_d).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
+        if FLAT:
+            total = _flat_tile(
+                a_ptr,
+                b_ptr,
+                c_ptr,
+                stride_an,
+                stride_at,
+                stride_bn,
+                stride_bt,
+                stride_cn,
+                first_row,
+                last_row,
+                offs_p,
+                offs_d,
+                T,
+                D,
+                P,
+                SPLIT,
+                WIDEN,
+                BLOCK_T,
+                BLOCK_D,
+                BLOCK_P,
+            )
+        else:
+            first = pid_s * steps_per_split
+            last = tl.minimum(first + steps_per_split, N * tl.cdiv(T, BLOCK_T))
+            total = _per_sample_tile(
+                a_ptr,
+                b_ptr,
+                c_ptr,
+                stride_an,
+                stride_at,
+                stride_bn,
+                stride_bt,
+                stride_cn,
+                first,
+                last,
+                offs_p,
+                offs_d,
+                T,
+                D,
+                P,
+                WIDEN,
+                BLOCK_T,
+                BLOCK_D,
+                BLOCK_P,
+            )
+        out_ptrs = out_ptr + pid_s.to(tl.int64) * P * D + offs_p[:, None] * D + offs_d[None, :]
+        tl.store(out_ptrs, total, mask=(offs_p < P)[:, None] & (offs_d < D)[None, :])
+    elif BIAS:
+        offs_p = (pid_tile - tiles).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
+        sums = _weighted_column_sums(
+            b_ptr, c_ptr, stride_bn, stride_bt, stride_cn, first_row, last_row, offs_p, T, P, BLOCK_T, BLOCK_P
+        )
+        tl.store(bias_ptr + pid_s.to(tl.int64) * P + offs_p, sums, mask=offs_p < P)
+
+
+class WeightedSumResult(NamedTuple):
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+
+def weighted_sum(
+    activations: torch.Tensor,
+    backprops: torch.Tensor,
+    clip_factor: torch.Tensor,
+    *,
+    bias: bool = False,
+    tile: _tiles.Tile | None = None,
+) -> WeightedSumResult:
+    """Weighted sum of a linear layer's per-sample gradients.
+
+    Maths: weight = Σ_n c[n] Σ_t b[n, t] a[n, t]ᵀ, bias = Σ_n c[n] Σ_t b[n, t].
+    Args:
+        activations: (N, T, D), bf16, fp16 or fp32, unit last stride.
+        backprops: (N, T, P), likewise; products of a mixed pair are taken in fp32.
+        clip_factor: (N,) fp32 of any stride.
+        bias: also return the bias's.
+        tile: instead of the table's.
+    Returns: weight (P, D) and bias (P,), fp32, fresh; bias is None where not asked for.
+    Raises: ValueError where dtype, shape or layout is none of the above.
+    Numerics: fp32 accumulation; see the module's docstring for where c is applied. Deterministic; the order
+        of addition depends on the shapes (N among them) and the architecture.
+    Cost: 2·N·T·D·P FLOPs in "per_sample", twice or (fp16) three times that in "flat"; workspace 4 bytes an
+        element of W and part where the reduction is split.
+    Edge cases: a sample with factor 0 adds exactly nothing, whatever it holds. N = 0 and T = 0 give zeros.
+    """
+    validate(activations, backprops)
+    N, T, D = activations.shape
+    P = backprops.shape[2]
+    device = activations.device
+    if clip_factor.shape != (N,) or clip_factor.dtype != torch.float32:
+        raise ValueError(f"clip_factor is (N,) float32, not {tuple(clip_factor.shape)} {clip_factor.dtype}")
+    if N * T >= 2**31:
+        raise ValueError(f"N·T = {N * T} rows: at most 2³¹ - 1")
+    if 0 in (N, T, P):
+        zeros = torch.zeros((P, D), dtype=torch.float32, device=device)
+        return WeightedSumResult(zeros, zeros.new_zeros(P) if bias else None)
+    dtype = product_dtype(activations, backprops)
+    arch = arch_of(activations)
+    if tile is None:
+        tile = _tiles.tile("weighted_sum", T, D, P, dtype, arch)
+    flat = tile.layout == "flat"
+    tiles_p = triton.cdiv(P, tile.BLOCK_P)
+    tiles = tiles_p * triton.cdiv(D, tile.BLOCK_D)
+    programs = tiles + (tiles_p if bias else 0)
+    blocks = triton.cdiv(N * T, tile.BLOCK_T)
+    steps = blocks if flat else N * triton.cdiv(T, tile.BLOCK_T)
+    splits = _tiles.splits(max(tiles, 1), steps, arch)
+    out = torch.empty((splits, P, D), dtype=torch.float32, device=device)
+    bias_out = torch.empty((splits, P), dtype=torch.float32, device=device) if bias else None
+    if programs:
+        launch(
+            _weighted_sum_kernel,
+            splits * programs,
+            tile,
+            device,
+            a_ptr=activations,
+            b_ptr=backprops,
+            c_ptr=clip_factor,
+            out_ptr=out,
+            bias_ptr=bias_out,
+            stride_an=activations.stride(0),
+            stride_at=activations.stride(1),
+            stride_bn=backprops.stride(0),
+            stride_bt=backprops.stride(1),
+            stride_cn=clip_factor.stride(0),
+            N=N,
+            T=T,
+            D=D,
+            P=P,
+            splits=splits,
+            steps_per_split=triton.cdiv(steps, splits),
+            rows_per_split=triton.cdiv(blocks, splits) * tile.BLOCK_T,
+            BIAS=bias,
+            FLAT=flat,
+            SPLIT=dtype != torch.float32,
+            WIDEN=widens(_weighted_sum_kernel, activations, backprops),
+            BLOCK_T=tile.BLOCK_T,
+            BLOCK_D=tile.BLOCK_D,
+            BLOCK_P=tile.BLOCK_P,
+        )
+    if splits == 1:
+        return WeightedSumResult(out[0], bias_out[0] if bias else None)
+    return WeightedSumResult(out.sum(0), bias_out.sum(0) if bias else None)
