@@ -63,11 +63,13 @@ def _weighted_column_sums(
 
 
 @triton.jit
-def _dot(x, y, acc, WIDEN: tl.constexpr):
+def _to_bf16(x, WIDEN: tl.constexpr):
+    """The bf16 nearest to x."""
     if WIDEN:
-        x = x.to(tl.float32)
-        y = y.to(tl.float32)
-    return tl.dot(x, y, acc, input_precision="ieee")
+        # Triton 3.7.1's interpreter truncates, and its dot needs fp32: round with Veltkamp's constant instead.
+        y = x * 65537.0
+        return y - (y - x)
+    return x.to(tl.bfloat16)
 
 
 @triton.jit
@@ -108,8 +110,11 @@ def _per_sample_tile(
         a_ptrs = a_ptr + n.to(tl.int64) * stride_an + offs_t[:, None] * stride_at + offs_d[None, :]
         b = tl.load(b_ptrs, mask=mask_t[:, None] & mask_p[None, :], other=0.0)  # (BLOCK_T, BLOCK_P)
         a = tl.load(a_ptrs, mask=mask_t[:, None] & mask_d[None, :], other=0.0)  # (BLOCK_T, BLOCK_D)
+        if WIDEN:
+            b = b.to(tl.float32)
+            a = a.to(tl.float32)
         # G[n] += bᵀ a
-        acc = _dot(tl.trans(b), a, acc, WIDEN)
+        acc = tl.dot(tl.trans(b), a, acc, input_precision="ieee")
         if i == steps - 1 or step == last - 1:
             # W += c G[n], or the share of G[n] that falls into this part
             total += c * acc
@@ -157,14 +162,15 @@ def _flat_tile(
         cb = tl.trans(c[:, None] * b.to(tl.float32))  # (BLOCK_P, BLOCK_T)
         # W += (c b)ᵀ a
         if SPLIT:
-            cb_hi = cb.to(tl.bfloat16)
-            cb_lo = (cb - cb_hi.to(tl.float32)).to(tl.bfloat16)
-            a_hi = a.to(tl.bfloat16)
+            x = a.to(tl.float32)
+            cb_hi = _to_bf16(cb, WIDEN)
+            cb_lo = _to_bf16(cb - cb_hi.to(tl.float32), WIDEN)
+            a_hi = _to_bf16(x, WIDEN)
             if a.dtype == tl.float16:
-                a_lo = (a.to(tl.float32) - a_hi.to(tl.float32)).to(tl.bfloat16)
-                acc = _dot(cb_hi, a_lo, acc, WIDEN)
-            acc = _dot(cb_lo, a_hi, acc, WIDEN)
-            acc = _dot(cb_hi, a_hi, acc, WIDEN)
+                a_lo = _to_bf16(x - a_hi.to(tl.float32), WIDEN)
+                acc = tl.dot(cb_hi, a_lo, acc, input_precision="ieee")
+            acc = tl.dot(cb_lo, a_hi, acc, input_precision="ieee")
+            acc = tl.dot(cb_hi, a_hi, acc, input_precision="ieee")
         else:
             acc = tl.dot(cb, a.to(tl.float32), acc, input_precision="ieee")
     return acc
