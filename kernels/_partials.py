@@ -19,6 +19,16 @@ from ._tiles import Tile
 _TILE = Tile(0, 0, 0, 256, 4, 1, "from static analysis: two values a thread")
 
 
+@triton.jit
+def sum_tile(tile):
+    """Sum of a 2-D tile: each row over its columns, then the rows.
+
+    The rows keep their second dim between the two: on sm_100 Triton 3.7.1 aborts in
+    TritonNvidiaGPUOptimizeTMemLayouts when a 1-D reduction follows that of a tile from tensor memory.
+    """
+    return tl.sum(tl.sum(tile, axis=1, keep_dims=True))
+
+
 @triton.jit(do_not_specialize=["N", "slots", "length"])
 def _sum_partials_kernel(
     partials_ptr,

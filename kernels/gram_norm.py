@@ -27,7 +27,7 @@ import triton.language as tl
 
 from . import _tiles
 from ._launch import arch_of, is_interpreted, launch, product_dtype, validate
-from ._partials import sum_partials
+from ._partials import sum_partials, sum_tile
 
 
 @triton.jit
@@ -61,11 +61,6 @@ def _gram_tile(
         i_ptrs += BLOCK_K
         j_ptrs += BLOCK_K
     return acc
-
-
-@triton.jit
-def _sum_tile(tile):
-    return tl.sum(tl.sum(tile, axis=1), axis=0)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -113,10 +108,10 @@ def _gram_norm_kernel(
     gram_b = _gram_tile(b_ptr, stride_bt, offs_i, offs_j, T, P, WIDEN, BLOCK_T, BLOCK_K)
     gram_a = _gram_tile(a_ptr, stride_at, offs_i, offs_j, T, D, WIDEN, BLOCK_T, BLOCK_K)
 
-    tl.store(partials_ptr, count * _sum_tile(gram_a * gram_b))
+    tl.store(partials_ptr, count * sum_tile(gram_a * gram_b))
     if BIAS:
         partials_ptr += pairs
-        tl.store(partials_ptr, count * _sum_tile(gram_b))
+        tl.store(partials_ptr, count * sum_tile(gram_b))
     if BOUND:
         mask_i = offs_i < T
         mask_j = offs_j < T
@@ -129,11 +124,11 @@ def _gram_norm_kernel(
         gram_a = tl.abs(gram_a)
         gram_b = tl.abs(gram_b)
         partials_ptr += pairs
-        tl.store(partials_ptr, count * tl.sum(tl.sum(gram_b * ra_j[None, :], axis=1) * ra_i, axis=0))
+        tl.store(partials_ptr, count * sum_tile(gram_b * (ra_i[:, None] * ra_j[None, :])))
         partials_ptr += pairs
-        tl.store(partials_ptr, count * tl.sum(tl.sum(gram_a * rb_j[None, :], axis=1) * rb_i, axis=0))
+        tl.store(partials_ptr, count * sum_tile(gram_a * (rb_i[:, None] * rb_j[None, :])))
         partials_ptr += pairs
-        tl.store(partials_ptr, count * _sum_tile(gram_a * gram_b))
+        tl.store(partials_ptr, count * sum_tile(gram_a * gram_b))
 
 
 class GramNormResult(NamedTuple):

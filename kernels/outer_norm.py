@@ -19,8 +19,8 @@ import triton.language as tl
 
 from . import _tiles
 from ._launch import arch_of, launch, product_dtype, validate, widens
-from ._partials import sum_partials
-from .outer_product import column_sums, outer_tile, sum_of_squares
+from ._partials import sum_partials, sum_tile
+from .outer_product import column_sums, outer_tile
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -61,7 +61,7 @@ def _outer_norm_kernel(
         acc = outer_tile(
             b_ptr, a_ptr, stride_bt, stride_at, offs_p, offs_d, T, D, P, WIDEN, BLOCK_T, BLOCK_D, BLOCK_P
         )
-        tl.store(partial_ptr, sum_of_squares(acc))
+        tl.store(partial_ptr, sum_tile(acc * acc))
     elif BIAS:
         offs_p = (pid_tile - tiles).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
         sums = column_sums(b_ptr, stride_bt, offs_p, T, P, BLOCK_T, BLOCK_P)

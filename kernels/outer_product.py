@@ -23,7 +23,7 @@ import triton.language as tl
 
 from . import _tiles
 from ._launch import arch_of, launch, product_dtype, validate, widens
-from ._partials import sum_partials
+from ._partials import sum_partials, sum_tile
 
 
 @triton.jit
@@ -89,11 +89,6 @@ def column_sums(
     return tl.sum(acc, axis=0)
 
 
-@triton.jit
-def sum_of_squares(tile):
-    return tl.sum(tl.sum(tile * tile, axis=1), axis=0)
-
-
 @triton.jit(do_not_specialize=["T"])
 def _outer_product_kernel(
     a_ptr,
@@ -140,7 +135,7 @@ def _outer_product_kernel(
         mask = (offs_p < P)[:, None] & (offs_d < D)[None, :]
         tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
         if NORM:
-            tl.store(partials_ptr + pid_n * stride_sn + pid_tile, sum_of_squares(acc))
+            tl.store(partials_ptr + pid_n * stride_sn + pid_tile, sum_tile(acc * acc))
     elif BIAS:
         offs_p = (pid_tile - tiles).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
         sums = column_sums(b_ptr, stride_bt, offs_p, T, P, BLOCK_T, BLOCK_P)
