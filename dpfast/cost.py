@@ -1,0 +1,62 @@
+"""Which way a norm goes, from T, D and P alone: pure arithmetic, never the number of samples, never a tensor's values.
+
+| way      | extra FLOPs per sample | extra memory per sample     |
+|----------|------------------------|-----------------------------|
+| rank_one | 2(D + P)               | none                        |
+| gram     | T²(D + P)              | none                        |
+| direct   | 2·T·D·P                | none                        |
+| keep     | none, 8·D·P bytes read and written | 4·D·P bytes instead of the inputs' T(D + P) |
+
+A multiply-add counts as two FLOPs. ``gram`` counts the lower triangle only.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Way = Literal["rank_one", "gram", "direct", "keep"]
+
+KEEP_RATIO = 2.0
+"""A sample's gradient is kept where it has at most this many times the entries of the activations and backprops
+that would be kept in its place."""
+
+MAX_GRAM_SLACK = 1e-3
+"""The Gram way is left where its error bound would, on ordinary data, exceed this share of the norm."""
+
+_UNIT_ROUNDOFF = 2.0**-24
+
+
+def norm_flops(way: Way, t: int, d: int, p: int) -> int:
+    """Extra FLOPs that the norm of one sample costs."""
+    if way == "rank_one":
+        return 2 * (d + p)
+    if way == "gram":
+        return t * t * (d + p)
+    if way == "direct":
+        return 2 * t * d * p
+    return 2 * d * p
+
+
+def gram_slack(t: int, d: int, p: int) -> float:
+    """The share of the norm that the Gram way's error bound takes on ordinary data (docs/bounds.md, "Size")."""
+    narrow = max(1, min(d, p))
+    return 0.5 * _UNIT_ROUNDOFF * (d + p) * (1.0 + t / narrow**0.5)
+
+
+def norm_way(t: int, d: int, p: int) -> Literal["rank_one", "gram", "direct"]:
+    """The cheapest way to take ‖G_n‖ without writing G_n."""
+    if t <= 1:
+        return "rank_one"
+    if norm_flops("gram", t, d, p) < norm_flops("direct", t, d, p) and gram_slack(t, d, p) <= MAX_GRAM_SLACK:
+        return "gram"
+    return "direct"
+
+
+def keeps(t: int, d: int, p: int) -> bool:
+    """Whether to write G_n once, with its norm, and to read it for the clipped sum instead of a second GEMM."""
+    return t > 1 and d * p <= KEEP_RATIO * t * (d + p)
+
+
+def book_keeping_way(t: int, d: int, p: int) -> Way:
+    """The way of one-pass clipping for an outer product."""
+    return "keep" if keeps(t, d, p) else norm_way(t, d, p)

@@ -1,0 +1,244 @@
+"""Factored gradients: small objects that stand for the N per-sample gradients of one parameter.
+
+Each answers three questions, ``materialize``, ``sq_norm`` and ``weighted_sum``, without the N gradients being
+written unless asked for. A parameter that is used more than once has a list of them, which :func:`merge` makes
+into one factor whose norm has the cross terms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dpfast import bounds, cost, ops, reference
+from dpfast.bounds import SquaredNorm
+
+
+class Factor(Protocol):
+    """What every factor answers. ``shape`` is the parameter's; N is the number of samples."""
+
+    shape: torch.Size
+
+    @property
+    def num_samples(self) -> int:
+        """N."""
+
+    def materialize(self, scale: float = 1.0) -> Tensor:
+        """``scale · G_n``, (N, *shape), fp32 or fp64, fresh or the factor's own values: read only."""
+
+    def sq_norm(self) -> SquaredNorm:
+        """‖G_n‖² and its proven upper bound, (N,) fp64 each."""
+
+    def weighted_sum(self, coefficients: Tensor) -> Tensor:
+        """``Σ_n c_n G_n`` of the parameter's shape; c_n = 0 drops sample n, whatever it holds."""
+
+    def materialized(self) -> Dense:
+        """The gradients written out, with how far they may be from the exact ones."""
+
+    def kept(self) -> Factor:
+        """The cheapest form to keep until the clipped sum (``cost.keeps``)."""
+
+
+class OuterProduct:
+    """``G_n = Σ_t b_nt a_ntᵀ`` of a parameter of shape (P, D).
+
+    Args:
+        activations: (N, ..., D); backprops: (N, ..., P). Kept, not copied; never written to.
+    """
+
+    def __init__(self, activations: Tensor, backprops: Tensor, *, where: str = "OuterProduct"):
+        self.activations, self.backprops = ops.as_rows(activations, backprops, where)
+        self.shape = torch.Size((self.backprops.shape[-1], self.activations.shape[-1]))
+
+    @property
+    def num_samples(self) -> int:
+        return self.activations.shape[0]
+
+    def materialize(self, scale: float = 1.0) -> Tensor:
+        return ops.grad_sample(self.activations, self.backprops, scale=scale)
+
+    def sq_norm(self) -> SquaredNorm:
+        return ops.certified_sq_norm(self.activations, self.backprops)
+
+    def weighted_sum(self, coefficients: Tensor) -> Tensor:
+        return ops.weighted_sum(self.activations, self.backprops, coefficients)
+
+    def materialized(self) -> Dense:
+        return Dense(self.materialize(), error=reference.outer_product_error(self.activations, self.backprops))
+
+    def kept(self) -> Factor:
+        return self.materialized() if cost.keeps(self.activations.shape[1], *self.shape) else self
+
+
+class Lookup:
+    """Gradients of a table of rows: position t of sample n adds ``backprops[n, t]`` to row ``indices[n, t]``.
+
+    Args:
+        indices: (N, ...) integers in [0, num_embeddings).
+        backprops: (N, ..., D).
+        padding_idx: positions with this index add nothing.
+    """
+
+    def __init__(self, indices: Tensor, backprops: Tensor, num_embeddings: int, padding_idx: int | None = None):
+        n, d = backprops.shape[0], backprops.shape[-1]
+        positions = indices[0].numel() if n else 0
+        self.indices = indices.reshape(n, positions)
+        self.backprops = backprops.reshape(n, positions, d)
+        self.padding_idx = padding_idx
+        self.shape = torch.Size((num_embeddings, d))
+
+    @property
+    def num_samples(self) -> int:
+        return self.indices.shape[0]
+
+    def _rows(self) -> Tensor:
+        """Backprops in the accumulating dtype, with zeros at padding."""
+        rows = self.backprops.to(reference.compute_dtype(self.backprops))
+        if self.padding_idx is None:
+            return rows
+        return rows.masked_fill((self.indices == self.padding_idx).unsqueeze(-1), 0.0)
+
+    def _keys(self) -> Tensor:
+        """One number per (sample, row of the table), (N·T,)."""
+        first = torch.arange(self.num_samples, device=self.indices.device) * self.shape[0]
+        return (self.indices + first.unsqueeze(-1)).flatten()
+
+    def materialize(self, scale: float = 1.0) -> Tensor:
+        rows = self._rows()
+        out = rows.new_zeros(self.num_samples * self.shape[0], self.shape[1])
+        out.index_add_(0, self._keys(), rows.flatten(0, 1), alpha=scale)
+        return out.view(self.num_samples, *self.shape)
+
+    def segments(self) -> tuple[Tensor, Tensor]:
+        """The gradient's non-zero rows: (values (N·T, D), their sample (N·T,)), unused places zero.
+
+        Equal (sample, index) pairs are brought together by a stable sort, so a sample's sums are added in the
+        order of its positions whatever batch it stands in. Memory: N·T·D, never N·V·D.
+        """
+        rows = self._rows()
+        keys, order = self._keys().sort(stable=True)
+        new_segment = torch.ones_like(keys, dtype=torch.bool)
+        new_segment[1:] = keys[1:] != keys[:-1]
+        segment = new_segment.cumsum(0) - 1
+        values = rows.new_zeros(keys.numel(), self.shape[1])
+        values.index_add_(0, segment, rows.flatten(0, 1)[order])
+        sample = keys.new_zeros(keys.numel())
+        sample[segment] = keys // self.shape[0]
+        return values, sample
+
+    def sq_norm(self) -> SquaredNorm:
+        values, sample = self.segments()
+        dtype = values.dtype
+        total = values.new_zeros(self.num_samples, dtype=torch.float64)
+        total.index_add_(0, sample, reference.row_sq_norm(values))
+        numel = self.indices.shape[1] * self.shape[1]
+        width = min(self.shape[1], reference.SUM_BLOCK)
+        return bounds.dense(total, width=width, numel=numel, dtype=dtype, error=self._error())
+
+    def _error(self) -> Tensor:
+        """How far the summed rows may be from the exact ones, in L2 norm."""
+        rows = self._rows()
+        row_sums = reference.row_sq_norm(rows).sqrt().sum(-1)
+        positions, width = rows.shape[1:]
+        return bounds.chain_error(row_sums, terms=positions, numel=positions * width, dtype=rows.dtype)
+
+    def materialized(self) -> Dense:
+        return Dense(self.materialize(), error=self._error())
+
+    def weighted_sum(self, coefficients: Tensor) -> Tensor:
+        rows = self._rows()
+        c = coefficients.to(rows.dtype)[:, None, None]
+        scaled = (rows * c).masked_fill(c == 0, 0.0)
+        padding = -1 if self.padding_idx is None else self.padding_idx
+        return torch.ops.aten.embedding_dense_backward(scaled, self.indices, self.shape[0], padding, False)
+
+    def kept(self) -> Factor:
+        return self
+
+
+class Dense:
+    """Gradients as they are.
+
+    Args:
+        values: (N, *shape). Kept, not copied; never written to.
+        error: how far ``values`` may be from the exact gradients, in L2 norm, (N,) fp64; None: not at all.
+    """
+
+    def __init__(self, values: Tensor, error: Tensor | None = None):
+        self.values = values
+        self.error = error
+        self.shape = values.shape[1:]
+
+    @property
+    def num_samples(self) -> int:
+        return self.values.shape[0]
+
+    def materialize(self, scale: float = 1.0) -> Tensor:
+        values = self.values.to(reference.compute_dtype(self.values))
+        return values * scale if scale != 1.0 else values
+
+    def sq_norm(self) -> SquaredNorm:
+        return reference.dense_sq_norm(self.values, self.error)
+
+    def weighted_sum(self, coefficients: Tensor) -> Tensor:
+        return reference.weighted_rows(self.values, coefficients)
+
+    def materialized(self) -> Dense:
+        return self
+
+    def kept(self) -> Factor:
+        return self
+
+
+def row_sum(backprops: Tensor) -> Dense:
+    """The gradients of a bias: ``g_n = Σ_t b_nt`` from backprops (N, ..., P)."""
+    rows = backprops.flatten(1, -2) if backprops.dim() > 2 else backprops.unsqueeze(1)
+    if rows.shape[1] == 1:
+        return Dense(rows.squeeze(1).to(reference.compute_dtype(rows)))
+    sums = reference.row_sq_norm(rows).sqrt().sum(-1)
+    error = bounds.chain_error(
+        sums, terms=rows.shape[1], numel=rows.shape[2], dtype=reference.compute_dtype(rows)
+    )
+    return Dense(reference.bias_grad_sample(rows), error=error)
+
+
+def merge(factors: Sequence[Factor]) -> Factor:
+    """One factor that stands for the sum of several of the same parameter, cross terms included.
+
+    Outer products are joined along T, lookups along their positions; anything else is materialized and added.
+    """
+    first = factors[0]
+    if len(factors) == 1:
+        return first
+    if all(isinstance(f, OuterProduct) for f in factors):
+        return OuterProduct(
+            _concatenate([f.activations for f in factors]), _concatenate([f.backprops for f in factors])
+        )
+    if all(isinstance(f, Lookup) and f.padding_idx == first.padding_idx for f in factors):
+        indices = torch.cat([f.indices for f in factors], dim=1)
+        backprops = _concatenate([f.backprops for f in factors])
+        return Lookup(indices, backprops, first.shape[0], first.padding_idx)
+    return _added(factors)
+
+
+def _concatenate(tensors: Sequence[Tensor]) -> Tensor:
+    """Along T, in the narrowest dtype that holds all of them exactly."""
+    dtype = tensors[0].dtype
+    for t in tensors[1:]:
+        dtype = torch.promote_types(dtype, t.dtype)
+    return torch.cat([t.to(dtype) for t in tensors], dim=1)
+
+
+def _added(factors: Sequence[Factor]) -> Dense:
+    """All gradients written out and added, with the error bounds of the parts and of the additions."""
+    parts = [f.materialized() for f in factors]
+    total = parts[0].values.clone()
+    for part in parts[1:]:
+        total += part.values
+    norms = [part.sq_norm().upper.sqrt() for part in parts]
+    dtype = reference.compute_dtype(total)
+    error = bounds.chain_error(sum(norms), terms=len(parts), numel=total[:1].numel(), dtype=dtype)
+    return Dense(total, error=sum((p.error for p in parts if p.error is not None), start=error))

@@ -1,0 +1,232 @@
+"""The einsum path: what is right, in any dtype up to fp64, and the CPU's path.
+
+All functions take ``activations`` (N, T, D) and ``backprops`` (N, T, P) and work on the outer products
+``G_n = Σ_t b_nt a_ntᵀ`` (P, D). They accumulate in fp32, or in fp64 where an input is fp64. A norm never holds
+more than :data:`WORKSPACE_BYTES` of intermediate results (or one tile, where one tile is larger).
+
+A sample's numbers never depend on the batch it stands in: the loops below go over samples or over blocks whose
+size follows from T, D and P, and matrix products whose result could depend on the batch's size
+(:func:`_batched_product`) are taken one sample at a time.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import opt_einsum
+import torch
+from torch import Tensor
+
+from dpfast import bounds
+from dpfast.bounds import SquaredNorm
+
+WORKSPACE_BYTES = 32 * 2**20
+"""The most that a norm may hold in intermediate results at one time."""
+
+GRAM_TILE = 512
+"""Positions per side of a tile of the Gram matrices; also bounds the length of one row's sum."""
+
+SUM_BLOCK = 1024
+"""The longest run of terms that one fp32 sum of squares adds up (see ``bounds``)."""
+
+_BATCH_INVARIANT_FROM = 16
+"""Below this many rows or columns torch.bmm picks routines by batch size, and its bits change with the batch."""
+
+
+def compute_dtype(*tensors: Tensor) -> torch.dtype:
+    """fp64 where any of the tensors is fp64, else fp32."""
+    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+
+
+@lru_cache(maxsize=4096)
+def _expression(equation: str, *shapes: tuple[int, ...]):
+    return opt_einsum.contract_expression(equation, *shapes)
+
+
+def contract(equation: str, *operands: Tensor) -> Tensor:
+    """``opt_einsum.contract`` with the path remembered per equation and shapes."""
+    return _expression(equation, *(tuple(x.shape) for x in operands))(*operands, backend="torch")
+
+
+def grad_sample(activations: Tensor, backprops: Tensor, *, scale: float = 1.0) -> Tensor:
+    """``scale · Σ_t b_nt a_ntᵀ`` of shape (N, P, D), in fp32 or fp64."""
+    dtype = compute_dtype(activations, backprops)
+    activations, backprops = activations.to(dtype), backprops.to(dtype)
+    n, t, d = activations.shape
+    p = backprops.shape[-1]
+    if t == 1:
+        return (backprops.mT * scale) * activations if scale != 1.0 else backprops.mT * activations
+    if t > bounds.CHAIN_BLOCK:  # short chains of additions: see bounds.direct
+        out = activations.new_zeros(n, p, d)
+        for start in range(0, t, bounds.CHAIN_BLOCK):
+            block = slice(start, start + bounds.CHAIN_BLOCK)
+            _batched_product(backprops[:, block].mT, activations[:, block], scale=scale, add_to=out)
+        return out
+    return _batched_product(backprops.mT, activations, scale=scale)
+
+
+def bias_grad_sample(backprops: Tensor, *, scale: float = 1.0) -> Tensor:
+    """``scale · Σ_t b_nt`` of shape (N, P), in fp32 or fp64."""
+    out = backprops.sum(dim=1, dtype=compute_dtype(backprops))
+    return out.mul_(scale) if scale != 1.0 else out
+
+
+def weighted_sum(activations: Tensor, backprops: Tensor, coefficients: Tensor) -> Tensor:
+    """``Σ_n c_n Σ_t b_nt a_ntᵀ`` of shape (P, D); a sample with c_n = 0 adds exactly nothing, whatever it holds."""
+    dtype = compute_dtype(activations, backprops)
+    activations, backprops = _without_dropped_samples(
+        activations.to(dtype), backprops.to(dtype), coefficients=coefficients
+    )
+    c = coefficients.to(dtype)[:, None, None]
+    # The scaled copy is made of the smaller operand.
+    if activations.shape[-1] <= backprops.shape[-1]:
+        return contract("ntp,ntd->pd", backprops, activations * c)
+    return contract("ntp,ntd->pd", backprops * c, activations)
+
+
+def weighted_bias_sum(backprops: Tensor, coefficients: Tensor) -> Tensor:
+    """``Σ_n c_n Σ_t b_nt`` of shape (P,)."""
+    return weighted_rows(bias_grad_sample(backprops), coefficients)
+
+
+def weighted_rows(values: Tensor, coefficients: Tensor) -> Tensor:
+    """``Σ_n c_n v_n`` for values (N, ...); a sample with c_n = 0 adds exactly nothing, whatever it holds."""
+    dtype = compute_dtype(values)
+    (values,) = _without_dropped_samples(values.to(dtype), coefficients=coefficients)
+    if values.shape[0] == 0:
+        return values.new_zeros(values.shape[1:])
+    return torch.mv(values.flatten(1).mT, coefficients.to(dtype)).view(values.shape[1:])
+
+
+def _without_dropped_samples(*tensors: Tensor, coefficients: Tensor) -> tuple[Tensor, ...]:
+    """The tensors with zeros where a sample's coefficient is 0: 0·inf would be NaN in the sum."""
+    dropped = coefficients == 0
+    # Reading one flag back is free on a CPU; elsewhere it would wait for the device, so there we always mask.
+    if dropped.device.type == "cpu" and not bool(dropped.any()):
+        return tensors
+    return tuple(
+        t.masked_fill(dropped.view(-1, *[1] * (t.dim() - 1)), 0.0) if t.dim() else t for t in tensors
+    )
+
+
+def row_sq_norm(x: Tensor) -> Tensor:
+    """Squared L2 norms along the last dimension, in fp64; no fp32 sum is longer than ``SUM_BLOCK`` terms."""
+    x = x.to(compute_dtype(x))
+    width = x.shape[-1]
+    if width <= SUM_BLOCK:
+        return torch.linalg.vector_norm(x, dim=-1).double().square_()
+    whole = width - width % SUM_BLOCK
+    blocks = torch.linalg.vector_norm(x[..., :whole].unflatten(-1, (-1, SUM_BLOCK)), dim=-1)
+    total = blocks.double().square_().sum(-1)
+    return total + row_sq_norm(x[..., whole:]) if whole < width else total
+
+
+def sum_blocks(x: Tensor) -> Tensor:
+    """Sum over the last dimension of an fp64 tensor in blocks: torch splits one long sum over its threads, and then
+    the last bit depends on how many sums run at once."""
+    while x.shape[-1] > SUM_BLOCK:
+        whole = x.shape[-1] - x.shape[-1] % SUM_BLOCK
+        blocks = x[..., :whole].unflatten(-1, (-1, SUM_BLOCK)).sum(-1)
+        x = torch.cat([blocks, x[..., whole:]], dim=-1)
+    return x.sum(-1)
+
+
+def dense_sq_norm(values: Tensor, error: Tensor | None = None) -> SquaredNorm:
+    """‖v_n‖² of values (N, ...), which themselves may be off by ``error`` (N,) in L2 norm."""
+    n, dtype = values.shape[0], compute_dtype(values)
+    rows = values.reshape(n, 1, -1) if values.dim() <= 2 else values.flatten(1, -2)
+    total = sum_blocks(row_sq_norm(rows))
+    width = min(rows.shape[-1], SUM_BLOCK)
+    return bounds.dense(total, width=width, numel=rows.shape[1] * rows.shape[2], dtype=dtype, error=error)
+
+
+def rank_one_sq_norm(activations: Tensor, backprops: Tensor) -> SquaredNorm:
+    """T = 1: ‖G_n‖² = ‖a_n‖²‖b_n‖²."""
+    sq_a, sq_b = row_sq_norm(activations).sum(-1), row_sq_norm(backprops).sum(-1)
+    dtype = compute_dtype(activations, backprops)
+    return bounds.rank_one(
+        sq_a, sq_b, d=activations.shape[-1], p=backprops.shape[-1], width=SUM_BLOCK, dtype=dtype
+    )
+
+
+def outer_product_error(activations: Tensor, backprops: Tensor) -> Tensor:
+    """How far :func:`grad_sample` may be from the exact G_n, in L2 norm, (N,) fp64."""
+    row_products = (row_sq_norm(activations).sqrt() * row_sq_norm(backprops).sqrt()).sum(-1)
+    return bounds.direct_error(
+        row_products,
+        positions=activations.shape[1],
+        numel=activations.shape[2] * backprops.shape[2],
+        dtype=compute_dtype(activations, backprops),
+    )
+
+
+def direct_sq_norm(activations: Tensor, backprops: Tensor) -> SquaredNorm:
+    """‖Σ_t b_nt a_ntᵀ‖² from G_n itself, formed in pieces that fit the workspace."""
+    dtype = compute_dtype(activations, backprops)
+    n, _, d = activations.shape
+    p = backprops.shape[-1]
+    totals = []
+    row_bytes = dtype.itemsize * max(1, d)
+    rows = max(1, min(p, WORKSPACE_BYTES // row_bytes))
+    samples = max(1, WORKSPACE_BYTES // (row_bytes * rows))
+    for i in range(0, n, samples):
+        a, b = activations[i : i + samples], backprops[i : i + samples]
+        squares = [row_sq_norm(grad_sample(a, b[..., j : j + rows])) for j in range(0, p, rows)]
+        totals.append(sum_blocks(torch.cat(squares, dim=-1)))
+    total = torch.cat(totals) if totals and p else activations.new_zeros(n, dtype=torch.float64)
+    error = outer_product_error(activations, backprops)
+    return bounds.dense(total, width=min(d, SUM_BLOCK), numel=p * d, dtype=dtype, error=error)
+
+
+def gram_sq_norm(activations: Tensor, backprops: Tensor) -> SquaredNorm:
+    """‖G_n‖² = Σ_tt' (a_t·a_t')(b_t·b_t') over tiles of the lower triangle, with the sums its error bound needs."""
+    dtype = compute_dtype(activations, backprops)
+    activations, backprops = activations.to(dtype), backprops.to(dtype)
+    n, t, d = activations.shape
+    norm_a, norm_b = row_sq_norm(activations).sqrt(), row_sq_norm(backprops).sqrt()
+    sums = activations.new_zeros(4, n, dtype=torch.float64)
+    side = max(1, min(t, GRAM_TILE))
+    samples = max(1, WORKSPACE_BYTES // (3 * dtype.itemsize * side**2))
+    for first in range(0, n, samples):
+        s = slice(first, first + samples)
+        for i in range(0, t, side):
+            for j in range(0, i + 1, side):
+                r, c = slice(i, i + side), slice(j, j + side)
+                a = _batched_product(activations[s, r], activations[s, c].mT)
+                b = _batched_product(backprops[s, r], backprops[s, c].mT)
+                tile_sums = _gram_tile_sums(a, b, norm_a[s, r], norm_a[s, c], norm_b[s, r], norm_b[s, c])
+                # A tile off the diagonal stands for its mirror image too.
+                sums[:, s] += tile_sums if i == j else 2 * tile_sums
+    return bounds.gram(
+        *sums,
+        sum_a=norm_a.sum(-1),
+        sum_b=norm_b.sum(-1),
+        row_products=(norm_a * norm_b).sum(-1),
+        shape=(t, d, backprops.shape[-1]),
+        row=side,
+        dtype=dtype,
+    )
+
+
+def _gram_tile_sums(a: Tensor, b: Tensor, a_row: Tensor, a_col: Tensor, b_row: Tensor, b_col: Tensor) -> Tensor:
+    """(4, n): Σ a∘b, Σ ‖a‖‖a'‖|b|, Σ |a|‖b‖‖b'‖ and Σ |a||b| of one tile; rows in its dtype, their sums in fp64."""
+    product = (a * b).sum(-1).double().sum(-1)
+    a, b = a.abs_(), b.abs_()
+    by_a = (b * a_col.to(b.dtype)[:, None, :]).sum(-1) * a_row
+    by_b = (a * b_col.to(a.dtype)[:, None, :]).sum(-1) * b_row
+    by_both = a.mul_(b).sum(-1).double()
+    return torch.stack([product, by_a.sum(-1), by_b.sum(-1), by_both.sum(-1)])
+
+
+def _batched_product(x: Tensor, y: Tensor, *, scale: float = 1.0, add_to: Tensor | None = None) -> Tensor:
+    """``scale · x_n y_n`` (n, r, k)·(n, k, c), the same bits for a sample in whatever batch it stands."""
+    n, r, k = x.shape
+    c = y.shape[-1]
+    if min(n, r, k, c) == 0:
+        return x.new_zeros(n, r, c) if add_to is None else add_to
+    out, beta = (x.new_empty(n, r, c), 0.0) if add_to is None else (add_to, 1.0)
+    if min(r, c) >= _BATCH_INVARIANT_FROM:
+        return torch.baddbmm(out, x, y, beta=beta, alpha=scale, out=out)
+    for out_n, x_n, y_n in zip(out, x, y, strict=True):
+        torch.addmm(out_n, x_n, y_n, beta=beta, alpha=scale, out=out_n)
+    return out
