@@ -5,7 +5,9 @@ from dpfast.clipping import ConstantFlatClipper, NormClipper
 from dpfast.errors import DpfastError
 from dpfast.fast_gradient_clipping import GradSampleModuleFastGradientClipping, create_norm_sample
 from dpfast.grad_sample_module import GradSampleModule
+from dpfast.info import info
 from dpfast.registry import register_grad_sampler, register_norm_sampler, register_rule
+from dpfast.rules.linear import compute_linear_grad_sample, compute_linear_norm_sample
 
 __all__ = [
     "ConstantFlatClipper",
@@ -13,7 +15,10 @@ __all__ = [
     "GradSampleModule",
     "GradSampleModuleFastGradientClipping",
     "NormClipper",
+    "compute_linear_grad_sample",
+    "compute_linear_norm_sample",
     "create_norm_sample",
+    "info",
     "ops",
     "register_grad_sampler",
     "register_norm_sampler",

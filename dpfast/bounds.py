@@ -18,6 +18,11 @@ from torch import Tensor
 CHAIN_BLOCK = 256
 """Positions that the reference adds up in one product before it starts a new partial sum."""
 
+TENSOR_CORE = 4.0
+"""How much longer a sum on tensor cores counts: they align 16 products and the accumulator to the largest and cut
+off (not round) what falls below its 24 bits, at most 2.2 times the error of a rounded sum of the same length
+(docs/bounds.md); the rest is margin."""
+
 _SLOP = 1.01
 """Covers the rounding in the error terms themselves, which are small to begin with."""
 
@@ -75,10 +80,17 @@ def chain_error(row_sums: Tensor, *, terms: int, numel: int, dtype: torch.dtype)
     return _SLOP * gamma(terms, dtype) * row_sums + terms * smallest_normal(dtype) * numel**0.5
 
 
-def direct_error(row_products: Tensor, *, positions: int, numel: int, dtype: torch.dtype) -> Tensor:
-    """``‖Ĝ − G‖ ≤ γ·S`` for G = Σ_t b_t a_tᵀ as the reference adds it: in blocks, then block by block."""
-    blocks = -(-positions // CHAIN_BLOCK)
-    chain = gamma_matmul(min(positions, CHAIN_BLOCK) + blocks, dtype)
+def direct_error(
+    row_products: Tensor, *, positions: int, numel: int, dtype: torch.dtype, by_kernel: bool = False
+) -> Tensor:
+    """``‖Ĝ − G‖ ≤ γ·S`` for G = Σ_t b_t a_tᵀ.
+
+    The reference adds in blocks of :data:`CHAIN_BLOCK` positions, then block by block; a kernel in one chain.
+    """
+    if by_kernel:
+        chain = gamma(TENSOR_CORE * positions, dtype)
+    else:
+        chain = gamma_matmul(min(positions, CHAIN_BLOCK) + -(-positions // CHAIN_BLOCK), dtype)
     return _SLOP * chain * row_products + 2.0 * positions * smallest_normal(dtype) * numel**0.5
 
 
@@ -101,6 +113,7 @@ def gram(
     shape: tuple[int, int, int],
     row: int,
     dtype: torch.dtype,
+    by_kernel: bool = False,
 ) -> SquaredNorm:
     """Bound of Σ_tt' (a_t·a_t')(b_t·b_t') from its computed value.
 
@@ -113,9 +126,13 @@ def gram(
         row_products: S, (N,).
         shape: (T, D, P).
         row: the longest sum over products of Gram entries that was taken in ``dtype``.
+        by_kernel: the Gram matrices come from tensor cores.
     """
     t, d, p = shape
-    gamma_d, gamma_p = gamma_matmul(d + 1, dtype), gamma_matmul(p + 1, dtype)
+    if by_kernel:
+        gamma_d, gamma_p = gamma(TENSOR_CORE * (d + 1), dtype), gamma(TENSOR_CORE * (p + 1), dtype)
+    else:
+        gamma_d, gamma_p = gamma_matmul(d + 1, dtype), gamma_matmul(p + 1, dtype)
     error = gamma_d * by_a + gamma_p * by_b + gamma(row + 3, dtype) * by_both
     error = error + gamma_d * gamma_p * row_products.square()
     underflow = 2.0 * smallest_normal(dtype) * (d * sum_b.square() + p * sum_a.square() + 4.0 * t * t)

@@ -27,7 +27,7 @@ class Factor(Protocol):
         """N."""
 
     def materialize(self, scale: float = 1.0) -> Tensor:
-        """``scale · G_n``, (N, *shape), fp32 or fp64, fresh or the factor's own values: read only."""
+        """``scale · G_n``, (N, *shape), fp32 or fp64, in fresh memory."""
 
     def sq_norm(self) -> SquaredNorm:
         """‖G_n‖² and its proven upper bound, (N,) fp64 each."""
@@ -178,7 +178,7 @@ class Dense:
 
     def materialize(self, scale: float = 1.0) -> Tensor:
         values = self.values.to(reference.compute_dtype(self.values))
-        return values * scale if scale != 1.0 else values
+        return values * scale if scale != 1.0 or values is self.values else values
 
     def sq_norm(self) -> SquaredNorm:
         return reference.dense_sq_norm(self.values, self.error)
@@ -199,9 +199,7 @@ def row_sum(backprops: Tensor) -> Dense:
     if rows.shape[1] == 1:
         return Dense(rows.squeeze(1).to(reference.compute_dtype(rows)))
     sums = reference.row_sq_norm(rows).sqrt().sum(-1)
-    error = bounds.chain_error(
-        sums, terms=rows.shape[1], numel=rows.shape[2], dtype=reference.compute_dtype(rows)
-    )
+    error = bounds.chain_error(sums, terms=rows.shape[1], numel=rows.shape[2], dtype=reference.compute_dtype(rows))
     return Dense(reference.bias_grad_sample(rows), error=error)
 
 

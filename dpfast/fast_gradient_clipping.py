@@ -12,7 +12,7 @@ from dpfast.clipping import ConstantFlatClipper, NormClipper, check_max_norm
 from dpfast.errors import DpfastWarning, InputError, StateError
 from dpfast.factors import Dense, Factor, merge
 from dpfast.grad_sample_module import GradSampleModule
-from dpfast.tap import Step
+from dpfast.tapped_model import Step
 
 
 def create_norm_sample(*, param: nn.Parameter, grad_sample: Tensor, max_batch_len: int) -> None:

@@ -6,14 +6,13 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from dpfast import registry
 from dpfast.errors import DpfastWarning, InputError, StateError, UnsupportedModuleError
 from dpfast.factors import Factor
 from dpfast.registry import Activations
-from dpfast.tap import Step, Taps, batch_to_front
+from dpfast.tapped_model import Step, TappedModel, batch_to_front
 
 _MIXES_SAMPLES = (nn.modules.batchnorm._BatchNorm,)
 
@@ -42,7 +41,7 @@ class GradSampleModule(nn.Module):
 
     >>> model = GradSampleModule(nn.Linear(3, 2))
     >>> model(torch.ones(4, 3)).sum(1).mean().backward()
-    >>> model.weight.grad_sample.shape if hasattr(model, "weight") else model._module.weight.grad_sample.shape
+    >>> model.weight.grad_sample.shape
     torch.Size([4, 2, 3])
     """
 
@@ -67,7 +66,7 @@ class GradSampleModule(nn.Module):
         self.loss_reduction = loss_reduction
         self.force_functorch = force_functorch
         self.grad_accumulation_allowed = True
-        self._taps: Taps | None = None
+        self._tapped: TappedModel | None = None
         self.add_hooks(loss_reduction=loss_reduction, batch_first=batch_first, force_functorch=force_functorch)
         self.set_grad_sample_to_none()
 
@@ -90,34 +89,38 @@ class GradSampleModule(nn.Module):
     def add_hooks(
         self, *, loss_reduction: str = "mean", batch_first: bool = True, force_functorch: bool = False
     ) -> None:
-        """Taps the wrapped module. Raises StateError where it is tapped already, InputError for ``loss_reduction``."""
+        """Taps the wrapped module.
+
+        Raises:
+            StateError: it is tapped already. InputError: ``loss_reduction`` is not "mean" or "sum".
+        """
         check_loss_reduction(loss_reduction)
-        taps = Taps(
+        tapped = TappedModel(
             self._module, self, detach=self._detach, batch_first=batch_first, force_functorch=force_functorch
         )
-        taps.add()
-        self._taps = taps
+        tapped.add()
+        self._tapped = tapped
         self.loss_reduction, self.batch_first, self.force_functorch = loss_reduction, batch_first, force_functorch
 
     def remove_hooks(self) -> None:
         """Puts the wrapped module's layers back as they were. Safe to call twice."""
-        if self._taps is not None:
-            self._taps.remove()
-            self._taps = None
+        if self._tapped is not None:
+            self._tapped.remove()
+            self._tapped = None
 
     def enable_hooks(self) -> None:
         """Undoes :meth:`disable_hooks`."""
-        if self._taps is not None:
-            self._taps.enabled = True
+        if self._tapped is not None:
+            self._tapped.enabled = True
 
     def disable_hooks(self) -> None:
         """From here on backward passes give ordinary gradients, also through graphs made before."""
-        if self._taps is not None:
-            self._taps.enabled = False
+        if self._tapped is not None:
+            self._tapped.enabled = False
 
     @property
     def hooks_enabled(self) -> bool:
-        return self._taps is not None and self._taps.enabled
+        return self._tapped is not None and self._tapped.enabled
 
     def capture_backprops_hook(
         self,
@@ -160,8 +163,8 @@ class GradSampleModule(nn.Module):
         check_loss_reduction(loss_reduction)
         if activations is None:
             raise StateError(
-                f"No activations detected for {type(module).__name__}, run forward after add_hooks(model); dpfast keeps "
-                "none on modules, so pass activations="
+                f"No activations detected for {type(module).__name__}, run forward after add_hooks(model); "
+                "dpfast keeps none on modules, so pass activations="
             )
         batch_dim = 0 if batch_first else 1
         activations = Activations(batch_to_front(x, batch_dim) for x in activations)
@@ -270,8 +273,10 @@ def _faults(module: nn.Module, name: str) -> Iterator[UnsupportedModuleError]:
             f"{where} keeps running statistics of the samples, which are not private; build it with "
             "track_running_stats=False"
         )
-    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and trainable and (
-        module.scale_grad_by_freq or module.max_norm is not None
+    if (
+        isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        and trainable
+        and (module.scale_grad_by_freq or module.max_norm is not None)
     ):
         yield UnsupportedModuleError(
             f"{where}: scale_grad_by_freq and max_norm make a sample's gradient depend on the others in its batch; "

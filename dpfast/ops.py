@@ -24,6 +24,7 @@ Backend = Literal["auto", "triton", "reference"]
 _BACKENDS = ("auto", "triton", "reference")
 _FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _OLDEST_GPU = (8, 0)
+_TILE_SUM = 512  # a kernel sums a tile of at most 256 by 256 entries row by row, then the rows
 
 
 @lru_cache(maxsize=1)
@@ -69,7 +70,7 @@ def _auto_backend(device: torch.device) -> str:
 
 
 def choose_backend(backend: str, device: torch.device, dtype: torch.dtype = torch.float32) -> str:
-    """"triton" or "reference" for a request, a device and the accumulating dtype.
+    """ "triton" or "reference" for a request, a device and the accumulating dtype.
 
     ``DPFAST_BACKEND`` overrides "auto". fp64 goes to the reference, whose cuBLAS keeps fp64.
 
@@ -95,7 +96,9 @@ def backend_report(device: torch.device) -> tuple[str, str]:
     chosen = choose_backend("auto", device)
     if os.environ.get("DPFAST_BACKEND") not in (None, "", "auto"):
         return chosen, "DPFAST_BACKEND says so"
-    return chosen, _why_not_on(device) or ("the einsum path is faster than an interpreter" if device.type == "cpu" else "Triton runs here")
+    return chosen, _why_not_on(device) or (
+        "the einsum path is faster than an interpreter" if device.type == "cpu" else "Triton runs here"
+    )
 
 
 # --- the ops ------------------------------------------------------------------------------------------------------
@@ -133,6 +136,37 @@ def _sq_norm(activations: Tensor, backprops: Tensor, way: str, backend: str) -> 
     else:
         norm = _REFERENCE_NORMS[way](activations, backprops)
     return norm.value, norm.upper
+
+
+def _kernel_sq_norm(activations: Tensor, backprops: Tensor, way: str) -> SquaredNorm:
+    """The kernels' sums, made into a norm and its bound."""
+    kernels, _ = _import_kernels()
+    (_, t, d), p = activations.shape, backprops.shape[-1]
+    sq_a, sq_b = kernels.row_sq_norm(activations).double(), kernels.row_sq_norm(backprops).double()
+    if way == "rank_one":
+        return bounds.rank_one(sq_a.sum(-1), sq_b.sum(-1), d=d, p=p, width=max(d, p), dtype=torch.float32)
+    norm_a, norm_b = sq_a.sqrt(), sq_b.sqrt()
+    row_products = (norm_a * norm_b).sum(-1)
+    if way == "direct":
+        total = kernels.outer_norm(activations, backprops).sq_norm.double()
+        error = bounds.direct_error(row_products, positions=t, numel=p * d, dtype=torch.float32, by_kernel=True)
+        return bounds.dense(total, width=_TILE_SUM, numel=p * d, dtype=torch.float32, error=error)
+    sums = kernels.gram_norm(
+        activations, backprops, row_norm_activations=norm_a.float(), row_norm_backprops=norm_b.float()
+    )
+    return bounds.gram(
+        sums.sq_norm.double(),
+        sums.bound_activations.double(),
+        sums.bound_backprops.double(),
+        sums.bound_product.double(),
+        sum_a=norm_a.sum(-1),
+        sum_b=norm_b.sum(-1),
+        row_products=row_products,
+        shape=(t, d, p),
+        row=_TILE_SUM,
+        dtype=torch.float32,
+        by_kernel=True,
+    )
 
 
 _REFERENCE_NORMS = {
@@ -199,13 +233,19 @@ def as_rows(activations: Tensor, backprops: Tensor, where: str = "ops") -> tuple
     for name, x in (("activations", activations), ("backprops", backprops)):
         if x.dtype not in _FLOATING:
             raise InputError(
-                f"{where}: {name} {tuple(x.shape)} has dtype {x.dtype} ({shapes}); use bfloat16, float16, float32 or float64"
+                f"{where}: {name} {tuple(x.shape)} has dtype {x.dtype}; use bfloat16, float16, "
+                f"float32 or float64 ({shapes})"
             )
     if activations.dim() == 2:
         return activations.unsqueeze(1), backprops.unsqueeze(1)
     if activations.dim() > 3:
         return activations.flatten(1, -2), backprops.flatten(1, -2)
     return activations, backprops
+
+
+def accumulating_dtype(activations: Tensor, backprops: Tensor) -> torch.dtype:
+    """fp64 where an input is fp64, else fp32: what sums are taken in and, unless asked otherwise, returned in."""
+    return reference.compute_dtype(activations, backprops)
 
 
 def grad_sample(
@@ -227,7 +267,7 @@ def grad_sample(
         backprops: (N, ..., P), dtypes may differ. Read only.
         bias: also return g_n, summed in the same pass.
         scale: N where the loss was a mean over samples.
-        out_dtype: fp32 unless given (fp64 where an input is fp64); the sums are rounded to it once.
+        out_dtype: fp32 unless given (fp64 where an input is fp64); rounded once.
         backend: "auto", "triton" or "reference".
 
     Returns:
@@ -252,7 +292,9 @@ def grad_sample(
     return (weight, bias_sample) if bias else weight
 
 
-def certified_sq_norm(activations: Tensor, backprops: Tensor, *, way: str = "auto", backend: Backend = "auto") -> SquaredNorm:
+def certified_sq_norm(
+    activations: Tensor, backprops: Tensor, *, way: str = "auto", backend: Backend = "auto"
+) -> SquaredNorm:
     """‖Σ_t b_nt a_ntᵀ‖² with an upper bound of the exact value, each (N,) in fp64.
 
     Args:
@@ -267,7 +309,9 @@ def certified_sq_norm(activations: Tensor, backprops: Tensor, *, way: str = "aut
     if way == "auto":
         way = cost.norm_way(t, d, p)
     if way not in _REFERENCE_NORMS or (way == "rank_one" and t > 1):
-        raise InputError(f"way={way!r} does not exist for T = {t}; use 'auto', 'gram', 'direct', or 'rank_one' for T = 1")
+        raise InputError(
+            f"way={way!r} does not exist for T = {t}; use 'auto', 'gram', 'direct', or 'rank_one' for T = 1"
+        )
     return SquaredNorm(*_sq_norm(activations, backprops, way, backend))
 
 

@@ -104,9 +104,7 @@ def _without_dropped_samples(*tensors: Tensor, coefficients: Tensor) -> tuple[Te
     # Reading one flag back is free on a CPU; elsewhere it would wait for the device, so there we always mask.
     if dropped.device.type == "cpu" and not bool(dropped.any()):
         return tensors
-    return tuple(
-        t.masked_fill(dropped.view(-1, *[1] * (t.dim() - 1)), 0.0) if t.dim() else t for t in tensors
-    )
+    return tuple(t.masked_fill(dropped.view(-1, *[1] * (t.dim() - 1)), 0.0) if t.dim() else t for t in tensors)
 
 
 def row_sq_norm(x: Tensor) -> Tensor:
@@ -141,12 +139,10 @@ def dense_sq_norm(values: Tensor, error: Tensor | None = None) -> SquaredNorm:
 
 
 def rank_one_sq_norm(activations: Tensor, backprops: Tensor) -> SquaredNorm:
-    """T = 1: ‖G_n‖² = ‖a_n‖²‖b_n‖²."""
+    """T = 1 (or 0): ‖G_n‖² = ‖a_n‖²‖b_n‖²."""
     sq_a, sq_b = row_sq_norm(activations).sum(-1), row_sq_norm(backprops).sum(-1)
     dtype = compute_dtype(activations, backprops)
-    return bounds.rank_one(
-        sq_a, sq_b, d=activations.shape[-1], p=backprops.shape[-1], width=SUM_BLOCK, dtype=dtype
-    )
+    return bounds.rank_one(sq_a, sq_b, d=activations.shape[-1], p=backprops.shape[-1], width=SUM_BLOCK, dtype=dtype)
 
 
 def outer_product_error(activations: Tensor, backprops: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ class Activations(list):
     def __init__(self, values: Iterable[Any] = (), kwargs: Mapping[str, Any] | None = None):
         super().__init__(values)
         self.kwargs = dict(kwargs or {})
+        self.batch_dim = 0  # where the module itself had its samples; here they are in front
 
 
 Rule = Callable[[nn.Module, Activations, Tensor], Mapping[nn.Parameter, Factor]]

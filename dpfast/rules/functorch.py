@@ -2,6 +2,7 @@
 
 The layer's forward runs again, one sample at a time as seen by the layer, so it must treat samples alike: every
 tensor input whose first dimension is N is taken apart, every other input is shared.
+Source: Horace He, Richard Zou, functorch (2021), "per-sample gradients".
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -34,6 +34,7 @@ def functorch(
             samples, or branches on values).
     """
     own = {name: p for name, p in module.named_parameters(recurse=False) if p.requires_grad}
+    children = _detached({name: p for name, p in module.named_parameters() if name not in own})
     backprops = [backprops] if isinstance(backprops, Tensor) else list(backprops)
     n = backprops[0].shape[0]
     leaves, structure = tree_flatten((tuple(activations), activations.kwargs))
@@ -42,14 +43,18 @@ def functorch(
 
     def loss(parameters: dict[str, Tensor], sample: list[Tensor], gradients: list[Tensor]) -> Tensor:
         samples = iter(sample)
-        inputs = [next(samples).unsqueeze(0) if yes else x for x, yes in zip(leaves, per_sample, strict=True)]
+        inputs = [
+            next(samples).unsqueeze(activations.batch_dim) if yes else x
+            for x, yes in zip(leaves, per_sample, strict=True)
+        ]
         args, kwargs = tree_unflatten(inputs, structure)
-        outputs = [o for o in tree_flatten(functional_call(module, parameters, args, kwargs))[0] if _counts(o)]
-        return sum((o.squeeze(0) * g).sum() for o, g in zip(outputs, gradients, strict=True))
+        outputs = [
+            o for o in tree_flatten(functional_call(module, {**children, **parameters}, args, kwargs))[0] if _counts(o)
+        ]
+        return sum((o.squeeze(activations.batch_dim) * g).sum() for o, g in zip(outputs, gradients, strict=True))
 
     try:
-        with torch.enable_grad():
-            per_parameter = vmap(grad(loss), in_dims=(None, 0, 0))(_detached(own), batched, backprops)
+        per_parameter = vmap(grad(loss), in_dims=(None, 0, 0))(_detached(own), batched, backprops)
     except Exception as error:
         raise UnsupportedModuleError(
             f"{module}: has no rule, and its forward cannot be repeated sample by sample "

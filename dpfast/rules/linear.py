@@ -2,30 +2,86 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
+from dpfast import ops
 from dpfast.errors import InputError
 from dpfast.factors import Factor, OuterProduct, row_sum
 from dpfast.registry import Activations, register_rule
 
 
-def check_linear(layer: nn.Linear, activations: Tensor, backprops: Tensor) -> None:
-    """Raises InputError where the widths are not the layer's."""
-    widths = (activations.shape[-1] if activations.dim() else 0, backprops.shape[-1] if backprops.dim() else 0)
-    if widths != (layer.in_features, layer.out_features):
-        raise InputError(
-            f"{layer}: activations {tuple(activations.shape)} and backprops {tuple(backprops.shape)} do not fit a "
-            f"layer of {layer.in_features} in-features and {layer.out_features} out-features"
-        )
-
-
 @register_rule(nn.Linear)
 def linear(layer: nn.Linear, activations: Activations, backprops: Tensor) -> dict[nn.Parameter, Factor]:
     """activations[0] (N, ..., D), backprops (N, ..., P)."""
-    check_linear(layer, activations[0], backprops)
+    _check(layer, activations[0], backprops)
     factors: dict[nn.Parameter, Factor] = {}
     if layer.weight.requires_grad:
         factors[layer.weight] = OuterProduct(activations[0], backprops, where=str(layer))
     if layer.bias is not None and layer.bias.requires_grad:
         factors[layer.bias] = row_sum(backprops)
     return factors
+
+
+def compute_linear_grad_sample(
+    layer: nn.Linear, activations: Sequence[Tensor] | Tensor, backprops: Tensor
+) -> dict[nn.Parameter, Tensor]:
+    """Per-sample gradients of a Linear layer, by the contract of Opacus's grad samplers.
+
+    Maths:
+        ``G_n = Σ_t b_nt a_ntᵀ`` for the weight, ``g_n = Σ_t b_nt`` for the bias, in one pass.
+
+    Args:
+        layer: the layer; frozen parameters are left out of the answer.
+        activations: its input (N, ..., D), alone or as a list of one; bf16, fp16, fp32 or fp64. Read only.
+        backprops: (N, ..., P), dtype may differ from the activations'. Read only.
+
+    Returns:
+        {layer.weight: (N, P, D), layer.bias: (N, P)}, fp32 (fp64 where an input is fp64) whatever the layer's dtype.
+
+    Raises:
+        InputError: shapes that are not the layer's or not each other's, devices that differ, dtypes that are not
+            floating point.
+
+    >>> import torch
+    >>> layer, a, b = nn.Linear(3, 2), torch.ones(4, 3), torch.ones(4, 2)
+    >>> [tuple(g.shape) for g in compute_linear_grad_sample(layer, a, b).values()]
+    [(4, 2, 3), (4, 2)]
+    """
+    (inputs,) = (activations,) if isinstance(activations, Tensor) else activations
+    _check(layer, inputs, backprops)
+    with_weight = layer.weight.requires_grad
+    with_bias = layer.bias is not None and layer.bias.requires_grad
+    if with_weight and with_bias:
+        weight, bias = ops.grad_sample(inputs, backprops, bias=True)
+        return {layer.weight: weight, layer.bias: bias}
+    if with_weight:
+        return {layer.weight: ops.grad_sample(inputs, backprops)}
+    return {layer.bias: row_sum(backprops).materialize()} if with_bias else {}
+
+
+def compute_linear_norm_sample(
+    layer: nn.Linear, activations: Sequence[Tensor] | Tensor, backprops: Tensor
+) -> dict[nn.Parameter, Tensor]:
+    """L2 norms of the per-sample gradients of a Linear layer, by the contract of Opacus's norm samplers.
+
+    Args, Raises: as :func:`compute_linear_grad_sample`; any number of dimensions between the first and the last.
+
+    Returns:
+        {layer.weight: (N,), layer.bias: (N,)}, fp32 (fp64 where an input is fp64); no gradient is written out.
+    """
+    (inputs,) = (activations,) if isinstance(activations, Tensor) else activations
+    factors = linear(layer, Activations([inputs]), backprops)
+    dtype = ops.accumulating_dtype(inputs, backprops)
+    return {p: factor.sq_norm().value.sqrt().to(dtype) for p, factor in factors.items()}
+
+
+def _check(layer: nn.Linear, activations: Tensor, backprops: Tensor) -> None:
+    """Raises InputError, with the layer's name, where the widths are not the layer's or the rows do not match."""
+    ops.as_rows(activations, backprops, where=str(layer))
+    if (activations.shape[-1], backprops.shape[-1]) != (layer.in_features, layer.out_features):
+        raise InputError(
+            f"{layer}: activations {tuple(activations.shape)} and backprops {tuple(backprops.shape)} do not fit a "
+            f"layer of {layer.in_features} in-features and {layer.out_features} out-features"
+        )
