@@ -107,9 +107,7 @@ def flops(verb: str, N: int, T: int, D: int, P: int, *, block_t: int = 1) -> int
     raise ValueError(f"no verb {verb!r}")
 
 
-def bytes_moved(
-    verb: str, N: int, T: int, D: int, P: int, *, itemsize: int = 2, out_itemsize: int = 4
-) -> int:
+def bytes_moved(verb: str, N: int, T: int, D: int, P: int, *, itemsize: int = 2, out_itemsize: int = 4) -> int:
     """Bytes a launch must move at least: every input read once, every output written once.
 
     Partial norms are left out: they are 4 bytes a tile.
@@ -177,9 +175,7 @@ def compile_ahead(
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     compiled = triton.compile(source, target=target, options=options)
     report = _amd_report if target.backend == "hip" else _nvidia_report
-    return Compiled(
-        ttgir=compiled.asm["ttgir"], shared_memory=compiled.metadata.shared, **report(compiled.asm)
-    )
+    return Compiled(ttgir=compiled.asm["ttgir"], shared_memory=compiled.metadata.shared, **report(compiled.asm))
 
 
 def _nvidia_report(asm) -> dict:
@@ -188,9 +184,7 @@ def _nvidia_report(asm) -> dict:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(asm["cubin"])
         usage, sass = (
-            subprocess.run(
-                [tools / "cuobjdump", option, cubin], check=True, capture_output=True, text=True
-            ).stdout
+            subprocess.run([tools / "cuobjdump", option, cubin], check=True, capture_output=True, text=True).stdout
             for option in ("--dump-resource-usage", "--dump-sass")
         )
     return {

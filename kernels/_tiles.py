@@ -64,9 +64,7 @@ class _Family:
     weighted_sum: Tile
 
 
-def _static(
-    BLOCK_T: int, BLOCK_D: int, BLOCK_P: int, BLOCK_K: int, warps: int, stages: int, why: str
-) -> Tile:
+def _static(BLOCK_T: int, BLOCK_D: int, BLOCK_P: int, BLOCK_K: int, warps: int, stages: int, why: str) -> Tile:
     return Tile(BLOCK_T, BLOCK_D, BLOCK_P, BLOCK_K, warps, stages, f"from static analysis: {why}")
 
 
@@ -183,7 +181,8 @@ def splits(programs: int, steps: int, arch: str) -> int:
     """Into how many parts to split a reduction of `steps` steps done by `programs` independent programs.
 
     The smallest number that keeps at least 9 of 10 multiprocessors busy over the whole launch, or the
-    best there is; each part keeps at least four steps.
+    best up to one wave (or four parts): every part costs a write and a read of the result. Each part keeps
+    at least four steps.
     """
     width = _MULTIPROCESSORS[family(arch)]
     most = max(1, min(max(4, width // programs), steps // 4))

@@ -128,9 +128,7 @@ def _outer_product_kernel(
     if pid_tile < tiles:
         offs_p = (pid_tile // tiles_d).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
         offs_d = (pid_tile % tiles_d).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
-        acc = outer_tile(
-            b_ptr, a_ptr, stride_bt, stride_at, offs_p, offs_d, T, D, P, WIDEN, BLOCK_T, BLOCK_D, BLOCK_P
-        )
+        acc = outer_tile(b_ptr, a_ptr, stride_bt, stride_at, offs_p, offs_d, T, D, P, WIDEN, BLOCK_T, BLOCK_D, BLOCK_P)
         out_ptrs = out_ptr + pid_n * stride_gn + offs_p[:, None] * stride_gp + offs_d[None, :]
         mask = (offs_p < P)[:, None] & (offs_d < D)[None, :]
         tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)

@@ -66,7 +66,7 @@ def _weighted_column_sums(
 def _to_bf16(x, WIDEN: tl.constexpr):
     """The bf16 nearest to x."""
     if WIDEN:
-        # Triton 3.7.1's interpreter truncates, and its dot needs fp32: round with Veltkamp's constant instead.
+        # The interpreter of Triton 3.7.1 truncates, and its dot needs fp32: Veltkamp's rounding, kept in fp32.
         y = x * 65537.0
         return y - (y - x)
     return x.to(tl.bfloat16)

@@ -1,0 +1,77 @@
+"""outer_norm against fp64."""
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+from kernel_cases import (
+    BF16,
+    DEVICE,
+    DTYPE_PAIRS,
+    assert_close,
+    call,
+    empty_shapes,
+    few,
+    identical,
+    ordinary,
+    pairs,
+    tiles,
+    wide,
+)
+
+from dpfast.kernels import outer_norm, outer_product
+
+
+def oracle(a, b):
+    """sq_norm and bias_sq_norm."""
+    return torch.einsum("ntp,ntd->npd", b, a).square().sum((1, 2)), b.sum(1).square().sum(1)
+
+
+@few
+@given(pair=pairs(), tile=st.none() | tiles(), bias=st.booleans())
+def test_any_shape_layout_and_tile(pair, tile, bias):
+    a, b = map(wide, pair)
+    result = call(outer_norm, *pair, bias=bias, tile=tile)
+    sq_norm, bias_sq_norm = oracle(a, b)
+    scale, bias_scale = oracle(a.abs(), b.abs())
+    assert_close(result.sq_norm, sq_norm, scale)
+    assert (result.bias_sq_norm is not None) == bias
+    if bias:
+        assert_close(result.bias_sq_norm, bias_sq_norm, bias_scale)
+
+
+@pytest.mark.parametrize("dtypes", DTYPE_PAIRS, ids=str)
+def test_ordinary_data(dtypes):
+    pair = ordinary(dtypes)
+    result = call(outer_norm, *pair, bias=True)
+    for actual, expected in zip(result, oracle(*map(wide, pair)), strict=True):
+        assert_close(actual, expected, tolerance=1e-5)
+
+
+def test_bitwise_the_norm_that_outer_product_takes_with_the_same_tile():
+    a, b = (x.tensor for x in ordinary((BF16, BF16)))
+    written = outer_product(a, b, bias=True, norm=True)
+    direct = outer_norm(a, b, bias=True)
+    if DEVICE == "cpu":  # the interpreter's tiles are the same for both
+        assert identical(direct.sq_norm, written.sq_norm)
+    assert identical(direct.bias_sq_norm, written.bias_sq_norm)
+
+
+@pytest.mark.parametrize("shape", empty_shapes(), ids=str)
+def test_empty_dims(shape):
+    N, T, D, P = shape
+    a, b = torch.ones(N, T, D, device=DEVICE), torch.ones(N, T, P, device=DEVICE)
+    result = outer_norm(a, b, bias=True)
+    assert torch.equal(result.sq_norm, torch.zeros(N, device=DEVICE))
+    assert torch.equal(result.bias_sq_norm, b.sum(1).square().sum(1))
+
+
+def test_a_sample_is_bitwise_the_same_in_any_batch():
+    a, b = (x.tensor for x in ordinary((BF16, BF16), N=5))
+    whole = outer_norm(a, b, bias=True)
+    permutation = torch.tensor([3, 0, 4, 1, 2], device=DEVICE)
+    permuted = outer_norm(a[permutation], b[permutation], bias=True)
+    alone = [outer_norm(a[n : n + 1].clone(), b[n : n + 1].clone(), bias=True) for n in range(5)]
+    for field, expected in whole._asdict().items():
+        assert identical(getattr(permuted, field), expected[permutation])
+        assert identical(torch.cat([getattr(one, field) for one in alone]), expected)
