@@ -15,6 +15,7 @@ from functools import lru_cache
 
 import opt_einsum
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dpfast import bounds
@@ -29,8 +30,9 @@ GRAM_TILE = 512
 SUM_BLOCK = 1024
 """The longest run of terms that one fp32 sum of squares adds up (see ``bounds``)."""
 
-_BATCH_INVARIANT_FROM = 16
-"""Below this many rows or columns torch.bmm picks routines by batch size, and its bits change with the batch."""
+BATCH_INVARIANT_FROM = 16
+"""Below this many rows or columns torch.bmm's routine, and with it the last bits, depends on the batch's size and on
+how the samples lie in memory (seen with MKL 2024.2; the tests watch it)."""
 
 
 def compute_dtype(*tensors: Tensor) -> torch.dtype:
@@ -180,12 +182,17 @@ def gram_sq_norm(activations: Tensor, backprops: Tensor) -> SquaredNorm:
     activations, backprops = activations.to(dtype), backprops.to(dtype)
     n, t, d = activations.shape
     norm_a, norm_b = row_sq_norm(activations).sqrt(), row_sq_norm(backprops).sqrt()
+    missing = -t % BATCH_INVARIANT_FROM
+    if missing:  # rows of zeros, so that no tile is narrower than what _batched_product needs
+        activations, backprops = (F.pad(x, (0, 0, 0, missing)) for x in (activations, backprops))
+        norm_a, norm_b = (F.pad(x, (0, missing)) for x in (norm_a, norm_b))
     sums = activations.new_zeros(4, n, dtype=torch.float64)
-    side = max(1, min(t, GRAM_TILE))
+    t_padded = t + missing
+    side = max(1, min(t_padded, GRAM_TILE))
     samples = max(1, WORKSPACE_BYTES // (3 * dtype.itemsize * side**2))
     for first in range(0, n, samples):
         s = slice(first, first + samples)
-        for i in range(0, t, side):
+        for i in range(0, t_padded, side):
             for j in range(0, i + 1, side):
                 r, c = slice(i, i + side), slice(j, j + side)
                 a = _batched_product(activations[s, r], activations[s, c].mT)
@@ -220,9 +227,11 @@ def _batched_product(x: Tensor, y: Tensor, *, scale: float = 1.0, add_to: Tensor
     c = y.shape[-1]
     if min(n, r, k, c) == 0:
         return x.new_zeros(n, r, c) if add_to is None else add_to
-    out, beta = (x.new_empty(n, r, c), 0.0) if add_to is None else (add_to, 1.0)
-    if min(r, c) >= _BATCH_INVARIANT_FROM:
+    if min(r, c) >= BATCH_INVARIANT_FROM:
+        out, beta = (x.new_empty(n, r, c), 0.0) if add_to is None else (add_to, 1.0)
         return torch.baddbmm(out, x, y, beta=beta, alpha=scale, out=out)
-    for out_n, x_n, y_n in zip(out, x, y, strict=True):
-        torch.addmm(out_n, x_n, y_n, beta=beta, alpha=scale, out=out_n)
-    return out
+    # Each into memory of its own: written into a slice, the last bit depends on the slice's alignment.
+    products = torch.stack([torch.mm(x_n, y_n) for x_n, y_n in zip(x, y, strict=True)])
+    if scale != 1.0:
+        products.mul_(scale)
+    return products if add_to is None else add_to.add_(products)
