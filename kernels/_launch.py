@@ -45,21 +45,23 @@ def arch_of(tensor: torch.Tensor) -> str:
     return f"sm_{properties.major}{properties.minor}"
 
 
-def product_dtype(activations: torch.Tensor, backprops: torch.Tensor) -> torch.dtype:
-    """The dtype that products of the two are taken in: their own where they share one, else float32."""
-    return activations.dtype if activations.dtype == backprops.dtype else torch.float32
+def promote(activations: torch.Tensor, backprops: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The pair in one dtype, in which its products are taken: a mixed pair in fp32 copies.
 
-
-def widens(kernel, activations: torch.Tensor, backprops: torch.Tensor) -> bool:
-    """Whether `kernel` converts its tiles to float32 before a dot.
-
-    It must for mixed pairs, and in the interpreter, whose dot multiplies the raw bits of bfloat16
-    (Triton 3.7.1). The kernel is asked, not the environment: it knows how it was made.
+    Not tile by tile in the kernel: for sm_100, Triton 3.7.1 lowers an IEEE dot to TF32 tensor cores where
+    an operand was loaded in 16 bits.
     """
-    return activations.dtype != backprops.dtype or is_interpreted(kernel)
+    if activations.dtype == backprops.dtype:
+        return activations, backprops
+    return activations.float(), backprops.float()
 
 
-def is_interpreted(kernel) -> bool:
+def widens(kernel) -> bool:
+    """Whether `kernel` converts its tiles to float32 before a dot: in the interpreter only.
+
+    The interpreter's dot multiplies the raw bits of bfloat16 (Triton 3.7.1). The kernel is asked, not the
+    environment: it knows how it was made.
+    """
     return not isinstance(kernel, triton.JITFunction)
 
 

@@ -10,6 +10,7 @@ Rules behind the rows
   warpgroup MMA takes, so thin layers (LoRA) keep the native instruction and waste only masked lanes.
 - 16-bit operands are reduced 64 at a time (32 on sm_80, whose row must also fit the 99 KiB of sm_86, sm_89
   and sm_120), so that the stages in flight cover the latency of a load within shared memory.
+- Rows whose length is no multiple of 16 are loaded element by element and take smaller tiles.
 - fp32 operands are IEEE: fused multiply-adds on the ordinary cores, where a 64×64 tile by 16 is what fits
   the registers without a spill.
 """
@@ -62,6 +63,7 @@ class _Family:
     outer_norm: Tile
     gram_norm: Tile
     weighted_sum: Tile
+    weighted_rows: Tile
 
 
 def _static(BLOCK_T: int, BLOCK_D: int, BLOCK_P: int, BLOCK_K: int, warps: int, stages: int, why: str) -> Tile:
@@ -74,32 +76,37 @@ _SIXTEEN_BIT = {
         outer_norm=_static(32, 128, 128, 0, 8, 4, "HMMA, 64 KiB of stages"),
         gram_norm=_static(128, 0, 0, 32, 8, 4, "HMMA, two accumulators of 64 registers"),
         weighted_sum=_static(32, 128, 128, 0, 8, 4, "HMMA, two accumulators of 64 registers"),
+        weighted_rows=_static(32, 64, 128, 0, 8, 4, "HMMA, room for the parts of fp16"),
     ),
     "sm_90": _Family(
         outer_product=_static(64, 128, 128, 0, 8, 3, "HGMMA, two programs fit one multiprocessor"),
         outer_norm=_static(64, 256, 128, 0, 8, 4, "HGMMA 64x256, 192 KiB of stages"),
         gram_norm=_static(128, 0, 0, 64, 8, 4, "HGMMA, two accumulators of 64 registers"),
         weighted_sum=_static(64, 128, 128, 0, 8, 4, "HGMMA, two accumulators of 64 registers"),
+        weighted_rows=_static(32, 128, 128, 0, 8, 4, "HGMMA, the weighted operand from registers"),
     ),
     "sm_100": _Family(
         outer_product=_static(64, 128, 128, 0, 8, 3, "UTCHMMA, accumulator in tensor memory"),
         outer_norm=_static(64, 256, 128, 0, 8, 4, "UTCHMMA, accumulator in tensor memory"),
         gram_norm=_static(128, 0, 0, 64, 8, 4, "UTCHMMA, both accumulators in tensor memory"),
         weighted_sum=_static(64, 128, 128, 0, 8, 4, "UTCHMMA, a sample's sum in tensor memory"),
+        weighted_rows=_static(32, 128, 128, 0, 8, 4, "UTCHMMA, accumulator in tensor memory"),
     ),
     "gfx942": _Family(
         outer_product=_static(64, 128, 128, 0, 8, 2, "mfma, 32 KiB of local memory"),
         outer_norm=_static(64, 128, 128, 0, 8, 2, "mfma, 32 KiB of local memory"),
         gram_norm=_static(128, 0, 0, 64, 8, 2, "mfma, two accumulators of 32 registers"),
         weighted_sum=_static(64, 128, 128, 0, 8, 2, "mfma, two accumulators of 32 registers"),
+        weighted_rows=_static(32, 128, 128, 0, 8, 2, "mfma, 16 KiB of local memory"),
     ),
 }
 
 _FP32 = _Family(
-    outer_product=_static(16, 64, 64, 0, 4, 3, "IEEE multiply-adds, 32 accumulators a thread"),
-    outer_norm=_static(16, 64, 64, 0, 4, 3, "IEEE multiply-adds, 32 accumulators a thread"),
+    outer_product=_static(16, 64, 64, 0, 8, 3, "IEEE multiply-adds, 16 accumulators a thread"),
+    outer_norm=_static(16, 64, 64, 0, 8, 3, "IEEE multiply-adds, 16 accumulators a thread"),
     gram_norm=_static(64, 0, 0, 16, 8, 3, "IEEE multiply-adds, twice 16 accumulators a thread"),
     weighted_sum=_static(16, 64, 64, 0, 8, 3, "IEEE multiply-adds, twice 16 accumulators a thread"),
+    weighted_rows=_static(16, 64, 64, 0, 8, 3, "IEEE multiply-adds, 16 accumulators a thread"),
 )
 
 # Small blocks, so that small inputs have several tiles of each kind. No hardware is described here.
@@ -108,6 +115,7 @@ _INTERPRETER = _Family(
     outer_norm=_static(32, 64, 64, 0, 4, 1, "interpreter"),
     gram_norm=_static(32, 0, 0, 64, 4, 1, "interpreter"),
     weighted_sum=_static(32, 64, 64, 0, 4, 1, "interpreter"),
+    weighted_rows=_static(32, 64, 64, 0, 4, 1, "interpreter"),
 )
 
 
@@ -138,13 +146,16 @@ def tile(verb: str, T: int, D: int, P: int, dtype: torch.dtype, arch: str) -> Ti
         why = "4096 elements a program, 32 a thread"
         return _static(64, 64, 0, 0, 4, 2, why) if D <= 64 else _static(8, 512, 0, 0, 4, 2, why)
     rows = _rows(arch, dtype)
-    widest: Tile = getattr(rows, verb)
+    # The compiler vectorizes rows whose length it knows to be a multiple of 16, and keeps one 64-bit address
+    # an element of the others, which the widest 16-bit tiles have no registers for.
+    scattered = dtype != torch.float32 and (D % 16 != 0 or P % 16 != 0)
     if verb == "gram_norm":
-        return _short(widest, T)
-    thin = _thin(widest, D, P)
+        return _short(_scattered(rows.gram_norm) if scattered else rows.gram_norm, T)
     if verb == "weighted_sum" and T <= _FLAT_MAX_T:
-        return replace(thin, BLOCK_T=min(thin.BLOCK_T, 32), layout="flat")
-    return thin
+        widest = replace(rows.weighted_rows, layout="flat")
+    else:
+        widest = getattr(rows, verb)
+    return _thin(_scattered(widest), D, P) if scattered else _thin(widest, D, P)
 
 
 def _rows(arch: str, dtype: torch.dtype) -> _Family:
@@ -153,12 +164,24 @@ def _rows(arch: str, dtype: torch.dtype) -> _Family:
     return _FP32 if dtype == torch.float32 else _SIXTEEN_BIT[arch]
 
 
+def _scattered(widest: Tile) -> Tile:
+    """At most 4096 elements of an operand a step, over eight warps."""
+    return replace(
+        widest,
+        BLOCK_T=widest.BLOCK_T if widest.BLOCK_K else min(widest.BLOCK_T, 32),
+        BLOCK_D=min(widest.BLOCK_D, 64),
+        BLOCK_K=min(widest.BLOCK_K, 32),
+        num_stages=min(widest.num_stages, 3),
+        num_warps=8,
+    )
+
+
 def _thin(widest: Tile, D: int, P: int) -> Tile:
-    """Blocks of 64 where a dimension is at most 64; four warps where the tile has at most 64×128 elements."""
+    """Blocks of 64 where a dimension is at most 64; four warps where that leaves at most 64×128 elements."""
     block_d = min(widest.BLOCK_D, 64) if D <= 64 else widest.BLOCK_D
     block_p = min(widest.BLOCK_P, 64) if P <= 64 else widest.BLOCK_P
-    if (block_d, block_p) == (widest.BLOCK_D, widest.BLOCK_P):
-        return widest
+    if (block_d, block_p) == (widest.BLOCK_D, widest.BLOCK_P) or D % 16 != 0 or P % 16 != 0:
+        return replace(widest, BLOCK_D=block_d, BLOCK_P=block_p)
     warps = 4 if block_d * block_p <= 64 * 128 else widest.num_warps
     return replace(widest, BLOCK_D=block_d, BLOCK_P=block_p, num_warps=warps)
 
@@ -171,10 +194,13 @@ def _short(widest: Tile, T: int) -> Tile:
     return widest
 
 
-def distinct(verb: str, dtype: torch.dtype, arch: str) -> list[Tile]:
-    """Every tile that `tile` can return for this verb, dtype and architecture."""
-    tiles = (tile(verb, T, D, P, dtype, arch) for T, D, P in product((1, 33, 65), (64, 65), (64, 65)))
-    return list(dict.fromkeys(tiles))
+def distinct(verb: str, dtype: torch.dtype, arch: str) -> dict[Tile, tuple[int, int, int]]:
+    """Every tile that `tile` can return for this verb, dtype and architecture, with a (T, D, P) it is for."""
+    tiles = {}
+    for features in ((4096, 64), (4095, 33)):
+        for T, D, P in product((1024, 48, 16), features, features):
+            tiles.setdefault(tile(verb, T, D, P, dtype, arch), (T, D, P))
+    return tiles
 
 
 def splits(programs: int, steps: int, arch: str) -> int:

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from . import _tiles
-from ._launch import arch_of, is_interpreted, launch, product_dtype, validate
+from ._launch import arch_of, launch, validate, widens
 from ._partials import sum_partials, sum_tile
 
 
@@ -188,7 +188,8 @@ def gram_norm(
         sums = torch.zeros((outputs, N), dtype=torch.float32, device=device).unbind(0)
     else:
         if tile is None:
-            dtype = product_dtype(activations, backprops)
+            # Each dot takes two tiles of one tensor, so a mixed pair needs no conversion, only room.
+            dtype = torch.promote_types(activations.dtype, backprops.dtype)
             tile = _tiles.tile("gram_norm", T, D, P, dtype, arch_of(activations))
         tiles = triton.cdiv(T, tile.BLOCK_T)
         pairs = tiles * (tiles + 1) // 2
@@ -217,8 +218,7 @@ def gram_norm(
             P=P,
             BIAS=bias,
             BOUND=bound,
-            # Each dot takes two tiles of one tensor, so a mixed pair needs no conversion here.
-            WIDEN=is_interpreted(_gram_norm_kernel),
+            WIDEN=widens(_gram_norm_kernel),
             BLOCK_T=tile.BLOCK_T,
             BLOCK_K=tile.BLOCK_K,
         )

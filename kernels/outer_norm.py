@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from . import _tiles
-from ._launch import arch_of, launch, product_dtype, validate, widens
+from ._launch import arch_of, launch, promote, validate, widens
 from ._partials import sum_partials, sum_tile
 from .outer_product import column_sums, outer_tile
 
@@ -83,7 +83,7 @@ def outer_norm(
     Maths: sq_norm[n] = ‖Σ_t b[n, t] a[n, t]ᵀ‖², bias_sq_norm[n] = ‖Σ_t b[n, t]‖².
     Args:
         activations: (N, T, D), bf16, fp16 or fp32, unit last stride.
-        backprops: (N, T, P), likewise; products of a mixed pair are taken in fp32.
+        backprops: (N, T, P), likewise; a mixed pair is copied to fp32 first.
         bias: also return the bias's.
         tile: instead of the table's.
     Returns: (N,) fp32 each, fresh; None where not asked for.
@@ -93,6 +93,7 @@ def outer_norm(
     Edge cases: N = 0 is empty; T = 0 gives zeros.
     """
     validate(activations, backprops)
+    activations, backprops = promote(activations, backprops)
     N, T, D = activations.shape
     P = backprops.shape[2]
     device = activations.device
@@ -101,7 +102,7 @@ def outer_norm(
         zeros = torch.zeros(N, dtype=torch.float32, device=device)
         return OuterNormResult(zeros, backprops.sum(1, dtype=torch.float32).square().sum(1) if bias else None)
     if tile is None:
-        tile = _tiles.tile("outer_norm", T, D, P, product_dtype(activations, backprops), arch_of(activations))
+        tile = _tiles.tile("outer_norm", T, D, P, activations.dtype, arch_of(activations))
     tiles_p = triton.cdiv(P, tile.BLOCK_P)
     tiles = tiles_p * triton.cdiv(D, tile.BLOCK_D)
     programs = tiles + (tiles_p if bias else 0)
@@ -123,7 +124,7 @@ def outer_norm(
         D=D,
         P=P,
         BIAS=bias,
-        WIDEN=widens(_outer_norm_kernel, activations, backprops),
+        WIDEN=widens(_outer_norm_kernel),
         BLOCK_T=tile.BLOCK_T,
         BLOCK_D=tile.BLOCK_D,
         BLOCK_P=tile.BLOCK_P,

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from . import _tiles
-from ._launch import arch_of, launch, product_dtype, validate, widens
+from ._launch import arch_of, launch, promote, validate, widens
 from ._partials import sum_partials, sum_tile
 
 
@@ -163,7 +163,7 @@ def outer_product(
     Maths: grad_sample[n] = Σ_t b[n, t] a[n, t]ᵀ, bias_grad_sample[n] = Σ_t b[n, t].
     Args:
         activations: (N, T, D), bf16, fp16 or fp32, unit last stride.
-        backprops: (N, T, P), likewise; products of a mixed pair are taken in fp32.
+        backprops: (N, T, P), likewise; a mixed pair is copied to fp32 first.
         bias: also return the bias's gradients.
         norm: also return squared norms, taken before rounding to `out_dtype`.
         tile: instead of the table's.
@@ -175,6 +175,7 @@ def outer_product(
     Edge cases: N = 0 is empty; T = 0 gives zeros.
     """
     validate(activations, backprops)
+    activations, backprops = promote(activations, backprops)
     N, T, D = activations.shape
     P = backprops.shape[2]
     device = activations.device
@@ -188,8 +189,7 @@ def outer_product(
             sums.square().sum(1) if bias and norm else None,
         )
     if tile is None:
-        dtype = product_dtype(activations, backprops)
-        tile = _tiles.tile("outer_product", T, D, P, dtype, arch_of(activations))
+        tile = _tiles.tile("outer_product", T, D, P, activations.dtype, arch_of(activations))
     tiles_p = triton.cdiv(P, tile.BLOCK_P)
     tiles = tiles_p * triton.cdiv(D, tile.BLOCK_D)
     programs = tiles + (tiles_p if bias else 0)
@@ -218,7 +218,7 @@ def outer_product(
         P=P,
         BIAS=bias,
         NORM=norm,
-        WIDEN=widens(_outer_product_kernel, activations, backprops),
+        WIDEN=widens(_outer_product_kernel),
         BLOCK_T=tile.BLOCK_T,
         BLOCK_D=tile.BLOCK_D,
         BLOCK_P=tile.BLOCK_P,

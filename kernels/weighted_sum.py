@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 
 from . import _tiles
-from ._launch import arch_of, launch, product_dtype, validate, widens
+from ._launch import arch_of, launch, promote, validate, widens
 
 
 @triton.jit
@@ -293,7 +293,7 @@ def weighted_sum(
     Maths: weight = Σ_n c[n] Σ_t b[n, t] a[n, t]ᵀ, bias = Σ_n c[n] Σ_t b[n, t].
     Args:
         activations: (N, T, D), bf16, fp16 or fp32, unit last stride.
-        backprops: (N, T, P), likewise; products of a mixed pair are taken in fp32.
+        backprops: (N, T, P), likewise; a mixed pair is copied to fp32 first.
         clip_factor: (N,) fp32 of any stride.
         bias: also return the bias's.
         tile: instead of the table's.
@@ -306,6 +306,7 @@ def weighted_sum(
     Edge cases: a sample with factor 0 adds exactly nothing, whatever it holds. N = 0 and T = 0 give zeros.
     """
     validate(activations, backprops)
+    activations, backprops = promote(activations, backprops)
     N, T, D = activations.shape
     P = backprops.shape[2]
     device = activations.device
@@ -316,7 +317,7 @@ def weighted_sum(
     if 0 in (N, T, P):
         zeros = torch.zeros((P, D), dtype=torch.float32, device=device)
         return WeightedSumResult(zeros, zeros.new_zeros(P) if bias else None)
-    dtype = product_dtype(activations, backprops)
+    dtype = activations.dtype
     arch = arch_of(activations)
     if tile is None:
         tile = _tiles.tile("weighted_sum", T, D, P, dtype, arch)
@@ -355,7 +356,7 @@ def weighted_sum(
             BIAS=bias,
             FLAT=flat,
             SPLIT=dtype != torch.float32,
-            WIDEN=widens(_weighted_sum_kernel, activations, backprops),
+            WIDEN=widens(_weighted_sum_kernel),
             BLOCK_T=tile.BLOCK_T,
             BLOCK_D=tile.BLOCK_D,
             BLOCK_P=tile.BLOCK_P,

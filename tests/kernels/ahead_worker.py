@@ -29,9 +29,9 @@ def record(job, tile):
         launches.append((kernel, arguments, tile))
 
     N, T, D, P = 8, job["T"], job["D"], job["P"]
-    dtype_a, dtype_b = (getattr(torch, name) for name in job["dtypes"])
-    a = torch.empty((N, T, D), dtype=dtype_a, device="meta")
-    b = torch.empty((N, T, P), dtype=dtype_b, device="meta")
+    dtype = getattr(torch, job["dtype"])
+    a = torch.empty((N, T, D), dtype=dtype, device="meta")
+    b = torch.empty((N, T, P), dtype=dtype, device="meta")
     verb, options = job["verb"], {"bias": job["options"]}
     if verb == "outer_product":
         options["norm"] = job["options"]

@@ -45,11 +45,16 @@ def test_a_single_feature_may_have_any_stride():
     _launch.validate(torch.ones(2, 3, 5)[:, :, ::5])
 
 
-def test_dtype_of_products():
-    half, single = torch.ones(1, dtype=torch.bfloat16), torch.ones(1)
-    assert _launch.product_dtype(half, half) == torch.bfloat16
-    assert _launch.product_dtype(half, single) == torch.float32
-    assert _launch.product_dtype(half, half.half()) == torch.float32
+def test_only_a_mixed_pair_is_copied():
+    half, single = torch.ones(2, 3, 4, dtype=torch.bfloat16), torch.ones(2, 3, 5)
+    assert all(x is half for x in _launch.promote(half, half))
+    a, b = _launch.promote(half, single)
+    assert a.dtype == torch.float32
+    assert b is single
+    assert [x.dtype for x in _launch.promote(half, half.half())] == [torch.float32] * 2
+    # Positions before samples, as a batch-second model has them: the copy's rows are whole too.
+    a, _ = _launch.promote(half.transpose(0, 1), single.transpose(0, 1))
+    _launch.validate(a)
 
 
 def parameter(name, is_constexpr=False, do_not_specialize=False):
