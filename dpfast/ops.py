@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from typing import Literal
 
@@ -101,6 +103,16 @@ def backend_report(device: torch.device) -> tuple[str, str]:
     )
 
 
+@contextmanager
+def exact_arithmetic() -> Iterator[None]:
+    """Autocast off: our own arithmetic must not be rounded to 16 bits."""
+    with ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
 # --- the ops ------------------------------------------------------------------------------------------------------
 
 
@@ -108,17 +120,22 @@ def backend_report(device: torch.device) -> tuple[str, str]:
 def _grad_sample(
     activations: Tensor, backprops: Tensor, bias: bool, scale: float, out_dtype: torch.dtype, backend: str
 ) -> tuple[Tensor, Tensor]:
-    backend = choose_backend(backend, activations.device, reference.compute_dtype(activations, backprops))
-    if backend == "triton":
-        kernels, _ = _import_kernels()
-        result = kernels.outer_product(
-            _unit_last_stride(activations), _unit_last_stride(backprops), bias=bias, scale=scale, out_dtype=out_dtype
-        )
-        return result.grad_sample, result.bias_grad_sample if bias else activations.new_empty(0)
-    weight = reference.grad_sample(activations, backprops, scale=scale).to(out_dtype)
-    if not bias:
-        return weight, activations.new_empty(0)
-    return weight, reference.bias_grad_sample(backprops, scale=scale).to(out_dtype)
+    with exact_arithmetic():
+        backend = choose_backend(backend, activations.device, reference.compute_dtype(activations, backprops))
+        if backend == "triton":
+            kernels, _ = _import_kernels()
+            result = kernels.outer_product(
+                _unit_last_stride(activations),
+                _unit_last_stride(backprops),
+                bias=bias,
+                scale=scale,
+                out_dtype=out_dtype,
+            )
+            return result.grad_sample, result.bias_grad_sample if bias else activations.new_empty(0)
+        weight = reference.grad_sample(activations, backprops, scale=scale).to(out_dtype)
+        if not bias:
+            return weight, activations.new_empty(0)
+        return weight, reference.bias_grad_sample(backprops, scale=scale).to(out_dtype)
 
 
 @_grad_sample.register_fake
@@ -130,12 +147,13 @@ def _(activations, backprops, bias, scale, out_dtype, backend):
 
 @torch.library.custom_op("dpfast::sq_norm", mutates_args=())
 def _sq_norm(activations: Tensor, backprops: Tensor, way: str, backend: str) -> tuple[Tensor, Tensor]:
-    backend = choose_backend(backend, activations.device, reference.compute_dtype(activations, backprops))
-    if backend == "triton":
-        norm = _kernel_sq_norm(_unit_last_stride(activations), _unit_last_stride(backprops), way)
-    else:
-        norm = _REFERENCE_NORMS[way](activations, backprops)
-    return norm.value, norm.upper
+    with exact_arithmetic():
+        backend = choose_backend(backend, activations.device, reference.compute_dtype(activations, backprops))
+        if backend == "triton":
+            norm = _kernel_sq_norm(_unit_last_stride(activations), _unit_last_stride(backprops), way)
+        else:
+            norm = _REFERENCE_NORMS[way](activations, backprops)
+        return norm.value, norm.upper
 
 
 def _kernel_sq_norm(activations: Tensor, backprops: Tensor, way: str) -> SquaredNorm:
@@ -186,15 +204,16 @@ def _(activations, backprops, way, backend):
 def _weighted_sum(
     activations: Tensor, backprops: Tensor, coefficients: Tensor, bias: bool, backend: str
 ) -> tuple[Tensor, Tensor]:
-    backend = choose_backend(backend, activations.device, reference.compute_dtype(activations, backprops))
-    if backend == "triton":
-        kernels, _ = _import_kernels()
-        result = kernels.weighted_sum(
-            _unit_last_stride(activations), _unit_last_stride(backprops), coefficients.float(), bias=bias
-        )
-        return result.weight, result.bias if bias else activations.new_empty(0)
-    weight = reference.weighted_sum(activations, backprops, coefficients)
-    return weight, reference.weighted_bias_sum(backprops, coefficients) if bias else activations.new_empty(0)
+    with exact_arithmetic():
+        backend = choose_backend(backend, activations.device, reference.compute_dtype(activations, backprops))
+        if backend == "triton":
+            kernels, _ = _import_kernels()
+            result = kernels.weighted_sum(
+                _unit_last_stride(activations), _unit_last_stride(backprops), coefficients.float(), bias=bias
+            )
+            return result.weight, result.bias if bias else activations.new_empty(0)
+        weight = reference.weighted_sum(activations, backprops, coefficients)
+        return weight, reference.weighted_bias_sum(backprops, coefficients) if bias else activations.new_empty(0)
 
 
 @_weighted_sum.register_fake

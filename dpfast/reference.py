@@ -82,8 +82,10 @@ def weighted_sum(activations: Tensor, backprops: Tensor, coefficients: Tensor) -
     c = coefficients.to(dtype)[:, None, None]
     # The scaled copy is made of the smaller operand.
     if activations.shape[-1] <= backprops.shape[-1]:
-        return contract("ntp,ntd->pd", backprops, activations * c)
-    return contract("ntp,ntd->pd", backprops * c, activations)
+        activations = activations * c
+    else:
+        backprops = backprops * c
+    return contract("ntd,ntp->pd", activations, backprops).contiguous()
 
 
 def weighted_bias_sum(backprops: Tensor, coefficients: Tensor) -> Tensor:

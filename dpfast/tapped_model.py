@@ -8,8 +8,7 @@ callback keeps alive: a pass that fails takes its step with it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dpfast.errors import DpfastError, EscapedGradientError, InputError, StateError
 from dpfast.factors import Factor
+from dpfast.ops import exact_arithmetic
 from dpfast.registry import Activations, find_rule
 from dpfast.rules.functorch import functorch
 from dpfast.tap import Tap, TappedForward, in_backward, taps_suspended
@@ -152,7 +152,7 @@ class TappedModel:
         return step
 
     def _finish(self, step: Step) -> None:
-        with torch.no_grad(), _without_autocast():
+        with torch.no_grad(), exact_arithmetic():
             self.mode.on_finish(step)
 
     def _step_of(self, created_in: int | None, layer: str) -> Step:
@@ -197,22 +197,12 @@ class TappedModel:
         activations.batch_dim = self.batch_dim
         rule = None if self.force_functorch else find_rule(tap.module)
         try:
-            with torch.no_grad(), _without_autocast(), taps_suspended():
+            with torch.no_grad(), exact_arithmetic(), taps_suspended():
                 if rule is None:
                     return functorch(tap.module, activations, backprops)
                 return rule(tap.module, activations, backprops[0] if len(backprops) == 1 else backprops)
         except DpfastError as error:
             raise type(error)(f"{tap.layer}: {error}") from error
-
-
-@contextmanager
-def _without_autocast() -> Iterator[None]:
-    """A backward pass that runs under autocast must not round our own arithmetic to 16 bits."""
-    with ExitStack() as stack:
-        for device in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
-        yield
 
 
 def batch_to_front(x: Any, batch_dim: int) -> Any:
