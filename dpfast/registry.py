@@ -34,7 +34,7 @@ NORM_SAMPLERS: dict[type[nn.Module], GradSampler] = {}
 
 
 def _classes(target: type[nn.Module] | Iterable[type[nn.Module]]) -> tuple[type[nn.Module], ...]:
-    classes = (target,) if isinstance(target, type) else tuple(target)
+    classes = tuple(target) if isinstance(target, (list, tuple, set, frozenset)) else (target,)
     for cls in classes:
         if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
             raise InputError(f"{cls!r} is not a class of nn.Module; pass the layer's class, not an instance")
@@ -50,8 +50,10 @@ def register_rule(target: type[nn.Module] | Iterable[type[nn.Module]]) -> Callab
         InputError: ``target`` is not a class, or classes, of nn.Module.
     """
 
+    classes = _classes(target)
+
     def decorate(rule: Rule) -> Rule:
-        for cls in _classes(target):
+        for cls in classes:
             RULES[cls] = rule
             GRAD_SAMPLERS[cls] = _sampler(rule, lambda factor: factor.materialize())
             NORM_SAMPLERS[cls] = _sampler(rule, lambda factor: factor.sq_norm().value.sqrt().float())
@@ -67,11 +69,13 @@ def register_grad_sampler(target: type[nn.Module] | Iterable[type[nn.Module]]) -
         InputError: ``target`` is not a class, or classes, of nn.Module.
     """
 
+    classes = _classes(target)
+
     def decorate(sampler: GradSampler) -> GradSampler:
         def rule(module: nn.Module, activations: Activations, backprops: Tensor) -> dict[nn.Parameter, Factor]:
             return {p: Dense(values) for p, values in sampler(module, activations, backprops).items()}
 
-        for cls in _classes(target):
+        for cls in classes:
             RULES[cls] = rule
             GRAD_SAMPLERS[cls] = sampler
             NORM_SAMPLERS[cls] = _sampler(rule, lambda factor: factor.sq_norm().value.sqrt().float())
@@ -90,8 +94,10 @@ def register_norm_sampler(target: type[nn.Module] | Iterable[type[nn.Module]]) -
         InputError: ``target`` is not a class, or classes, of nn.Module.
     """
 
+    classes = _classes(target)
+
     def decorate(sampler: GradSampler) -> GradSampler:
-        NORM_SAMPLERS.update(dict.fromkeys(_classes(target), sampler))
+        NORM_SAMPLERS.update(dict.fromkeys(classes, sampler))
         return sampler
 
     return decorate

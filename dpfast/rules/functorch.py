@@ -38,6 +38,8 @@ def functorch(
     children = _detached({name: p for name, p in module.named_parameters() if name not in own})
     backprops = [backprops] if isinstance(backprops, Tensor) else list(backprops)
     n = backprops[0].shape[0]
+    if n == 0:  # vmap does not take empty batches
+        return {p: Dense(_at_least_fp32(p.new_zeros(0, *p.shape))) for p in own.values()}
     leaves, structure = tree_flatten((tuple(activations), activations.kwargs))
     per_sample = [isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == n for x in leaves]
     batched = [x for x, yes in zip(leaves, per_sample, strict=True) if yes]

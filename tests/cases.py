@@ -1,0 +1,104 @@
+"""Models and batches that several tests share."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Transformer(nn.Module):
+    """Token and position embeddings, one attention block, an in-place activation, a free parameter, a head."""
+
+    def __init__(self, vocabulary=40, d=16, t=9, classes=5):
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, d, padding_idx=0)
+        self.positions = nn.Embedding(t, d)
+        self.norm = nn.LayerNorm(d)
+        self.qkv = nn.Linear(d, 3 * d)
+        self.out = nn.Linear(d, d)
+        self.up = nn.Linear(d, 2 * d)
+        self.activation = nn.PReLU()
+        self.down = nn.Linear(2 * d, d, bias=False)
+        self.head = nn.Linear(d, classes)
+
+    def forward(self, tokens):
+        n, t = tokens.shape
+        x = self.tokens(tokens) + self.positions(torch.arange(t, device=tokens.device).expand(n, t))
+        q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v))
+        hidden = self.activation(torch.relu_(self.up(x)) - 0.1)
+        return self.head((x + self.down(input=hidden)).mean(1))
+
+
+class Mlp(nn.Sequential):
+    def __init__(self, d=12, classes=5):
+        super().__init__(nn.Linear(d, 20), nn.ReLU(inplace=True), nn.LayerNorm(20), nn.Linear(20, classes))
+
+
+class Tied(nn.Module):
+    """One table for the input and the output, as in GPT-2."""
+
+    def __init__(self, vocabulary=30, d=8):
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, d)
+        self.hidden = nn.Linear(d, d)
+        self.head = nn.Linear(d, vocabulary, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens):
+        return self.head(torch.tanh(self.hidden(self.tokens(tokens)))).mean(1)
+
+
+class Recurrent(nn.Module):
+    """One Linear, used once a position."""
+
+    def __init__(self, d=6, classes=5):
+        super().__init__()
+        self.cell = nn.Linear(2 * d, d)
+        self.head = nn.Linear(d, classes)
+
+    def forward(self, x):
+        state = torch.zeros_like(x[:, 0])
+        for t in range(x.shape[1]):
+            state = torch.tanh(self.cell(torch.cat([state, x[:, t]], dim=-1)))
+        return self.head(state)
+
+
+class SharedWeight(nn.Module):
+    """Two Linears with one weight."""
+
+    def __init__(self, d=7, classes=5):
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(d, d), nn.Linear(d, d), nn.Linear(d, classes)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.second(torch.tanh(self.first(x)))))
+
+
+def tokens(n, t, vocabulary):
+    """Token batches with repeats and padding (0)."""
+    return torch.randint(0, vocabulary, (n, t)) * (torch.rand(n, t) > 0.2)
+
+
+MODELS = {
+    "transformer": (Transformer, lambda n: tokens(n, 9, 40)),
+    "mlp": (Mlp, lambda n: torch.randn(n, 12)),
+    "tied": (Tied, lambda n: tokens(n, 9, 30)),
+    "recurrent": (Recurrent, lambda n: torch.randn(n, 4, 6)),
+    "shared_weight": (SharedWeight, lambda n: torch.randn(n, 7)),
+}
+
+
+def example(name, n=6):
+    """(model, inputs, targets)"""
+    build, batch = MODELS[name]
+    torch.manual_seed(0)
+    return build(), batch(n), torch.randint(0, 5, (n,))
+
+
+def mean_loss(model, x, y):
+    return F.cross_entropy(model(x), y)
+
+
+def sum_loss(model, x, y):
+    return F.cross_entropy(model(x), y, reduction="sum")
