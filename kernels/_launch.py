@@ -11,6 +11,7 @@ import re
 import subprocess
 import tempfile
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -37,9 +38,12 @@ _POINTERS = {
 
 def arch_of(tensor: torch.Tensor) -> str:
     """The architecture a kernel on `tensor` runs on: "sm_90", "gfx942" or, on the CPU, "interpreter"."""
-    if tensor.device.type != "cuda":
-        return "interpreter"
-    properties = torch.cuda.get_device_properties(tensor.device)
+    return _arch(tensor.device) if tensor.is_cuda else "interpreter"
+
+
+@cache
+def _arch(device: torch.device) -> str:
+    properties = torch.cuda.get_device_properties(device)
     if torch.version.hip:
         return properties.gcnArchName.split(":")[0]
     return f"sm_{properties.major}{properties.minor}"

@@ -10,6 +10,8 @@ Rules behind the rows
   warpgroup MMA takes, so thin layers (LoRA) keep the native instruction and waste only masked lanes.
 - 16-bit operands are reduced 64 at a time (32 on sm_80, whose row must also fit the 99 KiB of sm_86, sm_89
   and sm_120), so that the stages in flight cover the latency of a load within shared memory.
+- Weighted sums take seven stages on NVIDIA: the factor is loaded ahead of the rows that its zero masks, and
+  the compiler gives each of the two loads half; four tiles of rows are in flight, as elsewhere.
 - Rows whose length is no multiple of 16 are loaded element by element and take smaller tiles.
 - fp32 operands are IEEE: fused multiply-adds on the ordinary cores, where a 64×64 tile by 16 is what fits
   the registers without a spill.
@@ -18,6 +20,7 @@ Rules behind the rows
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 
 import torch
@@ -75,22 +78,22 @@ _SIXTEEN_BIT = {
         outer_product=_static(32, 128, 128, 0, 8, 4, "HMMA, 64 KiB of stages"),
         outer_norm=_static(32, 128, 128, 0, 8, 4, "HMMA, 64 KiB of stages"),
         gram_norm=_static(128, 0, 0, 32, 8, 4, "HMMA, two accumulators of 64 registers"),
-        weighted_sum=_static(32, 128, 128, 0, 8, 4, "HMMA, two accumulators of 64 registers"),
-        weighted_rows=_static(32, 64, 128, 0, 8, 4, "HMMA, room for the parts of fp16"),
+        weighted_sum=_static(32, 128, 128, 0, 8, 7, "HMMA, two accumulators of 64 registers"),
+        weighted_rows=_static(32, 64, 128, 0, 8, 7, "HMMA, room for the parts of fp16"),
     ),
     "sm_90": _Family(
         outer_product=_static(64, 128, 128, 0, 8, 3, "HGMMA, two programs fit one multiprocessor"),
         outer_norm=_static(64, 256, 128, 0, 8, 4, "HGMMA 64x256, 192 KiB of stages"),
         gram_norm=_static(128, 0, 0, 64, 8, 4, "HGMMA, two accumulators of 64 registers"),
-        weighted_sum=_static(64, 128, 128, 0, 8, 4, "HGMMA, two accumulators of 64 registers"),
-        weighted_rows=_static(32, 128, 128, 0, 8, 4, "HGMMA, the weighted operand from registers"),
+        weighted_sum=_static(64, 128, 128, 0, 8, 7, "HGMMA, two accumulators of 64 registers"),
+        weighted_rows=_static(32, 128, 128, 0, 8, 7, "HGMMA, the weighted operand from registers"),
     ),
     "sm_100": _Family(
         outer_product=_static(64, 128, 128, 0, 8, 3, "UTCHMMA, accumulator in tensor memory"),
         outer_norm=_static(64, 256, 128, 0, 8, 4, "UTCHMMA, accumulator in tensor memory"),
         gram_norm=_static(128, 0, 0, 64, 8, 4, "UTCHMMA, both accumulators in tensor memory"),
-        weighted_sum=_static(64, 128, 128, 0, 8, 4, "UTCHMMA, a sample's sum in tensor memory"),
-        weighted_rows=_static(32, 128, 128, 0, 8, 4, "UTCHMMA, accumulator in tensor memory"),
+        weighted_sum=_static(64, 128, 128, 0, 8, 7, "UTCHMMA, a sample's sum in tensor memory"),
+        weighted_rows=_static(32, 128, 128, 0, 8, 7, "UTCHMMA, accumulator in tensor memory"),
     ),
     "gfx942": _Family(
         outer_product=_static(64, 128, 128, 0, 8, 2, "mfma, 32 KiB of local memory"),
@@ -133,6 +136,7 @@ def family(arch: str) -> str:
     raise ValueError(f"no tiles for architecture {arch!r}: sm_80 or later, gfx9 or later, or 'interpreter'")
 
 
+@lru_cache(maxsize=4096)
 def tile(verb: str, T: int, D: int, P: int, dtype: torch.dtype, arch: str) -> Tile:
     """The tile of `verb` on inputs of T positions, D in-features and P out-features.
 
@@ -147,10 +151,11 @@ def tile(verb: str, T: int, D: int, P: int, dtype: torch.dtype, arch: str) -> Ti
         return _static(64, 64, 0, 0, 4, 2, why) if D <= 64 else _static(8, 512, 0, 0, 4, 2, why)
     rows = _rows(arch, dtype)
     # The compiler vectorizes rows whose length it knows to be a multiple of 16, and keeps one 64-bit address
-    # an element of the others, which the widest 16-bit tiles have no registers for.
-    scattered = dtype != torch.float32 and (D % 16 != 0 or P % 16 != 0)
+    # an element of the others, which the widest 16-bit tiles have no registers for. Thin rows are few enough.
+    scattered = dtype != torch.float32 and any(size % 16 != 0 and size > 64 for size in (D, P))
     if verb == "gram_norm":
-        return _short(_scattered(rows.gram_norm) if scattered else rows.gram_norm, T)
+        aligned = D % 16 == P % 16 == 0
+        return _short(rows.gram_norm if aligned else _scattered(rows.gram_norm), T)
     if verb == "weighted_sum" and T <= _FLAT_MAX_T:
         widest = replace(rows.weighted_rows, layout="flat")
     else:
@@ -177,13 +182,18 @@ def _scattered(widest: Tile) -> Tile:
 
 
 def _thin(widest: Tile, D: int, P: int) -> Tile:
-    """Blocks of 64 where a dimension is at most 64; four warps where that leaves at most 64×128 elements."""
+    """Blocks of 64 where a dimension is at most 64.
+
+    Four warps where that leaves at most 64×128 elements and rows of multiples of 16, see `tile`.
+    """
     block_d = min(widest.BLOCK_D, 64) if D <= 64 else widest.BLOCK_D
     block_p = min(widest.BLOCK_P, 64) if P <= 64 else widest.BLOCK_P
-    if (block_d, block_p) == (widest.BLOCK_D, widest.BLOCK_P) or D % 16 != 0 or P % 16 != 0:
-        return replace(widest, BLOCK_D=block_d, BLOCK_P=block_p)
-    warps = 4 if block_d * block_p <= 64 * 128 else widest.num_warps
-    return replace(widest, BLOCK_D=block_d, BLOCK_P=block_p, num_warps=warps)
+    thin = replace(widest, BLOCK_D=block_d, BLOCK_P=block_p)
+    if D % 16 != 0 or P % 16 != 0:
+        both = block_d * block_p <= 64 * 64
+        return replace(thin, num_stages=2) if both else thin
+    narrowed = thin != widest and block_d * block_p <= 64 * 128
+    return replace(thin, num_warps=4) if narrowed else thin
 
 
 def _short(widest: Tile, T: int) -> Tile:
@@ -197,9 +207,9 @@ def _short(widest: Tile, T: int) -> Tile:
 def distinct(verb: str, dtype: torch.dtype, arch: str) -> dict[Tile, tuple[int, int, int]]:
     """Every tile that `tile` can return for this verb, dtype and architecture, with a (T, D, P) it is for."""
     tiles = {}
-    for features in ((4096, 64), (4095, 33)):
-        for T, D, P in product((1024, 48, 16), features, features):
-            tiles.setdefault(tile(verb, T, D, P, dtype, arch), (T, D, P))
+    features = (4096, 64, 4095, 33)
+    for T, D, P in product((1024, 48, 16), features, features):
+        tiles.setdefault(tile(verb, T, D, P, dtype, arch), (T, D, P))
     return tiles
 
 
