@@ -84,10 +84,6 @@ def step_times(trainings: dict[str, tuple], x, y, rounds: int, steps_a_turn: int
     return {leg: torch.tensor(values) for leg, values in times.items()}
 
 
-def device_name(device: str) -> str:
-    return torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-
-
 def synchronize(x: torch.Tensor) -> None:
     if x.is_cuda:
         torch.cuda.synchronize()
@@ -114,7 +110,6 @@ def peak_memory(make_training: Callable[[], tuple], x: torch.Tensor, y: torch.Te
     """
     if not x.is_cuda and not CLEAR_PEAK.exists():
         return None
-    torch.set_num_threads(1)  # each thread keeps memory of its own
     step(*make_training(), x[:2], y[:2])  # not measured: libraries are loaded
     training = make_training()
     if x.is_cuda:
