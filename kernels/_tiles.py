@@ -10,8 +10,8 @@ Rules behind the rows
   warpgroup MMA takes, so thin layers (LoRA) keep the native instruction and waste only masked lanes.
 - 16-bit operands are reduced 64 at a time (32 on sm_80, whose row must also fit the 99 KiB of sm_86, sm_89
   and sm_120), so that the stages in flight cover the latency of a load within shared memory.
-- Weighted sums take seven stages on NVIDIA: the factor is loaded ahead of the rows that its zero masks, and
-  the compiler gives each of the two loads half; four tiles of rows are in flight, as elsewhere.
+- Weighted sums take up to seven stages on NVIDIA: the factor is loaded ahead of the rows that its zero masks, and
+  the compiler gives each of the two loads half of them.
 - Rows whose length is no multiple of 16 are loaded element by element and take smaller tiles.
 - fp32 operands are IEEE: fused multiply-adds on the ordinary cores, where a 64×64 tile by 16 is what fits
   the registers without a spill.
@@ -93,7 +93,7 @@ _SIXTEEN_BIT = {
         outer_norm=_static(64, 256, 128, 0, 8, 4, "UTCHMMA, accumulator in tensor memory"),
         gram_norm=_static(128, 0, 0, 64, 8, 4, "UTCHMMA, both accumulators in tensor memory"),
         weighted_sum=_static(64, 128, 128, 0, 8, 7, "UTCHMMA, a sample's sum in tensor memory"),
-        weighted_rows=_static(32, 128, 128, 0, 8, 7, "UTCHMMA, accumulator in tensor memory"),
+        weighted_rows=_static(32, 128, 128, 0, 8, 5, "UTCHMMA, seven stages spill in fp16"),
     ),
     "gfx942": _Family(
         outer_product=_static(64, 128, 128, 0, 8, 2, "mfma, 32 KiB of local memory"),
