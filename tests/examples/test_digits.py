@@ -67,10 +67,14 @@ def test_private_legs_spend_the_budget_and_learn_the_same(quick_run):
 
 
 def test_step_and_memory_are_measured(quick_run):
-    for row in rows_of(quick_run[0]).values():
+    rows = rows_of(quick_run[0])
+    for row in rows.values():
         assert row["samples_per_second"] > 0
         assert row["step_ratio"] > 0
-        assert row["memory_mb"] is None or row["memory_mb"] > 0
+    if sys.platform == "linux":  # elsewhere a process cannot know its own peak
+        for model in MODELS:
+            assert rows[model, "plain"]["memory_mb"] > 0
+            assert rows[model, "dpfast"]["memory_mb"] > 0
 
 
 @pytest.fixture
@@ -79,6 +83,7 @@ def digits(monkeypatch):
     return importlib.import_module("digits")
 
 
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 @pytest.mark.parametrize("leg", ["plain", *PRIVATE])
 @pytest.mark.parametrize("model_name", MODELS)
 def test_an_empty_poisson_batch_adds_noise_only(digits, model_name, leg):
