@@ -18,6 +18,9 @@ from torch import Tensor
 CHAIN_BLOCK = 256
 """Positions that the reference adds up in one product before it starts a new partial sum."""
 
+DOT_BLOCK = 512
+"""Features that the reference adds up in one product of its Gram matrices before it starts a new partial sum."""
+
 TENSOR_CORE = 4.0
 """How much longer a sum on tensor cores counts: they align 16 products and the accumulator to the largest and cut
 off (not round) what falls below its 24 bits, at most 2.2 times the error of a rounded sum of the same length
@@ -61,6 +64,11 @@ def gamma_matmul(terms: float, dtype: torch.dtype) -> float:
     return gamma(terms, dtype) + (_REDUCED_PRECISION if reduced else 0.0)
 
 
+def blocked_terms(terms: int, block: int) -> int:
+    """The longest chain of additions where ``terms`` terms are added in blocks, then block by block."""
+    return min(terms, block) + -(-terms // block)
+
+
 def dense(total: Tensor, *, width: int, numel: int, dtype: torch.dtype, error: Tensor | None = None) -> SquaredNorm:
     """Bound of ‖v‖² from its computed value.
 
@@ -90,7 +98,7 @@ def direct_error(
     if by_kernel:
         chain = gamma(TENSOR_CORE * positions, dtype)
     else:
-        chain = gamma_matmul(min(positions, CHAIN_BLOCK) + -(-positions // CHAIN_BLOCK), dtype)
+        chain = gamma_matmul(blocked_terms(positions, CHAIN_BLOCK), dtype)
     return _SLOP * chain * row_products + 2.0 * positions * smallest_normal(dtype) * numel**0.5
 
 
@@ -132,7 +140,7 @@ def gram(
     if by_kernel:
         gamma_d, gamma_p = gamma(TENSOR_CORE * (d + 1), dtype), gamma(TENSOR_CORE * (p + 1), dtype)
     else:
-        gamma_d, gamma_p = gamma_matmul(d + 1, dtype), gamma_matmul(p + 1, dtype)
+        gamma_d, gamma_p = (gamma_matmul(blocked_terms(k, DOT_BLOCK) + 1, dtype) for k in (d, p))
     error = gamma_d * by_a + gamma_p * by_b + gamma(row + 3, dtype) * by_both
     error = error + gamma_d * gamma_p * row_products.square()
     underflow = 2.0 * smallest_normal(dtype) * (d * sum_b.square() + p * sum_a.square() + 4.0 * t * t)

@@ -14,6 +14,10 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
+
+from dpfast import bounds
+
 Way = Literal["rank_one", "gram", "direct", "keep"]
 
 KEEP_RATIO = 2.0
@@ -22,8 +26,6 @@ that would be kept in its place."""
 
 MAX_GRAM_SLACK = 1e-3
 """The Gram way is left where its error bound would, on ordinary data, exceed this share of the norm."""
-
-_UNIT_ROUNDOFF = 2.0**-24
 
 
 def norm_flops(way: Way, t: int, d: int, p: int) -> int:
@@ -39,8 +41,8 @@ def norm_flops(way: Way, t: int, d: int, p: int) -> int:
 
 def gram_slack(t: int, d: int, p: int) -> float:
     """The share of the norm that the Gram way's error bound takes on ordinary data (docs/bounds.md, "Size")."""
-    narrow = max(1, min(d, p))
-    return 0.5 * _UNIT_ROUNDOFF * (d + p) * (1.0 + t / narrow**0.5)
+    terms = bounds.blocked_terms(d, bounds.DOT_BLOCK) + bounds.blocked_terms(p, bounds.DOT_BLOCK)
+    return 0.5 * bounds.unit_roundoff(torch.float32) * terms * (1.0 + t / max(1, min(d, p)) ** 0.5)
 
 
 def norm_way(t: int, d: int, p: int) -> Literal["rank_one", "gram", "direct"]:

@@ -79,6 +79,8 @@ class GradSampleModule(nn.Module):
         except AttributeError:
             if name == "_module":
                 raise
+            if isinstance(getattr(type(self), name, None), property):
+                return object.__getattribute__(self, name)  # the property's own error, not the module's
             return getattr(self._module, name)
 
     def __repr__(self) -> str:

@@ -54,17 +54,15 @@ def grad_sample(activations: Tensor, backprops: Tensor, *, scale: float = 1.0) -
     """``scale · Σ_t b_nt a_ntᵀ`` of shape (N, P, D), in fp32 or fp64."""
     dtype = compute_dtype(activations, backprops)
     activations, backprops = activations.to(dtype), backprops.to(dtype)
-    n, t, d = activations.shape
-    p = backprops.shape[-1]
+    t = activations.shape[1]
     if t == 1:
         return (backprops.mT * scale) * activations if scale != 1.0 else backprops.mT * activations
-    if t > bounds.CHAIN_BLOCK:  # short chains of additions: see bounds.direct
-        out = activations.new_zeros(n, p, d)
-        for start in range(0, t, bounds.CHAIN_BLOCK):
-            block = slice(start, start + bounds.CHAIN_BLOCK)
-            _batched_product(backprops[:, block].mT, activations[:, block], scale=scale, add_to=out)
-        return out
-    return _batched_product(backprops.mT, activations, scale=scale)
+    block = bounds.CHAIN_BLOCK  # short chains of additions: see bounds.direct_error
+    out = _batched_product(backprops[:, :block].mT, activations[:, :block], scale=scale)
+    for start in range(block, t, block):
+        positions = slice(start, start + block)
+        _batched_product(backprops[:, positions].mT, activations[:, positions], scale=scale, add_to=out)
+    return out
 
 
 def bias_grad_sample(backprops: Tensor, *, scale: float = 1.0) -> Tensor:
@@ -99,7 +97,7 @@ def weighted_rows(values: Tensor, coefficients: Tensor) -> Tensor:
     (values,) = _without_dropped_samples(values.to(dtype), coefficients=coefficients)
     if values.shape[0] == 0:
         return values.new_zeros(values.shape[1:])
-    return torch.mv(values.flatten(1).mT, coefficients.to(dtype)).view(values.shape[1:])
+    return torch.mv(values.reshape(len(values), -1).mT, coefficients.to(dtype)).view(values.shape[1:])
 
 
 def _without_dropped_samples(*tensors: Tensor, coefficients: Tensor) -> tuple[Tensor, ...]:
@@ -136,7 +134,10 @@ def sum_blocks(x: Tensor) -> Tensor:
 def dense_sq_norm(values: Tensor, error: Tensor | None = None) -> SquaredNorm:
     """‖v_n‖² of values (N, ...), which themselves may be off by ``error`` (N,) in L2 norm."""
     n, dtype = values.shape[0], compute_dtype(values)
-    rows = values.reshape(n, 1, -1) if values.dim() <= 2 else values.flatten(1, -2)
+    if values.dim() <= 2:
+        rows = values.view(n, 1, 1) if values.dim() == 1 else values.unsqueeze(1)
+    else:
+        rows = values.flatten(1, -2)
     total = sum_blocks(row_sq_norm(rows))
     width = min(rows.shape[-1], SUM_BLOCK)
     return bounds.dense(total, width=width, numel=rows.shape[1] * rows.shape[2], dtype=dtype, error=error)
@@ -197,8 +198,8 @@ def gram_sq_norm(activations: Tensor, backprops: Tensor) -> SquaredNorm:
         for i in range(0, t_padded, side):
             for j in range(0, i + 1, side):
                 r, c = slice(i, i + side), slice(j, j + side)
-                a = _batched_product(activations[s, r], activations[s, c].mT)
-                b = _batched_product(backprops[s, r], backprops[s, c].mT)
+                a = _gram_tile(activations[s, r], activations[s, c])
+                b = _gram_tile(backprops[s, r], backprops[s, c])
                 tile_sums = _gram_tile_sums(a, b, norm_a[s, r], norm_a[s, c], norm_b[s, r], norm_b[s, c])
                 # A tile off the diagonal stands for its mirror image too.
                 sums[:, s] += tile_sums if i == j else 2 * tile_sums
@@ -211,6 +212,16 @@ def gram_sq_norm(activations: Tensor, backprops: Tensor) -> SquaredNorm:
         row=side,
         dtype=dtype,
     )
+
+
+def _gram_tile(x: Tensor, y: Tensor) -> Tensor:
+    """x_n y_nᵀ, its inner products added in blocks (see bounds.gram)."""
+    block = bounds.DOT_BLOCK
+    out = _batched_product(x[..., :block], y[..., :block].mT)
+    for start in range(block, x.shape[-1], block):
+        features = slice(start, start + block)
+        _batched_product(x[..., features], y[..., features].mT, add_to=out)
+    return out
 
 
 def _gram_tile_sums(a: Tensor, b: Tensor, a_row: Tensor, a_col: Tensor, b_row: Tensor, b_col: Tensor) -> Tensor:

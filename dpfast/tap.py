@@ -24,7 +24,6 @@ from dpfast.factors import Factor
 from dpfast.registry import Activations, find_rule
 
 _local = threading.local()
-_swap_lock = threading.Lock()
 
 
 @contextmanager
@@ -36,6 +35,30 @@ def taps_suspended() -> Iterator[None]:
         yield
     finally:
         _local.suspended = before
+
+
+class DetachableParameters(dict):
+    """A module's ``_parameters``. Within :func:`_detached` the module's own code, which asks by name, gets its
+    parameters without their history, in that thread alone; whoever iterates (``parameters()``, ``state_dict()``,
+    an optimizer, another thread's backward pass) gets the parameters themselves."""
+
+    def __getitem__(self, name: str) -> Any:
+        value = super().__getitem__(name)
+        if value is None or not any(own is self for own in getattr(_local, "detached", ())):
+            return value
+        return value.detach()
+
+
+@contextmanager
+def _detached(module: nn.Module) -> Iterator[None]:
+    """The module's forward sees its parameters without their history."""
+    if not hasattr(_local, "detached"):
+        _local.detached = []
+    _local.detached.append(module._parameters)
+    try:
+        yield
+    finally:
+        _local.detached.pop()
 
 
 def in_backward() -> int | None:
@@ -80,43 +103,20 @@ class Tap:
         self.taps = taps
         self.module = module
         self.layer = f"{name} ({type(module).__name__})" if name else type(module).__name__
-        self._swapped: dict[str, nn.Parameter] = {}
-        self._runs = 0
 
     def run(self, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The module's forward with its output tapped, or as it is where there is nothing to do."""
         if not (self.taps.enabled and torch.is_grad_enabled()) or getattr(_local, "suspended", False):
             return forward(*args, **kwargs)
-        parameters = [p for p in self._own_parameters().values() if p is not None and p.requires_grad]
+        parameters = [p for p in self.module._parameters.values() if p is not None and p.requires_grad]
         if not parameters:
             return forward(*args, **kwargs)
         if self.taps.detach:
-            with self._detached():
+            with _detached(self.module):
                 output = forward(*args, **kwargs)
         else:
             output = forward(*args, **kwargs)
         return self._tapped(output, self._bound(forward, args, kwargs), parameters)
-
-    def _own_parameters(self) -> Mapping[str, nn.Parameter | None]:
-        return {**self.module._parameters, **self._swapped} if self._swapped else self.module._parameters
-
-    @contextmanager
-    def _detached(self) -> Iterator[None]:
-        """The module sees its parameters without their history, however many threads run it at once."""
-        parameters = self.module._parameters
-        with _swap_lock:
-            self._runs += 1
-            if self._runs == 1:
-                self._swapped = {k: p for k, p in parameters.items() if p is not None}
-                parameters.update({k: p.detach() for k, p in self._swapped.items()})
-        try:
-            yield
-        finally:
-            with _swap_lock:
-                self._runs -= 1
-                if self._runs == 0:
-                    parameters.update(self._swapped)
-                    self._swapped = {}
 
     def _bound(self, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Keyword arguments moved to their positions, so that rules find the input however it was passed."""

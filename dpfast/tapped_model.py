@@ -21,7 +21,7 @@ from dpfast.factors import Factor
 from dpfast.ops import exact_arithmetic
 from dpfast.registry import Activations, find_rule
 from dpfast.rules.functorch import functorch
-from dpfast.tap import Tap, TappedForward, in_backward, taps_suspended
+from dpfast.tap import DetachableParameters, Tap, TappedForward, in_backward, taps_suspended
 
 
 class Step:
@@ -81,6 +81,7 @@ class TappedModel:
             if module._parameters:
                 tap = Tap(self, name, module)
                 module.forward = TappedForward(tap, module.__dict__.get("forward"))
+                module._parameters = DetachableParameters(module._parameters)
                 self._taps.append(tap)
         self._root_handles = [
             self.model.register_forward_pre_hook(self._guard_parameters),
@@ -94,6 +95,7 @@ class TappedModel:
             tapped = tap.module.__dict__.get("forward")
             if isinstance(tapped, TappedForward) and tapped.tap is tap:
                 del tap.module.forward
+                tap.module._parameters = dict(tap.module._parameters)
                 if tapped.replaced is not None:
                     tap.module.forward = tapped.replaced
         self._taps.clear()

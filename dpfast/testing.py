@@ -56,7 +56,8 @@ def clipped_sum(gradients: dict[str, Tensor], max_grad_norm: float) -> dict[str,
 
 def norms_of(gradients: dict[str, Tensor]) -> Tensor:
     """L2 norms over all parameters, (N,)."""
-    return torch.stack([g.flatten(1).square().sum(1) for g in gradients.values()]).sum(0).sqrt()
+    squares = [g.unsqueeze(-1).flatten(1).square().sum(1) for g in gradients.values()]
+    return torch.stack(squares).sum(0).sqrt()
 
 
 def relative_error(actual: Tensor, exact: Tensor) -> float:

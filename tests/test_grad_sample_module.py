@@ -6,12 +6,12 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import MODELS, Mlp, Transformer, example, mean_loss, sum_loss
 from torch import nn
 
 import dpfast
 from dpfast.errors import DpfastWarning, InputError, StateError, UnsupportedModuleError
 from dpfast.testing import loop_over_samples, relative_error
-from cases import MODELS, Mlp, Transformer, example, mean_loss, sum_loss
 
 
 def assert_grad_samples(model, exact, tolerance=1e-5):
@@ -115,6 +115,7 @@ def test_to_standard_module_leaves_no_trace():
     assert {name: set(module.__dict__) for name, module in model.named_modules()} == before
     for module in model.modules():
         assert not module._forward_hooks and not module._forward_pre_hooks
+        assert type(module._parameters) is dict
     assert not any(hasattr(p, "grad_sample") for p in model.parameters())
     dpfast.GradSampleModule(model)
 
@@ -167,7 +168,11 @@ def test_rearrange_and_capture():
     wrapped = dpfast.GradSampleModule(layer)
     x, b = torch.randn(4, 5, 3), torch.randn(4, 5, 2)
     activations, backprops = wrapped.rearrange_grad_samples(
-        module=layer, backprops=b.transpose(0, 1), loss_reduction="mean", batch_first=False, activations=[x.transpose(0, 1)]
+        module=layer,
+        backprops=b.transpose(0, 1),
+        loss_reduction="mean",
+        batch_first=False,
+        activations=[x.transpose(0, 1)],
     )
     assert torch.equal(activations[0], x) and torch.equal(backprops, b * 4)
     with pytest.raises(StateError, match="No activations detected for Linear"):
@@ -204,7 +209,7 @@ def test_registered_samplers_are_used_and_listed():
     finally:
         for registry in (dpfast.registry.RULES, dpfast.registry.GRAD_SAMPLERS, dpfast.registry.NORM_SAMPLERS):
             registry.pop(Scale, None)
-    with pytest.raises(InputError, match="not a class of nn.Module"):
+    with pytest.raises(InputError, match="not a class of nn"):
         dpfast.register_rule(nn.Linear(1, 1))
 
 
@@ -228,7 +233,9 @@ def test_loss_reduction():
     assert isinstance(error.value, dpfast.DpfastError)
 
 
-@pytest.mark.parametrize("bad", [nn.BatchNorm1d(4), nn.SyncBatchNorm(4), nn.InstanceNorm1d(4, track_running_stats=True)])
+@pytest.mark.parametrize(
+    "bad", [nn.BatchNorm1d(4), nn.SyncBatchNorm(4), nn.InstanceNorm1d(4, track_running_stats=True)]
+)
 def test_layers_that_mix_samples_are_refused(bad):
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(bad))
     with pytest.raises(NotImplementedError, match=rf"1\.0 \({type(bad).__name__}\)") as error:

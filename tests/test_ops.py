@@ -26,7 +26,9 @@ def ordinary(*shape, seed, dtype=torch.float32):
 def inputs(draw):
     """2-D to 4-D inputs with 0 to 5 samples and up to 70 positions."""
     n = draw(st.integers(0, 5))
-    middle = draw(st.one_of(st.just(()), st.tuples(st.integers(0, 70)), st.tuples(st.integers(0, 8), st.integers(0, 8))))
+    middle = draw(
+        st.one_of(st.just(()), st.tuples(st.integers(0, 70)), st.tuples(st.integers(0, 8), st.integers(0, 8)))
+    )
     widths = draw(st.integers(1, 130)), draw(st.integers(1, 130))
     dtypes = draw(st.sampled_from(DTYPES)), draw(st.sampled_from(DTYPES))
     return tuple(ordinary(n, *middle, w, seed=i, dtype=t) for i, (w, t) in enumerate(zip(widths, dtypes, strict=True)))
@@ -152,7 +154,10 @@ def test_triton_refuses_what_it_cannot_do():
 
 def test_broken_triton_means_reference_and_info_says_why(tmp_path):
     (tmp_path / "triton.py").write_text("raise ImportError('broken on purpose')\n")
-    code = "import dpfast, torch; print(dpfast.info()['cpu']); print(dpfast.ops.sq_norm(torch.ones(1, 2), torch.ones(1, 2)))"
+    code = (
+        "import dpfast, torch; print(dpfast.info()['cpu'])\n"
+        "print(dpfast.ops.sq_norm(torch.ones(1, 2), torch.ones(1, 2)))"
+    )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     out = subprocess.check_output([sys.executable, "-c", code], text=True, env=environment)
     assert "broken on purpose" in out
