@@ -10,10 +10,10 @@ from __future__ import annotations
 import importlib
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -116,7 +116,6 @@ def exact_arithmetic() -> Iterator[None]:
 # --- the ops ------------------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("dpfast::grad_sample", mutates_args=())
 def _grad_sample(
     activations: Tensor, backprops: Tensor, bias: bool, scale: float, out_dtype: torch.dtype, backend: str
 ) -> tuple[Tensor, Tensor]:
@@ -138,14 +137,16 @@ def _grad_sample(
         return weight, reference.bias_grad_sample(backprops, scale=scale).to(out_dtype)
 
 
-@_grad_sample.register_fake
+_grad_sample_op = torch.library.custom_op("dpfast::grad_sample", _grad_sample, mutates_args=())
+
+
+@_grad_sample_op.register_fake
 def _(activations, backprops, bias, scale, out_dtype, backend):
     (n, _, d), p = activations.shape, backprops.shape[-1]
     bias_sample = backprops.new_empty((n, p), dtype=out_dtype) if bias else activations.new_empty(0)
     return activations.new_empty((n, p, d), dtype=out_dtype), bias_sample
 
 
-@torch.library.custom_op("dpfast::sq_norm", mutates_args=())
 def _sq_norm(activations: Tensor, backprops: Tensor, way: str, backend: str) -> tuple[Tensor, Tensor]:
     with exact_arithmetic():
         backend = choose_backend(backend, activations.device, reference.compute_dtype(activations, backprops))
@@ -194,13 +195,15 @@ _REFERENCE_NORMS = {
 }
 
 
-@_sq_norm.register_fake
+_sq_norm_op = torch.library.custom_op("dpfast::sq_norm", _sq_norm, mutates_args=())
+
+
+@_sq_norm_op.register_fake
 def _(activations, backprops, way, backend):
     n = activations.shape[0]
     return tuple(activations.new_empty(n, dtype=torch.float64) for _ in range(2))
 
 
-@torch.library.custom_op("dpfast::weighted_sum", mutates_args=())
 def _weighted_sum(
     activations: Tensor, backprops: Tensor, coefficients: Tensor, bias: bool, backend: str
 ) -> tuple[Tensor, Tensor]:
@@ -216,7 +219,10 @@ def _weighted_sum(
         return weight, reference.weighted_bias_sum(backprops, coefficients) if bias else activations.new_empty(0)
 
 
-@_weighted_sum.register_fake
+_weighted_sum_op = torch.library.custom_op("dpfast::weighted_sum", _weighted_sum, mutates_args=())
+
+
+@_weighted_sum_op.register_fake
 def _(activations, backprops, coefficients, bias, backend):
     dtype = reference.compute_dtype(activations, backprops)
     p, d = backprops.shape[-1], activations.shape[-1]
@@ -230,6 +236,11 @@ def _unit_last_stride(x: Tensor) -> Tensor:
 
 
 # --- the public verbs ---------------------------------------------------------------------------------------------
+
+
+def _call(op: Callable, function: Callable, *args: Any) -> Any:
+    """The op where a graph is being traced; elsewhere its function, which saves the dispatcher's time."""
+    return op(*args) if torch.compiler.is_compiling() else function(*args)
 
 
 def as_rows(activations: Tensor, backprops: Tensor, where: str = "ops") -> tuple[Tensor, Tensor]:
@@ -307,7 +318,7 @@ def grad_sample(
     """
     activations, backprops = as_rows(activations, backprops)
     out_dtype = out_dtype or reference.compute_dtype(activations, backprops)
-    weight, bias_sample = _grad_sample(activations, backprops, bias, scale, out_dtype, backend)
+    weight, bias_sample = _call(_grad_sample_op, _grad_sample, activations, backprops, bias, scale, out_dtype, backend)
     return (weight, bias_sample) if bias else weight
 
 
@@ -331,7 +342,7 @@ def certified_sq_norm(
         raise InputError(
             f"way={way!r} does not exist for T = {t}; use 'auto', 'gram', 'direct', or 'rank_one' for T = 1"
         )
-    return SquaredNorm(*_sq_norm(activations, backprops, way, backend))
+    return SquaredNorm(*_call(_sq_norm_op, _sq_norm, activations, backprops, way, backend))
 
 
 def sq_norm(activations: Tensor, backprops: Tensor, *, way: str = "auto", backend: Backend = "auto") -> Tensor:
@@ -389,5 +400,5 @@ def weighted_sum(
             f"coefficients {tuple(coefficients.shape)} ({coefficients.dtype}) must be floats of shape "
             f"({activations.shape[0]},) for activations {tuple(activations.shape)}"
         )
-    weight, bias_sum = _weighted_sum(activations, backprops, coefficients, bias, backend)
+    weight, bias_sum = _call(_weighted_sum_op, _weighted_sum, activations, backprops, coefficients, bias, backend)
     return (weight, bias_sum) if bias else weight

@@ -34,6 +34,9 @@ BATCH_INVARIANT_FROM = 16
 """Below this many rows or columns torch.bmm's routine, and with it the last bits, depends on the batch's size and on
 how the samples lie in memory (seen with MKL 2024.2; the tests watch it)."""
 
+_WORTH_A_CALL = 2**17
+"""Multiply-adds from which a narrow product gets a call of its own rather than rows of zeros."""
+
 
 def compute_dtype(*tensors: Tensor) -> torch.dtype:
     """fp64 where any of the tensors is fp64, else fp32."""
@@ -243,8 +246,12 @@ def _batched_product(x: Tensor, y: Tensor, *, scale: float = 1.0, add_to: Tensor
     if min(r, c) >= BATCH_INVARIANT_FROM:
         out, beta = (x.new_empty(n, r, c), 0.0) if add_to is None else (add_to, 1.0)
         return torch.baddbmm(out, x, y, beta=beta, alpha=scale, out=out)
-    # Each into memory of its own: written into a slice, the last bit depends on the slice's alignment.
-    products = torch.stack([torch.mm(x_n, y_n) for x_n, y_n in zip(x, y, strict=True)])
+    if r * k * c >= _WORTH_A_CALL:
+        # Each into memory of its own: written into a slice, the last bit depends on the slice's alignment.
+        products = torch.stack([torch.mm(x_n, y_n) for x_n, y_n in zip(x, y, strict=True)])
+    else:
+        x, y = F.pad(x, (0, 0, 0, -r % BATCH_INVARIANT_FROM)), F.pad(y, (0, -c % BATCH_INVARIANT_FROM))
+        products = torch.bmm(x, y)[:, :r, :c].contiguous()
     if scale != 1.0:
         products.mul_(scale)
     return products if add_to is None else add_to.add_(products)

@@ -161,6 +161,8 @@ def specialize(kernel, arguments: dict) -> tuple[dict[str, str], dict[str, objec
             # A meta tensor has no address; the allocator's are multiples of 512.
             offset = value.storage_offset() * value.element_size()
             aligned += [name] * (offset % 16 == 0)
+        elif isinstance(value, float):
+            signature[name] = "fp32"
         elif value == 1 and not parameter.do_not_specialize:
             signature[name], constexprs[name] = "constexpr", 1
         else:

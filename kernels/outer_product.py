@@ -1,14 +1,14 @@
 """Per-sample gradients of a linear layer, with their norms and the bias's in the same pass.
 
-    G[n] = Σ_t b[n, t] a[n, t]ᵀ     (P, D)
-    g[n] = Σ_t b[n, t]              (P,)
+    G[n] = s Σ_t b[n, t] a[n, t]ᵀ     (P, D)
+    g[n] = s Σ_t b[n, t]              (P,)
 
 Tiling: one program a tile of BLOCK_P × BLOCK_D of one sample's G, the tiles of a sample next to each other
 so that its rows stay in the L2 cache. A program walks T in steps of BLOCK_T; each step is one `tl.dot` that
 adds to the same fp32 accumulator. With a bias, BLOCK_P-wide column sums follow as further programs of the
 sample, so that no tile of G waits for them.
-Order of addition: T / BLOCK_T dots in sequence, each of BLOCK_T products in the hardware's order. A tile's
-squares are summed over D, then over P; tiles are summed in fp64 (`_partials`).
+Order of addition: T / BLOCK_T dots in sequence, each of BLOCK_T products in the hardware's order, then one
+product with the scale s. A tile's squares are summed over D, then over P; tiles are summed in fp64 (`_partials`).
 Reference: `einsum("ntp,ntd->npd", b, a)`. Source: Goodfellow, Efficient per-example gradient computations
 (2015), written out instead of its norm alone.
 """
@@ -106,6 +106,7 @@ def _outer_product_kernel(
     T,
     D,
     P,
+    scale,
     BIAS: tl.constexpr,
     NORM: tl.constexpr,
     WIDEN: tl.constexpr,
@@ -129,6 +130,7 @@ def _outer_product_kernel(
         offs_p = (pid_tile // tiles_d).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
         offs_d = (pid_tile % tiles_d).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
         acc = outer_tile(b_ptr, a_ptr, stride_bt, stride_at, offs_p, offs_d, T, D, P, WIDEN, BLOCK_T, BLOCK_D, BLOCK_P)
+        acc *= scale
         out_ptrs = out_ptr + pid_n * stride_gn + offs_p[:, None] * stride_gp + offs_d[None, :]
         mask = (offs_p < P)[:, None] & (offs_d < D)[None, :]
         tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
@@ -136,7 +138,7 @@ def _outer_product_kernel(
             tl.store(partials_ptr + pid_n * stride_sn + pid_tile, sum_tile(acc * acc))
     elif BIAS:
         offs_p = (pid_tile - tiles).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
-        sums = column_sums(b_ptr, stride_bt, offs_p, T, P, BLOCK_T, BLOCK_P)
+        sums = column_sums(b_ptr, stride_bt, offs_p, T, P, BLOCK_T, BLOCK_P) * scale
         tl.store(bias_ptr + pid_n * P + offs_p, sums.to(bias_ptr.dtype.element_ty), mask=offs_p < P)
         if NORM:
             tl.store(partials_ptr + pid_n * stride_sn + pid_tile, tl.sum(sums * sums, axis=0))
@@ -155,17 +157,19 @@ def outer_product(
     *,
     bias: bool = False,
     norm: bool = False,
+    scale: float = 1.0,
     out_dtype: torch.dtype = torch.float32,
     tile: _tiles.Tile | None = None,
 ) -> OuterProductResult:
     """Per-sample gradients of a linear layer.
 
-    Maths: grad_sample[n] = Σ_t b[n, t] a[n, t]ᵀ, bias_grad_sample[n] = Σ_t b[n, t].
+    Maths: grad_sample[n] = s Σ_t b[n, t] a[n, t]ᵀ, bias_grad_sample[n] = s Σ_t b[n, t].
     Args:
         activations: (N, T, D), bf16, fp16 or fp32, unit last stride.
         backprops: (N, T, P), likewise; a mixed pair is copied to fp32 first.
         bias: also return the bias's gradients.
         norm: also return squared norms, taken before rounding to `out_dtype`.
+        scale: s, applied to the fp32 sums; N where the loss was a mean over samples.
         tile: instead of the table's.
     Returns: grad_sample (N, P, D) and bias_grad_sample (N, P) in `out_dtype`, sq_norm and bias_sq_norm (N,)
         fp32; None where not asked for. All fresh.
@@ -181,7 +185,7 @@ def outer_product(
     device = activations.device
     if 0 in (N, T, D, P):
         # An empty sum, or nothing to sum into: D = 0 leaves the bias its value.
-        sums = backprops.sum(1, dtype=torch.float32) if bias else None
+        sums = backprops.sum(1, dtype=torch.float32) * scale if bias else None
         return OuterProductResult(
             torch.zeros((N, P, D), dtype=out_dtype, device=device),
             sums.to(out_dtype) if bias else None,
@@ -216,6 +220,7 @@ def outer_product(
         T=T,
         D=D,
         P=P,
+        scale=float(scale),
         BIAS=bias,
         NORM=norm,
         WIDEN=widens(_outer_product_kernel),

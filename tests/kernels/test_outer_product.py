@@ -74,6 +74,16 @@ def test_output_dtype_rounds_the_gradient_once_and_the_norm_not_at_all(out_dtype
     assert_close(result.sq_norm, G.square().sum((1, 2)))
 
 
+def test_scale_applies_to_all_that_is_returned():
+    pair = ordinary((BF16, BF16))
+    G, g, _, _ = oracle(*pair)
+    result = call(outer_product, *pair, bias=True, norm=True, scale=7.0)
+    assert_close(result.grad_sample, 7.0 * G, tolerance=1e-5)
+    assert_close(result.bias_grad_sample, 7.0 * g, tolerance=1e-5)
+    assert_close(result.sq_norm, 49.0 * G.square().sum((1, 2)), tolerance=1e-5)
+    assert_close(result.bias_sq_norm, 49.0 * g.square().sum(1), tolerance=1e-5)
+
+
 @pytest.mark.parametrize("shape", empty_shapes(), ids=str)
 def test_empty_dims(shape):
     N, T, D, P = shape
