@@ -1,7 +1,7 @@
 """Per-sample gradients for PyTorch, at the speed of the hardware."""
 
 from dpfast import ops, rules
-from dpfast.clipping import ConstantFlatClipper, NormClipper
+from dpfast.clipping import AutomaticClipper, ConstantFlatClipper, ConstantPerLayerClipper, NormClipper
 from dpfast.errors import DpfastError
 from dpfast.fast_gradient_clipping import GradSampleModuleFastGradientClipping, create_norm_sample
 from dpfast.grad_sample_module import GradSampleModule
@@ -10,7 +10,9 @@ from dpfast.registry import register_grad_sampler, register_norm_sampler, regist
 from dpfast.rules.linear import compute_linear_grad_sample, compute_linear_norm_sample
 
 __all__ = [
+    "AutomaticClipper",
     "ConstantFlatClipper",
+    "ConstantPerLayerClipper",
     "DpfastError",
     "GradSampleModule",
     "GradSampleModuleFastGradientClipping",

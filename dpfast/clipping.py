@@ -3,61 +3,189 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from dpfast.errors import InputError
+from dpfast.errors import InputError, StateError
 
 _ROUNDED_DOWN = 1.0 - 2.0**-22
 """Covers the roundings of a factor (to fp32, and times N), so that they never let a sample grow beyond C."""
 
 
-class NormClipper:
-    """Base class of norm clippers: from the norms of a batch to clip factors."""
+class NormClipper(ABC):
+    """Base class of norm clippers: from the norms of a batch to clip factors.
 
-    def clip_factors(self, norms: Tensor) -> Tensor:
-        """Factors c (N,) in [0, ∞) with ``c_n · norms_n ≤ sensitivity``.
+    A clipper of one's own defines :meth:`calc_clipping_factors` and :attr:`thresholds`. Whatever factors it gives,
+    dpfast lowers them to where no sample exceeds its threshold (:func:`clip_factors`), so a mistake in a clipper
+    costs accuracy and not privacy.
+
+    >>> class Half(NormClipper):
+    ...     thresholds = torch.tensor([1.0])
+    ...     def calc_clipping_factors(self, norms):
+    ...         return [torch.full_like(norm, 0.5) for norm in norms]
+    >>> clip_factors(Half(), [torch.tensor([1.0, 4.0])])[0].round(decimals=3).tolist()
+    [0.5, 0.25]
+    """
+
+    is_per_layer: bool = False
+    """Whether each parameter has a norm and a threshold of its own, or all of them one together."""
+
+    @abstractmethod
+    def calc_clipping_factors(self, norms: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Factors (N,), one tensor for each of ``norms``.
 
         Args:
-            norms: (N,) fp64, upper bounds of the exact norms; inf or NaN for a sample that must be dropped.
+            norms: (N,) upper bounds of the L2 norms; one tensor, or one a trainable parameter (in the order of
+                ``named_parameters()``) where :attr:`is_per_layer`.
         """
-        raise NotImplementedError
+
+    @property
+    @abstractmethod
+    def thresholds(self) -> Tensor:
+        """The most that a sample may add, (1,), or per parameter where :attr:`is_per_layer`."""
 
     @property
     def sensitivity(self) -> float:
-        """The most that adding or removing one sample can move the clipped sum, in L2 norm."""
-        raise NotImplementedError
+        """The most that adding or removing one sample can move the clipped sum, in L2 norm: ‖thresholds‖."""
+        return float(self.thresholds.double().norm())
+
+    def for_parameters(self, num_parameters: int) -> None:
+        """Called by whoever clips with it, before the first norms: that many parameters will be clipped.
+
+        Raises:
+            InputError: a list of thresholds of another length.
+        """
+        if self.is_per_layer and len(self.thresholds) != num_parameters:
+            raise InputError(
+                f"{type(self).__name__} has {len(self.thresholds)} thresholds for {num_parameters} trainable "
+                "parameters; give one for each, in the order of named_parameters(), or a single one for all"
+            )
 
 
 class ConstantFlatClipper(NormClipper):
     """``c_n = min(1, C / norm_n)`` with one norm over all parameters (Abadi et al. 2016, Algorithm 1).
 
     Args:
-        max_norm: C, positive and finite.
+        flat_value: C, positive and finite.
 
     Raises:
-        InputError: C is not a positive finite number.
+        InputError: C is not a positive finite number; more than one norm is given.
 
-    >>> ConstantFlatClipper(1.0).clip_factors(torch.tensor([0.5, 4.0, torch.inf]).double()).round(decimals=3).tolist()
+    >>> norms = torch.tensor([0.5, 4.0, torch.inf])
+    >>> clip_factors(ConstantFlatClipper(1.0), [norms])[0].round(decimals=3).tolist()
     [1.0, 0.25, 0.0]
     """
 
-    def __init__(self, max_norm: float):
-        self.max_norm = check_max_norm(max_norm)
+    def __init__(self, flat_value: float):
+        self.flat_value = check_threshold(flat_value)
 
     @property
-    def sensitivity(self) -> float:
-        return self.max_norm
+    def thresholds(self) -> Tensor:
+        return torch.tensor([self.flat_value])
 
-    def clip_factors(self, norms: Tensor) -> Tensor:
-        factors = torch.where(norms <= self.max_norm, 1.0, self.max_norm * _ROUNDED_DOWN / norms)
-        return torch.where(torch.isfinite(norms), factors, 0.0)
+    def calc_clipping_factors(self, norms: Sequence[Tensor]) -> list[Tensor]:
+        if len(norms) != 1:
+            raise InputError(f"{type(self).__name__} clips one norm over all parameters, not {len(norms)} norms")
+        return [(self.flat_value / norms[0]).clamp(max=1.0)]
 
 
-def check_max_norm(max_norm: float) -> float:
-    """``max_norm`` as a float; raises InputError where it is not positive and finite."""
-    value = float(max_norm)
-    if not (math.isfinite(value) and value > 0.0):
-        raise InputError(f"max_grad_norm={max_norm} must be a positive finite number")
-    return value
+class ConstantPerLayerClipper(NormClipper):
+    """``c_np = min(1, C_p / norm_np)`` for each parameter p by itself (McMahan et al. 2018, "per-layer clipping").
+
+    Norm and clipped sum of a parameter are then taken in the backward pass itself and nothing is kept.
+
+    Args:
+        flat_values: C_p for each trainable parameter, in the order of ``named_parameters()``; one number, or a list
+            of one, for all.
+
+    Raises:
+        InputError: a C_p is not a positive finite number; a list whose length is not that of the parameters.
+        StateError: sensitivity or thresholds of one C_p for all are read before the parameters are known.
+    """
+
+    is_per_layer = True
+
+    def __init__(self, flat_values: float | Sequence[float]):
+        values = flat_values if isinstance(flat_values, Sequence) else [flat_values]
+        self.flat_values = [check_threshold(value) for value in values]
+        self._one_for_all = len(self.flat_values) == 1
+
+    @property
+    def thresholds(self) -> Tensor:
+        if self._one_for_all:
+            raise StateError(
+                "one threshold stands for every parameter, and their number is not known yet: hand the clipper to a "
+                "module or a PerSampleGradientClipper first, or give a list"
+            )
+        return torch.tensor(self.flat_values)
+
+    def for_parameters(self, num_parameters: int) -> None:
+        if self._one_for_all:
+            self.flat_values = self.flat_values * num_parameters
+            self._one_for_all = False
+        super().for_parameters(num_parameters)
+
+    def calc_clipping_factors(self, norms: Sequence[Tensor]) -> list[Tensor]:
+        self.for_parameters(len(norms))
+        return [(c / norm).clamp(max=1.0) for c, norm in zip(self.flat_values, norms, strict=True)]
+
+
+class AutomaticClipper(ConstantFlatClipper):
+    """``c_n = C / (norm_n + γ)``: every sample is scaled to nearly C (Bu et al. 2022, "Automatic Clipping", Eq. 4).
+
+    Args:
+        flat_value: C. gamma: γ > 0, the stability constant.
+
+    Raises:
+        InputError: C or γ is not a positive finite number; more than one norm is given.
+    """
+
+    def __init__(self, flat_value: float, gamma: float = 0.01):
+        super().__init__(flat_value)
+        self.gamma = check_threshold(gamma, "gamma")
+
+    def calc_clipping_factors(self, norms: Sequence[Tensor]) -> list[Tensor]:
+        super().calc_clipping_factors(norms)  # refuses more than one norm
+        return [self.flat_value / (norms[0] + self.gamma)]
+
+
+def clip_factors(clipper: NormClipper, norms: Sequence[Tensor]) -> list[Tensor]:
+    """The clipper's factors, lowered where a sample would exceed its threshold.
+
+    Formal guarantee: for every returned factor c, also once it is rounded to fp32 and multiplied by N,
+    ``c · norm ≤ threshold``; a norm that is inf or NaN gets 0.
+
+    Args:
+        norms: (N,) upper bounds of the exact norms, as in :meth:`NormClipper.calc_clipping_factors`.
+
+    Raises:
+        InputError: the clipper gives another number of factors or another shape.
+    """
+    factors = list(clipper.calc_clipping_factors(norms))
+    if [f.shape for f in factors] != [norm.shape for norm in norms]:
+        raise InputError(
+            f"{type(clipper).__name__}.calc_clipping_factors gave factors of shape "
+            f"{[tuple(f.shape) for f in factors]} for norms of shape {[tuple(n.shape) for n in norms]}"
+        )
+    limits = clipper.thresholds.tolist() if clipper.is_per_layer else [clipper.sensitivity]
+    return [safe_factors(f, norm, limit) for f, norm, limit in zip(factors, norms, limits, strict=True)]
+
+
+def safe_factors(factors: Tensor, norms: Tensor, threshold: float) -> Tensor:
+    """``min(factors, threshold / norms)``, never negative, and 0 where norm or factor is not finite. (N,) fp64."""
+    norms, factors = norms.double(), factors.double()
+    most = threshold * _ROUNDED_DOWN / norms
+    most = torch.where(norms <= threshold, most.clamp(min=1.0), most)  # 1 is exact: nothing is rounded
+    safe = torch.minimum(factors, most).clamp(min=0.0)
+    return torch.where(torch.isfinite(norms) & torch.isfinite(factors), safe, 0.0)
+
+
+def check_threshold(value: float, name: str = "max_grad_norm") -> float:
+    """``value`` as a float; raises InputError where it is not positive and finite."""
+    number = float(value)
+    if not (math.isfinite(number) and number > 0.0):
+        raise InputError(f"{name}={value} must be a positive finite number")
+    return number

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from dpfast.bounds import SquaredNorm
-from dpfast.clipping import ConstantFlatClipper, NormClipper, check_max_norm
+from dpfast.clipping import (
+    ConstantFlatClipper,
+    ConstantPerLayerClipper,
+    NormClipper,
+    check_threshold,
+    clip_factors,
+    safe_factors,
+)
 from dpfast.errors import DpfastWarning, InputError, StateError
 from dpfast.factors import Dense, Factor, merge
 from dpfast.grad_sample_module import GradSampleModule
@@ -75,9 +82,16 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
         passes: int = 1,
         norm_clipper: NormClipper | None = None,
     ):
-        check_max_norm(max_grad_norm)
+        check_threshold(max_grad_norm)
         if passes not in (1, 2):
             raise InputError(f"passes={passes} must be 1 (book-keeping) or 2 (ghost clipping)")
+        if norm_clipper is not None:
+            norm_clipper.for_parameters(sum(p.requires_grad for p in m.parameters()))
+            if passes == 2 and norm_clipper.is_per_layer:
+                raise InputError(
+                    f"{type(norm_clipper).__name__} gives a sample one factor a parameter, and passes=2 can weight its "
+                    "loss by a single one; use passes=1, or a flat clipper"
+                )
         super().__init__(
             m,
             batch_first=batch_first,
@@ -90,6 +104,7 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
         self.passes = passes
         self.nonfinite_samples = 0
         self._norm_clipper = norm_clipper
+        self._places: dict[nn.Parameter, int] = {}
         self._norms: SquaredNorm | None = None
         self._clip_factors: Tensor | None = None
 
@@ -106,7 +121,11 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
         return self._last_norms().value.sqrt().float()
 
     def get_clipping_coef(self) -> Tensor:
-        """The clip factors c (N,) fp32 of the last backward pass. Raises StateError before any."""
+        """The clip factors c (N,) fp32 of the last backward pass, (P, N) for P parameters clipped one by one.
+
+        Raises:
+            StateError: before any backward pass.
+        """
         self._last_norms()
         return self._clip_factors
 
@@ -139,48 +158,99 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
     def _clipper(self) -> NormClipper:
         return self._norm_clipper or ConstantFlatClipper(self.max_grad_norm)
 
-    # --- mode: keep each factor, take the norms at the end, then the sums ---
+    # --- mode: keep each factor, take the norms at the end, then the sums; at once where nothing has to wait ---
 
-    def on_factor(self, step: Step, parameter: nn.Parameter, factor: Factor) -> None:
-        factor = factor.kept() if self.use_ghost_clipping else factor.materialized()
-        step.gathered.setdefault(parameter, []).append(factor)
+    def on_factor(self, step: Step, parameter: nn.Parameter, factor: Factor, only_use: bool) -> None:
+        if not step.gathered:
+            self._start_step()
+        entry = step.gathered.setdefault(parameter, _Gathered())
+        if entry.norm is not None:
+            raise StateError(
+                f"parameter {self._name(parameter)} was used again after its norm had been taken; in one backward "
+                "pass, call the model in one thread, and not while another of its steps is under way"
+            )
+        if not self.use_ghost_clipping:
+            factor = factor.materialized()
+        clips_alone = isinstance(self._norm_clipper, ConstantPerLayerClipper)
+        if not (only_use and (clips_alone or self.passes == 2)):
+            entry.factors.append(factor.kept())
+            return
+        entry.norm = factor.sq_norm()
+        if clips_alone:
+            limit = self._norm_clipper.flat_values[self._places[parameter]]
+            norm = entry.norm.upper.sqrt() * self._scale(step)
+            entry.clip_factors = safe_factors((limit / norm).clamp(max=1.0), norm, limit).float()
+            entry.clip(factor, self._scale(step))
 
     def on_finish(self, step: Step) -> None:
-        factors = {p: merge(uses) for p, uses in step.gathered.items()}
-        step.gathered.clear()
-        self._norms = _total_norm([f.sq_norm() for f in factors.values()], self._scale(step))
-        upper = self._norms.upper.sqrt()
-        self._clip_factors = self._clipper().clip_factors(upper).float()
-        self._count_nonfinite(upper)
+        self._start_step()
+        scale, clipper = self._scale(step), self._clipper()
+        entries = [step.gathered.pop(p, None) for p in self._places]
+        for entry in entries:
+            if entry is not None and entry.norm is None:
+                entry.factors = [merge(entry.factors)]
+                entry.norm = entry.factors[0].sq_norm()
+        self._norms = _total_norm([e.norm for e in entries if e is not None], scale)
+        if clipper.is_per_layer:
+            unused = torch.zeros_like(self._norms.upper)
+            norms = [unused if e is None else e.norm.upper.to(unused.device).sqrt() * scale for e in entries]
+            factors = [f.float() for f in clip_factors(clipper, norms)]
+            self._clip_factors = torch.stack(factors) if factors else unused.float()
+        else:
+            norms = [self._norms.upper.sqrt()]
+            self._clip_factors = clip_factors(clipper, norms)[0].float()
+            factors = [self._clip_factors] * len(entries)
+        self._count_nonfinite(norms)
         if self.passes == 1:
-            self._leave_sums(factors, self._clip_factors.double() * self._scale(step))
+            for entry, entry_factors in zip(entries, factors, strict=True):
+                if entry is not None and entry.total is None:
+                    entry.clip_factors = entry_factors
+                    entry.clip(entry.factors.pop(), scale)
+            self._leave_sums(entries)
 
-    def _leave_sums(self, factors: dict[nn.Parameter, Factor], coefficients: Tensor) -> None:
-        """``p.grad += Σ_n c_n g_n`` for every trainable parameter, all of them or, on an error, none."""
-        sums = {}
-        while factors:  # a layer's activations and backprops are freed as soon as its sum is taken
-            parameter, factor = factors.popitem()
-            sums[parameter] = factor.weighted_sum(coefficients.to(parameter.device)).to(parameter.dtype)
-        for p in self._module.parameters():
-            if not p.requires_grad:
-                continue
-            if p.grad is not None:
-                if p in sums:
-                    p.grad += sums[p]
-            else:
-                p.grad = sums[p] if p in sums else torch.zeros_like(p)
+    def _start_step(self) -> None:
+        """What is trainable may change between steps."""
+        trainable = [p for p in self._module.parameters() if p.requires_grad]
+        self._places = {p: i for i, p in enumerate(trainable)}
+        self._clipper().for_parameters(len(trainable))
 
-    def _count_nonfinite(self, norms: Tensor) -> None:
+    def _name(self, parameter: nn.Parameter) -> str:
+        return next((n for n, p in self._module.named_parameters() if p is parameter), "?")
+
+    def _leave_sums(self, entries: list[_Gathered | None]) -> None:
+        """``p.grad += Σ_n c_n g_n`` for every trainable parameter; they are all there, so none is half done."""
+        for p, entry in zip(self._places, entries, strict=True):
+            if p.grad is None:
+                p.grad = torch.zeros_like(p) if entry is None else entry.total.to(p.dtype)
+            elif entry is not None:
+                p.grad += entry.total
+
+    def _count_nonfinite(self, norms: list[Tensor]) -> None:
         """Counts the samples that were dropped; warns the first time."""
-        count = int((~torch.isfinite(norms)).sum())
+        count = int((~torch.isfinite(torch.stack(norms))).any(0).sum()) if norms else 0
         if count and not self.nonfinite_samples:
             warnings.warn(
-                f"{count} of {len(norms)} samples have a gradient norm that is inf or NaN; they are dropped from the "
-                "clipped sum (clip factor 0). model.nonfinite_samples counts them from here on.",
+                f"{count} of {len(norms[0])} samples have a gradient norm that is inf or NaN; they are dropped from "
+                "the clipped sum (clip factor 0). model.nonfinite_samples counts them from here on.",
                 DpfastWarning,
                 stacklevel=2,
             )
         self.nonfinite_samples += count
+
+
+class _Gathered:
+    """What a step knows of one parameter."""
+
+    def __init__(self) -> None:
+        self.factors: list[Factor] = []
+        self.norm: SquaredNorm | None = None
+        self.clip_factors: Tensor | None = None
+        self.total: Tensor | None = None
+
+    def clip(self, factor: Factor, scale: float) -> None:
+        """Takes the clipped sum; what the factor keeps is freed with it."""
+        coefficients = self.clip_factors.double() * scale
+        self.total = factor.weighted_sum(coefficients.to(self.norm.upper.device))
 
 
 def _total_norm(norms: list[SquaredNorm], scale: float) -> SquaredNorm:

@@ -177,7 +177,7 @@ class GradSampleModule(nn.Module):
 
     # --- mode: materialize each factor as it comes ---
 
-    def on_factor(self, step: Step, parameter: nn.Parameter, factor: Factor) -> None:
+    def on_factor(self, step: Step, parameter: nn.Parameter, factor: Factor, only_use: bool) -> None:
         grad_sample = factor.materialize(scale=self._scale(step))
         if parameter in step.gathered:
             step.gathered[parameter] += grad_sample

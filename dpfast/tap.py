@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -73,8 +74,11 @@ class Receiver(Protocol):
     enabled: bool
     detach: bool
 
-    def receive(self, tap: Tap, activations: Activations, backprops: tuple, created_in: int | None) -> None:
+    def receive(self, tap: Tap, activations: Activations, backprops: tuple, record: Record) -> None:
         """One use of the tap's module has been differentiated."""
+
+    def count_uses(self, parameters: list[nn.Parameter]) -> Counter[int]:
+        """Counts one use more of each; uses by id, of the step that this thread is building."""
 
     def factors(self, tap: Tap, activations: Activations, backprops: tuple) -> Mapping[nn.Parameter, Factor]:
         """The module's factored gradients."""
@@ -139,14 +143,16 @@ class Tap:
             # A layer with a rule has made its output afresh and keeps no reference to it. It passes on as the tensor
             # itself, no view of it, because an in-place activation may follow.
             tensors = [torch.ops.aten._unsafe_view(x, x.shape) if x._is_view() else x for x in tensors]
-        record = _Record(self, inputs, num_outputs=len(places), fresh=fresh)
+        record = Record(self, inputs, num_outputs=len(places), fresh=fresh)
+        if record.created_in is None:  # a forward that is repeated in a backward pass has been counted
+            record.uses = self.taps.count_uses(parameters)
         results = _TapFunction.apply(record, *tensors, *parameters)
         for i, result in zip(places, results, strict=True):
             leaves[i] = result
         return leaves[0] if structure is None else tree_unflatten(leaves, structure)
 
 
-class _Record:
+class Record:
     """What one run of a tapped module leaves for its backward, apart from the tensors, which autograd keeps."""
 
     def __init__(self, tap: Tap, inputs: tuple[tuple, dict], num_outputs: int, fresh: bool):
@@ -154,8 +160,13 @@ class _Record:
         self.num_outputs = num_outputs
         self.fresh = fresh
         self.created_in = in_backward()
+        self.uses: Counter[int] | None = None
         self.leaves, self.structure = tree_flatten(inputs)
         self.tensor_places = [i for i, x in enumerate(self.leaves) if isinstance(x, Tensor)]
+
+    def is_only_use(self, parameter: nn.Parameter) -> bool:
+        """Whether the step has no other use of the parameter; False where that is not known."""
+        return self.uses is not None and self.uses[id(parameter)] == 1
 
     def take_tensors(self) -> list[Tensor]:
         tensors = [self.leaves[i].detach() for i in self.tensor_places]
@@ -174,7 +185,7 @@ class _TapFunction(torch.autograd.Function):
     """Identity on a module's outputs. The parameters are inputs, so the graph shows where they are used."""
 
     @staticmethod
-    def forward(ctx, record: _Record, *tensors: Tensor):
+    def forward(ctx, record: Record, *tensors: Tensor):
         outputs = tensors[: record.num_outputs]
         ctx.record = record
         ctx.shapes = [(x.shape, x.dtype, x.device) for x in outputs]
@@ -198,7 +209,7 @@ class _TapFunction(torch.autograd.Function):
                 for g, (s, t, d) in zip(grads, ctx.shapes, strict=True)
             )
             if taps.enabled:
-                taps.receive(record.tap, activations, backprops, record.created_in)
+                taps.receive(record.tap, activations, backprops, record)
             elif taps.detach:  # hooks are off: the parameters' ordinary gradients
                 to_parameters = _ordinary_gradients(record.tap, activations, backprops, nodes)
         return None, *grads, *to_parameters

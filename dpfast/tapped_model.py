@@ -7,7 +7,9 @@ callback keeps alive: a pass that fails takes its step with it.
 
 from __future__ import annotations
 
+import threading
 import weakref
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -21,7 +23,7 @@ from dpfast.factors import Factor
 from dpfast.ops import exact_arithmetic
 from dpfast.registry import Activations, find_rule
 from dpfast.rules.functorch import functorch
-from dpfast.tap import DetachableParameters, Tap, TappedForward, in_backward, taps_suspended
+from dpfast.tap import DetachableParameters, Record, Tap, TappedForward, in_backward, taps_suspended
 
 
 class Step:
@@ -36,8 +38,8 @@ class Step:
 class Mode(Protocol):
     """Which verb is called and when."""
 
-    def on_factor(self, step: Step, parameter: nn.Parameter, factor: Factor) -> None:
-        """A use of the parameter has been differentiated."""
+    def on_factor(self, step: Step, parameter: nn.Parameter, factor: Factor, only_use: bool) -> None:
+        """A use of the parameter has been differentiated; ``only_use``: the step has no other one."""
 
     def on_finish(self, step: Step) -> None:
         """The backward pass is over."""
@@ -66,6 +68,7 @@ class TappedModel:
         self._taps: list[Tap] = []
         self._root_handles: list[RemovableHandle] = []
         self._guards: dict[nn.Parameter, RemovableHandle] = {}
+        self._uses: dict[int, Counter[int]] = {}
         self._steps: weakref.WeakValueDictionary[int, Step] = weakref.WeakValueDictionary()
 
     def add(self) -> None:
@@ -106,7 +109,7 @@ class TappedModel:
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles carry the taps, not what hangs on the originals' parameters and backward passes."""
-        return {**self.__dict__, "_steps": None, "_guards": {}}
+        return {**self.__dict__, "_steps": None, "_guards": {}, "_uses": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _steps=weakref.WeakValueDictionary())
@@ -153,7 +156,15 @@ class TappedModel:
         torch.autograd.Variable._execution_engine.queue_callback(lambda: self._finish(step))
         return step
 
+    def count_uses(self, parameters: list[nn.Parameter]) -> Counter[int]:
+        """Counts a use of each parameter (by id) since this thread's last step; forwards that no backward
+        followed may be counted too, so a count of 1 is exact and a larger one an upper bound."""
+        uses = self._uses.setdefault(threading.get_ident(), Counter())
+        uses.update(map(id, parameters))
+        return uses
+
     def _finish(self, step: Step) -> None:
+        self._uses.pop(threading.get_ident(), None)
         with torch.no_grad(), exact_arithmetic():
             self.mode.on_finish(step)
 
@@ -174,9 +185,9 @@ class TappedModel:
             )
         return running.pop()
 
-    def receive(self, tap: Tap, activations: Activations, backprops: Any, created_in: int | None) -> None:
+    def receive(self, tap: Tap, activations: Activations, backprops: Any, record: Record) -> None:
         """Hands a module's factors to the mode."""
-        step = self._step_of(created_in, tap.layer)
+        step = self._step_of(record.created_in, tap.layer)
         for parameter, factor in self.factors(tap, activations, backprops).items():
             if step.num_samples is None:
                 step.num_samples, step.first_layer = factor.num_samples, tap.layer
@@ -186,7 +197,7 @@ class TappedModel:
                     f"{step.num_samples}: every layer must see the same samples in dimension {self.batch_dim} of its "
                     "input; expand an input that the model broadcasts, or set batch_first"
                 )
-            self.mode.on_factor(step, parameter, factor)
+            self.mode.on_factor(step, parameter, factor, record.is_only_use(parameter))
 
     def factors(self, tap: Tap, activations: Activations, backprops: Any) -> Mapping[nn.Parameter, Factor]:
         """The rule's answer; its errors name the layer."""
