@@ -6,6 +6,7 @@ from dpfast.errors import DpfastError
 from dpfast.fast_gradient_clipping import GradSampleModuleFastGradientClipping, create_norm_sample
 from dpfast.grad_sample_module import GradSampleModule
 from dpfast.info import info
+from dpfast.per_sample_gradient_clipper import PerSampleGradientClipper
 from dpfast.registry import register_grad_sampler, register_norm_sampler, register_rule
 from dpfast.rules.linear import compute_linear_grad_sample, compute_linear_norm_sample
 
@@ -17,6 +18,7 @@ __all__ = [
     "GradSampleModule",
     "GradSampleModuleFastGradientClipping",
     "NormClipper",
+    "PerSampleGradientClipper",
     "compute_linear_grad_sample",
     "compute_linear_norm_sample",
     "create_norm_sample",

@@ -39,6 +39,7 @@ class GradSampleModule(nn.Module):
 
     Several backward passes without :meth:`zero_grad` make ``p.grad_sample`` a list, one entry a pass, as in Opacus.
 
+    >>> import torch
     >>> model = GradSampleModule(nn.Linear(3, 2))
     >>> model(torch.ones(4, 3)).sum(1).mean().backward()
     >>> model.weight.grad_sample.shape

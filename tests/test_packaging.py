@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Downward only: a module may import those to its right (DESIGN of the house in ARCHITECTURE.md).
 ORDER = [
     ["__main__", "opacus", "testing"],
-    ["info", "fast_gradient_clipping"],
+    ["info", "fast_gradient_clipping", "per_sample_gradient_clipper"],
     ["grad_sample_module"],
     ["tapped_model", "clipping"],
     ["tap", "rules.linear", "rules.embedding", "rules.normalization", "rules.functorch"],

@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from dpfast.testing import relative_error
+
 
 class Transformer(nn.Module):
     """Token and position embeddings, one attention block, an in-place activation, a free parameter, a head."""
@@ -102,3 +104,13 @@ def mean_loss(model, x, y):
 
 def sum_loss(model, x, y):
     return F.cross_entropy(model(x), y, reduction="sum")
+
+
+def assert_gradients(actual, exact, tolerance=1e-5):
+    """All parameters together within ``tolerance``, and none far off by itself (a single entry may cancel)."""
+    assert set(actual) == set(exact)
+    joined = [torch.cat([g[name].double().flatten() for name in exact]) for g in (actual, exact)]
+    assert relative_error(*joined) <= tolerance
+    for name in exact:
+        assert actual[name].shape == exact[name].shape, name
+        assert relative_error(actual[name], exact[name]) <= 10 * tolerance, name
