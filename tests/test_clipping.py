@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from cases import MODELS, example, mean_loss, sum_loss
+from cases import MODELS, assert_gradients, example, mean_loss, sum_loss
 from torch import nn
 
 import dpfast
@@ -17,6 +17,10 @@ from dpfast.clipping import (
 )
 from dpfast.errors import InputError, StateError
 from dpfast.testing import loop_over_samples, norms_of, relative_error
+
+
+def grads(model):
+    return {name: p.grad for name, p in model.named_parameters()}
 
 
 class Greedy(NormClipper):
