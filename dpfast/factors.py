@@ -1,13 +1,11 @@
 """Factored gradients: small objects that stand for the N per-sample gradients of one parameter.
 
 Each answers three questions, ``materialize``, ``sq_norm`` and ``weighted_sum``, without the N gradients being
-written unless asked for. A parameter that is used more than once has a list of them, which :func:`merge` makes
-into one factor whose norm has the cross terms.
+written unless asked for. A parameter that is used more than once has a list of them (``merge.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -94,7 +92,7 @@ class Lookup:
     def num_samples(self) -> int:
         return self.indices.shape[0]
 
-    def _rows(self) -> Tensor:
+    def rows(self) -> Tensor:
         """Backprops in the accumulating dtype, with zeros at padding."""
         rows = self.backprops.to(reference.compute_dtype(self.backprops))
         if self.padding_idx is None:
@@ -107,7 +105,7 @@ class Lookup:
         return (self.indices + first.unsqueeze(-1)).flatten()
 
     def materialize(self, scale: float = 1.0) -> Tensor:
-        rows = self._rows()
+        rows = self.rows()
         out = rows.new_zeros(self.num_samples * self.shape[0], self.shape[1])
         out.index_add_(0, self._keys(), rows.flatten(0, 1), alpha=scale)
         return out.view(self.num_samples, *self.shape)
@@ -118,7 +116,7 @@ class Lookup:
         Equal (sample, index) pairs are brought together by a stable sort, so a sample's sums are added in the
         order of its positions whatever batch it stands in. Memory: N·T·D, never N·V·D.
         """
-        rows = self._rows()
+        rows = self.rows()
         keys, order = self._keys().sort(stable=True)
         new_segment = torch.ones_like(keys, dtype=torch.bool)
         new_segment[1:] = keys[1:] != keys[:-1]
@@ -140,7 +138,7 @@ class Lookup:
 
     def _error(self) -> Tensor:
         """How far the summed rows may be from the exact ones, in L2 norm."""
-        rows = self._rows()
+        rows = self.rows()
         row_sums = reference.row_sq_norm(rows).sqrt().sum(-1)
         positions, width = rows.shape[1:]
         return bounds.chain_error(row_sums, terms=positions, numel=positions * width, dtype=rows.dtype)
@@ -149,7 +147,7 @@ class Lookup:
         return Dense(self.materialize(), error=self._error())
 
     def weighted_sum(self, coefficients: Tensor) -> Tensor:
-        rows = self._rows()
+        rows = self.rows()
         c = coefficients.to(rows.dtype)[:, None, None]
         scaled = (rows * c).masked_fill(c == 0, 0.0)
         padding = -1 if self.padding_idx is None else self.padding_idx
@@ -201,42 +199,3 @@ def row_sum(backprops: Tensor) -> Dense:
     sums = reference.row_sq_norm(rows).sqrt().sum(-1)
     error = bounds.chain_error(sums, terms=rows.shape[1], numel=rows.shape[2], dtype=reference.compute_dtype(rows))
     return Dense(reference.bias_grad_sample(rows), error=error)
-
-
-def merge(factors: Sequence[Factor]) -> Factor:
-    """One factor that stands for the sum of several of the same parameter, cross terms included.
-
-    Outer products are joined along T, lookups along their positions; anything else is materialized and added.
-    """
-    first = factors[0]
-    if len(factors) == 1:
-        return first
-    if all(isinstance(f, OuterProduct) for f in factors):
-        return OuterProduct(
-            _concatenate([f.activations for f in factors]), _concatenate([f.backprops for f in factors])
-        )
-    if all(isinstance(f, Lookup) and f.padding_idx == first.padding_idx for f in factors):
-        indices = torch.cat([f.indices for f in factors], dim=1)
-        backprops = _concatenate([f.backprops for f in factors])
-        return Lookup(indices, backprops, first.shape[0], first.padding_idx)
-    return _added(factors)
-
-
-def _concatenate(tensors: Sequence[Tensor]) -> Tensor:
-    """Along T, in the narrowest dtype that holds all of them exactly."""
-    dtype = tensors[0].dtype
-    for t in tensors[1:]:
-        dtype = torch.promote_types(dtype, t.dtype)
-    return torch.cat([t.to(dtype) for t in tensors], dim=1)
-
-
-def _added(factors: Sequence[Factor]) -> Dense:
-    """All gradients written out and added, with the error bounds of the parts and of the additions."""
-    parts = [f.materialized() for f in factors]
-    total = parts[0].values.clone()
-    for part in parts[1:]:
-        total += part.values
-    norms = [part.sq_norm().upper.sqrt() for part in parts]
-    dtype = reference.compute_dtype(total)
-    error = bounds.chain_error(sum(norms), terms=len(parts), numel=total[:1].numel(), dtype=dtype)
-    return Dense(total, error=sum((p.error for p in parts if p.error is not None), start=error))

@@ -7,6 +7,7 @@ import warnings
 import torch
 from torch import Tensor, nn
 
+from dpfast.accumulation import Left, leave, left_in
 from dpfast.bounds import SquaredNorm
 from dpfast.clipping import (
     ConstantFlatClipper,
@@ -17,8 +18,9 @@ from dpfast.clipping import (
     safe_factors,
 )
 from dpfast.errors import DpfastWarning, InputError, StateError
-from dpfast.factors import Dense, Factor, merge
+from dpfast.factors import Dense, Factor
 from dpfast.grad_sample_module import GradSampleModule
+from dpfast.merge import merge
 from dpfast.tapped_model import Step
 
 
@@ -219,11 +221,16 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
 
     def _leave_sums(self, entries: list[_Gathered | None]) -> None:
         """``p.grad += Σ_n c_n g_n`` for every trainable parameter; they are all there, so none is half done."""
+        before = left_in(self._places)
+        if before is not None:
+            self.check_accumulation()
         for p, entry in zip(self._places, entries, strict=True):
             if p.grad is None:
                 p.grad = torch.zeros_like(p) if entry is None else entry.total.to(p.dtype)
             elif entry is not None:
                 p.grad += entry.total
+        passes, sensitivity = (before.passes, before.sensitivity) if before is not None else (0, 0.0)
+        leave(self._places, Left(passes + 1, max(sensitivity, self.sensitivity)))
 
     def _count_nonfinite(self, norms: list[Tensor]) -> None:
         """Counts the samples that were dropped; warns the first time."""

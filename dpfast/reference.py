@@ -201,8 +201,8 @@ def gram_sq_norm(activations: Tensor, backprops: Tensor) -> SquaredNorm:
         for i in range(0, t_padded, side):
             for j in range(0, i + 1, side):
                 r, c = slice(i, i + side), slice(j, j + side)
-                a = _gram_tile(activations[s, r], activations[s, c])
-                b = _gram_tile(backprops[s, r], backprops[s, c])
+                a = gram_tile(activations[s, r], activations[s, c])
+                b = gram_tile(backprops[s, r], backprops[s, c])
                 tile_sums = _gram_tile_sums(a, b, norm_a[s, r], norm_a[s, c], norm_b[s, r], norm_b[s, c])
                 # A tile off the diagonal stands for its mirror image too.
                 sums[:, s] += tile_sums if i == j else 2 * tile_sums
@@ -217,7 +217,7 @@ def gram_sq_norm(activations: Tensor, backprops: Tensor) -> SquaredNorm:
     )
 
 
-def _gram_tile(x: Tensor, y: Tensor) -> Tensor:
+def gram_tile(x: Tensor, y: Tensor) -> Tensor:
     """x_n y_nᵀ, its inner products added in blocks (see bounds.gram)."""
     block = bounds.DOT_BLOCK
     out = _batched_product(x[..., :block], y[..., :block].mT)

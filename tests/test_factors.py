@@ -5,7 +5,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from dpfast.factors import Dense, Lookup, OuterProduct, merge, row_sum
+from dpfast.factors import Dense, Lookup, OuterProduct, row_sum
+from dpfast.merge import Tied, merge
 from dpfast.testing import relative_error
 
 some = settings(derandomize=True, deadline=None, max_examples=80)
@@ -36,6 +37,7 @@ def assert_stands_for(factor, exact):
         assert relative_error(value.sqrt(), norms) <= 1e-5
         assert (upper.sqrt() >= norms).all()
         assert (upper.sqrt() <= norms * 1.001 + 1e-10).all()
+        assert (upper >= value).all()
         c = torch.rand(n, generator=torch.Generator().manual_seed(0))
         summed = form.weighted_sum(c)
         assert summed.shape == factor.shape
@@ -89,6 +91,38 @@ def test_dense_adds_its_own_error_to_the_bound():
     assert (upper >= values.double().norm(dim=1) + error).all()
 
 
+def exact_outer(a, b):
+    return torch.einsum("ntp,ntd->npd", b.double(), a.double())
+
+
+@some
+@given(
+    n=st.integers(0, 4),
+    t=st.integers(0, 20),
+    s=st.integers(0, 20),
+    rows=st.integers(1, 30),
+    d=st.integers(1, 20),
+    padding=st.booleans(),
+)
+def test_tied_embedding_and_head(n, t, s, rows, d, padding):
+    indices, grads = torch.randint(0, rows, (n, t)), ordinary(n, t, d, seed=0)
+    a, b = ordinary(n, s, d, seed=1), ordinary(n, s, rows, seed=2)
+    padding_idx = 0 if padding else None
+    tied = merge([OuterProduct(a, b), Lookup(indices, grads, rows, padding_idx)])
+    assert isinstance(tied, Tied)
+    assert_stands_for(tied, exact_lookup(indices, grads, rows, padding_idx) + exact_outer(a, b))
+
+
+def test_tied_factors_that_cancel():
+    """The head takes away what the embedding adds."""
+    indices, grads = torch.randint(0, 30, (3, 8)), ordinary(3, 8, 5, seed=0)
+    b = -torch.nn.functional.one_hot(indices, 30).float() * (1.0 + 2.0**-20)
+    tied = merge([Lookup(indices, grads, 30), OuterProduct(grads, b)])
+    exact = (exact_lookup(indices, grads, 30, None) + exact_outer(grads, b)).flatten(1).norm(dim=1)
+    for form in (tied, tied.kept(), tied.materialized()):
+        assert (form.sq_norm().upper.sqrt() >= exact).all()
+
+
 def test_sums_of_factors_have_the_cross_terms():
     a1, b1, a2, b2 = (ordinary(4, t, w, seed=i) for i, (t, w) in enumerate([(3, 5), (3, 6), (7, 5), (7, 6)]))
     exact = torch.einsum("ntp,ntd->npd", b1.double(), a1.double()) + torch.einsum(
@@ -105,6 +139,8 @@ def test_sums_of_factors_have_the_cross_terms():
     tied = exact_lookup(indices, rows, 6, None)
     assert_stands_for(merge([lookup, OuterProduct(a1, b1), OuterProduct(a2, b2)]), exact + tied)
     assert_stands_for(merge([lookup, lookup]), 2 * tied)
+    assert_stands_for(merge([lookup, OuterProduct(a1, b1).materialized()]), tied + exact_outer(a1, b1))
+    assert_stands_for(merge([lookup, Dense(ordinary(4, 6, 5, seed=3))]), tied + ordinary(4, 6, 5, seed=3))
     other = Lookup(indices, rows, 6, padding_idx=0)
     assert_stands_for(merge([lookup, other]), tied + exact_lookup(indices, rows, 6, 0))
 

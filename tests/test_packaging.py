@@ -19,7 +19,7 @@ ORDER = [
     ["grad_sample_module"],
     ["tapped_model", "clipping"],
     ["tap", "rules.linear", "rules.embedding", "rules.normalization", "rules.functorch"],
-    ["registry"],
+    ["registry", "merge"],
     ["factors"],
     ["ops"],
     ["reference", "cost"],
