@@ -4,13 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test fuzz lint bench clean
 
 demo: $(READY)
 	$(BIN)/python examples/digits.py
 
 test: $(READY)
 	$(BIN)/python -m pytest
+
+fuzz: $(READY)
+	$(BIN)/python -m pytest tests/test_fuzz.py --hypothesis-profile=fuzz
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -16,6 +17,13 @@ sys.path[:] = [p for p in sys.path if Path(p or os.curdir).resolve() != ROOT]
 # Without a GPU the kernels run in Triton's interpreter, which must be chosen before Triton is imported.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+# The same cases in every run. `make fuzz` asks for more of them.
+every_run = {"derandomize": True, "deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("test", max_examples=300, **every_run)
+settings.register_profile("fuzz", max_examples=10_000, **every_run)
+settings.load_profile("test")
 
 
 @pytest.fixture(autouse=True)

@@ -2,65 +2,12 @@
 
 from fractions import Fraction
 
-import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
+from cases import exact_norms, hostile
 
 from dpfast import bounds, cost, ops, reference
-from dpfast.clipping import ConstantFlatClipper, clip_factors
-from dpfast.factors import Lookup, OuterProduct, row_sum
-
-
-def hostile(n, t, width, magnitude, dtype, seed):
-    """Tokens in pairs ±x that differ in the last bits: nearly all of the sum cancels."""
-    generator = torch.Generator().manual_seed(seed)
-    half = torch.randn(n, -(-t // 2), width, generator=generator)
-    twin = -half * (1.0 + 2.0**-20 * torch.randn(half.shape, generator=generator))
-    x = torch.cat([half, twin], dim=1)[:, torch.randperm(2 * half.shape[1], generator=generator)][:, :t]
-    return (x * magnitude).to(dtype)
-
-
-def exact_norms(a, b):
-    """fp64 of fp64 products of at most 24 bits each; the remaining error is far below the bounds' margin."""
-    return torch.einsum("ntp,ntd->npd", b.double(), a.double()).flatten(1).norm(dim=1)
-
-
-@settings(derandomize=True, deadline=None, max_examples=300)
-@given(
-    t=st.integers(1, 512),
-    d=st.integers(1, 48),
-    p=st.integers(1, 48),
-    exponents=st.tuples(st.floats(-20, 15), st.floats(-20, 15)),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
-    constant_side=st.booleans(),
-    c=st.floats(-10, 10).map(lambda e: 10.0**e),
-    seed=st.integers(0, 10**6),
-)
-def test_no_clipped_sample_exceeds_c(t, d, p, exponents, dtype, constant_side, c, seed):
-    a = hostile(2, t, d, 10.0 ** exponents[0], dtype, seed)
-    b = hostile(2, t, p, 10.0 ** exponents[1], dtype, seed + 1)
-    if constant_side:  # b the same at each position: the pairs of a cancel against each other
-        b = b[:, :1].expand_as(b)
-    a, b = (torch.nan_to_num(x, nan=0.0) for x in (a, b))
-    finite = torch.isfinite(a).all() and torch.isfinite(b).all()
-    exact = exact_norms(a, b) if finite else None
-    factors = {
-        "direct": reference.direct_sq_norm(a, b).upper,
-        "gram": reference.gram_sq_norm(a, b).upper,
-        "kept": OuterProduct(a, b).materialized().sq_norm().upper,
-    }
-    if t == 1:
-        factors["rank_one"] = reference.rank_one_sq_norm(a, b).upper
-    for name, upper in factors.items():
-        clip = clip_factors(ConstantFlatClipper(c), [upper.sqrt()])[0].float().double()
-        if finite:
-            assert (clip * exact <= c).all(), name
-        else:
-            assert (clip[~torch.isfinite(upper)] == 0).all(), name
-    if finite:
-        sums = b.double().sum(1).norm(dim=1)
-        assert (row_sum(b).sq_norm().upper.sqrt() >= sums).all()
+from dpfast.factors import Lookup
 
 
 def test_against_exact_rationals():

@@ -114,3 +114,17 @@ def assert_gradients(actual, exact, tolerance=1e-5):
     for name in exact:
         assert actual[name].shape == exact[name].shape, name
         assert relative_error(actual[name], exact[name]) <= 10 * tolerance, name
+
+
+def hostile(n, t, width, magnitude, dtype, seed):
+    """Tokens in pairs ±x that differ in the last bits: nearly all of the sum cancels."""
+    generator = torch.Generator().manual_seed(seed)
+    half = torch.randn(n, -(-t // 2), width, generator=generator)
+    twin = -half * (1.0 + 2.0**-20 * torch.randn(half.shape, generator=generator))
+    x = torch.cat([half, twin], dim=1)[:, torch.randperm(2 * half.shape[1], generator=generator)][:, :t]
+    return (x * magnitude).to(dtype)
+
+
+def exact_norms(a, b):
+    """fp64 of fp64 products of at most 24 bits each; the remaining error is far below the bounds' margin."""
+    return torch.einsum("ntp,ntd->npd", b.double(), a.double()).flatten(1).norm(dim=1)
