@@ -84,7 +84,7 @@ class ConstantFlatClipper(NormClipper):
 
     @property
     def thresholds(self) -> Tensor:
-        return torch.tensor([self.flat_value])
+        return torch.tensor([self.flat_value], dtype=torch.float64)
 
     def calc_clipping_factors(self, norms: Sequence[Tensor]) -> list[Tensor]:
         if len(norms) != 1:
@@ -120,7 +120,7 @@ class ConstantPerLayerClipper(NormClipper):
                 "one threshold stands for every parameter, and their number is not known yet: hand the clipper to a "
                 "module or a PerSampleGradientClipper first, or give a list"
             )
-        return torch.tensor(self.flat_values)
+        return torch.tensor(self.flat_values, dtype=torch.float64)
 
     def for_parameters(self, num_parameters: int) -> None:
         if self._one_for_all:

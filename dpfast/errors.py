@@ -27,3 +27,7 @@ class BackendError(DpfastError, ValueError):
 
 class EscapedGradientError(DpfastError, ValueError):
     """A gradient reached a trainable parameter without being clipped."""
+
+
+class MissingDependencyError(DpfastError, ImportError):
+    """An optional package is missing, or its version is not one that dpfast knows."""

@@ -87,13 +87,7 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
         check_threshold(max_grad_norm)
         if passes not in (1, 2):
             raise InputError(f"passes={passes} must be 1 (book-keeping) or 2 (ghost clipping)")
-        if norm_clipper is not None:
-            norm_clipper.for_parameters(sum(p.requires_grad for p in m.parameters()))
-            if passes == 2 and norm_clipper.is_per_layer:
-                raise InputError(
-                    f"{type(norm_clipper).__name__} gives a sample one factor a parameter, and passes=2 can weight its "
-                    "loss by a single one; use passes=1, or a flat clipper"
-                )
+        _check_clipper(norm_clipper, m, passes)
         super().__init__(
             m,
             batch_first=batch_first,
@@ -146,6 +140,16 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
         """(bound - norm) / norm of the last backward pass, (N,): how much too careful the clip factors are."""
         norms = self._last_norms()
         return (norms.upper.sqrt() / norms.value.sqrt().clamp(min=torch.finfo(torch.float64).tiny) - 1.0).float()
+
+    @property
+    def norm_clipper(self) -> NormClipper | None:
+        """What takes the place of ``ConstantFlatClipper(max_grad_norm)``, if anything; may be set between steps."""
+        return self._norm_clipper
+
+    @norm_clipper.setter
+    def norm_clipper(self, norm_clipper: NormClipper | None) -> None:
+        _check_clipper(norm_clipper, self._module, self.passes)
+        self._norm_clipper = norm_clipper
 
     @property
     def sensitivity(self) -> float:
@@ -258,6 +262,18 @@ class _Gathered:
         """Takes the clipped sum; what the factor keeps is freed with it."""
         coefficients = self.clip_factors.double() * scale
         self.total = factor.weighted_sum(coefficients.to(self.norm.upper.device))
+
+
+def _check_clipper(norm_clipper: NormClipper | None, module: nn.Module, passes: int) -> None:
+    """Raises InputError where the clipper does not fit the module's parameters or the passes."""
+    if norm_clipper is None:
+        return
+    norm_clipper.for_parameters(sum(p.requires_grad for p in module.parameters()))
+    if passes == 2 and norm_clipper.is_per_layer:
+        raise InputError(
+            f"{type(norm_clipper).__name__} gives a sample one factor a parameter, and passes=2 can weight its "
+            "loss by a single one; use passes=1, or a flat clipper"
+        )
 
 
 def _total_norm(norms: list[SquaredNorm], scale: float) -> SquaredNorm:

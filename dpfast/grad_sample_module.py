@@ -17,6 +17,20 @@ from dpfast.tapped_model import Step, TappedModel, batch_to_front
 _MIXES_SAMPLES = (nn.modules.batchnorm._BatchNorm,)
 
 
+class Hooks(TappedModel):
+    """The taps of one module; ``dpfast.autograd_grad_sample.disable_hooks`` switches off those of every module."""
+
+    enabled_in_process: ClassVar[bool] = True
+
+    @property
+    def enabled(self) -> bool:
+        return self._enabled and Hooks.enabled_in_process
+
+    @enabled.setter
+    def enabled(self, enabled: bool) -> None:
+        self._enabled = enabled
+
+
 class GradSampleModule(nn.Module):
     """Wraps a module; ``loss.backward()`` leaves ``p.grad_sample`` (N, *p.shape) beside the ordinary ``p.grad``.
 
@@ -67,7 +81,7 @@ class GradSampleModule(nn.Module):
         self.loss_reduction = loss_reduction
         self.force_functorch = force_functorch
         self.grad_accumulation_allowed = True
-        self._tapped: TappedModel | None = None
+        self._tapped: Hooks | None = None
         self.add_hooks(loss_reduction=loss_reduction, batch_first=batch_first, force_functorch=force_functorch)
         self.set_grad_sample_to_none()
 
@@ -98,7 +112,7 @@ class GradSampleModule(nn.Module):
             StateError: it is tapped already. InputError: ``loss_reduction`` is not "mean" or "sum".
         """
         check_loss_reduction(loss_reduction)
-        tapped = TappedModel(
+        tapped = Hooks(
             self._module, self, detach=self._detach, batch_first=batch_first, force_functorch=force_functorch
         )
         tapped.add()
@@ -186,12 +200,8 @@ class GradSampleModule(nn.Module):
             step.gathered[parameter] = grad_sample
 
     def on_finish(self, step: Step) -> None:
-        accumulated = [p for p in step.gathered if getattr(p, "grad_sample", None) is not None]
-        if accumulated and not self.grad_accumulation_allowed:
-            raise StateError(
-                "Poisson sampling is not compatible with grad accumulation. You need to call optimizer.step() after "
-                "every forward/backward pass or consider using BatchMemoryManager"
-            )
+        if any(getattr(p, "grad_sample", None) is not None for p in step.gathered):
+            self.check_accumulation()
         for parameter, grad_sample in step.gathered.items():
             before = getattr(parameter, "grad_sample", None)
             if before is None:
@@ -227,6 +237,14 @@ class GradSampleModule(nn.Module):
     def allow_grad_accumulation(self) -> None:
         """Undoes :meth:`forbid_grad_accumulation`."""
         self.grad_accumulation_allowed = True
+
+    def check_accumulation(self) -> None:
+        """Raises StateError where accumulation is forbidden; called where a backward pass meets another's answer."""
+        if not self.grad_accumulation_allowed:
+            raise StateError(
+                "Poisson sampling is not compatible with grad accumulation. You need to call optimizer.step() after "
+                "every forward/backward pass or consider using BatchMemoryManager"
+            )
 
     # --- the wrapped module ---
 

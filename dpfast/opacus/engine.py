@@ -1,0 +1,279 @@
+"""Opacus's PrivacyEngine with three modes more: "dpfast", "dpfast_two_pass" and "dpfast_materialize"."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import opacus
+from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
+from opacus.validators import ModuleValidator
+from opacus.validators.errors import IllegalModuleConfigurationError, UnsupportedModuleError
+from torch import nn, optim
+from torch.utils.data import DataLoader
+
+from dpfast.clipping import ConstantPerLayerClipper
+from dpfast.errors import InputError, StateError
+from dpfast.fast_gradient_clipping import GradSampleModuleFastGradientClipping
+from dpfast.grad_sample_module import GradSampleModule
+from dpfast.opacus.losses import ClippedLoss
+from dpfast.opacus.optimizers import (
+    DistributedOnePassOptimizer,
+    DistributedTwoPassOptimizer,
+    OnePassOptimizer,
+    TwoPassOptimizer,
+)
+from dpfast.registry import find_rule
+
+MODES = ("dpfast", "dpfast_two_pass", "dpfast_materialize")
+
+
+class PrivacyEngine(opacus.PrivacyEngine):
+    """Opacus's engine; ``make_private`` and ``make_private_with_epsilon`` take three more ``grad_sample_mode``\\ s.
+
+    ========================  ==============================================================  ======================
+    ``grad_sample_mode``      what happens                                                    ``make_private`` returns
+    ========================  ==============================================================  ======================
+    "dpfast" (default)        one backward pass; ``loss.backward()`` of any loss leaves       module, optimizer,
+                              ``p.grad = Σ_n c_n g_n``, the optimizer adds the noise           data_loader
+    "dpfast_two_pass"         as Opacus's "ghost": norms, then a second backward pass         module, optimizer,
+                                                                                              criterion, data_loader
+    "dpfast_materialize"      as Opacus's "hooks": ``p.grad_sample``, clipped by Opacus's     module, optimizer,
+                              optimizer                                                       data_loader
+    any other                 Opacus's, unchanged                                             Opacus's
+    ========================  ==============================================================  ======================
+
+    So a script that was written for Opacus's default mode needs another import and nothing else.
+    Accountants, noise and clip schedulers, checkpoints, ``BatchMemoryManager``, ``secure_mode`` are Opacus's own.
+
+    >>> import warnings; warnings.simplefilter("ignore")
+    >>> import torch
+    >>> from torch.utils.data import TensorDataset
+    >>> net = nn.Linear(3, 2)
+    >>> engine = PrivacyEngine(accountant="rdp")
+    >>> model, optimizer, loader = engine.make_private(
+    ...     module=net, optimizer=optim.SGD(net.parameters(), lr=0.1), noise_multiplier=1.0, max_grad_norm=1.0,
+    ...     data_loader=DataLoader(TensorDataset(torch.ones(8, 3), torch.ones(8).long()), batch_size=4))
+    >>> for x, y in loader:
+    ...     optimizer.zero_grad()
+    ...     nn.functional.cross_entropy(model(x), y).backward()
+    ...     _ = optimizer.step()
+    >>> engine.get_epsilon(1e-5) > 0
+    True
+    """
+
+    _module: GradSampleModuleFastGradientClipping | None = None  # while make_private runs
+
+    def make_private(
+        self,
+        *,
+        module: nn.Module,
+        optimizer: optim.Optimizer,
+        data_loader: DataLoader,
+        noise_multiplier: float,
+        max_grad_norm: float | list[float],
+        criterion: Any = None,
+        clipping: str = "flat",
+        loss_reduction: str = "mean",
+        grad_sample_mode: str = "dpfast",
+        **options: Any,
+    ) -> tuple:
+        """Opacus's ``make_private``.
+
+        Args:
+            max_grad_norm: C; with ``clipping="per_layer"`` a list of C_p, one a trainable parameter in the order of
+                the optimizer's, as in Opacus.
+            criterion: for the modes of two passes; ``nn.CrossEntropyLoss()`` if None.
+            clipping: "flat", "per_layer" (not with "dpfast_two_pass"), or "adaptive" ("dpfast_materialize" only).
+            grad_sample_mode: see the class.
+            options: batch_first, poisson_sampling, noise_generator, wrap_model, rand_on_empty and others, as in the
+                Opacus that is installed. With ``wrap_model=False`` go on using the model itself; what is returned in
+                the module's place holds the norms, and its ``cleanup()`` takes the hooks off.
+
+        Returns:
+            (module, optimizer, data_loader), with the criterion before data_loader where there are two passes.
+
+        Raises:
+            InputError: per-layer thresholds that are not one for each trainable parameter; ``clipping`` that the mode
+                does not have. UnsupportedModuleError: Opacus's, the module mixes samples or is in eval mode.
+            ValueError: the module is wrapped already, in another mode or with other options.
+        """
+        arguments = {
+            "module": module,
+            "optimizer": optimizer,
+            "data_loader": data_loader,
+            "noise_multiplier": noise_multiplier,
+            "max_grad_norm": max_grad_norm,
+            "criterion": nn.CrossEntropyLoss() if criterion is None else criterion,
+            "clipping": clipping,
+            "loss_reduction": loss_reduction,
+            "grad_sample_mode": grad_sample_mode,
+            **options,
+        }
+        if grad_sample_mode not in MODES:
+            return super().make_private(**arguments)
+        _check_clipping(grad_sample_mode, clipping, max_grad_norm)
+        wrap_model = options.get("wrap_model", True)
+        if "wrap_model" in options and not hasattr(opacus.grad_sample, "GradSampleHooks"):
+            del arguments["wrap_model"]  # Opacus 1.5.4 does not know it; we do
+        self._wrap_model = wrap_model
+        try:
+            module, optimizer, data_loader = super().make_private(**arguments)
+            if grad_sample_mode != "dpfast_two_pass":
+                return module, optimizer, data_loader
+            criterion = ClippedLoss(module, optimizer, arguments["criterion"], loss_reduction)
+            return module, optimizer, criterion, data_loader
+        finally:
+            self._module = None
+
+    def make_private_with_epsilon(self, *, criterion: Any = None, grad_sample_mode: str = "dpfast", **options: Any):
+        """Opacus's ``make_private_with_epsilon``; arguments and answer as :meth:`make_private`'s, with
+        ``target_epsilon``, ``target_delta`` and ``epochs`` in the place of ``noise_multiplier``."""
+        criterion = nn.CrossEntropyLoss() if criterion is None else criterion
+        return super().make_private_with_epsilon(criterion=criterion, grad_sample_mode=grad_sample_mode, **options)
+
+    # --- what Opacus's make_private calls ---
+
+    def _prepare_model(
+        self,
+        module: nn.Module,
+        *,
+        batch_first: bool = True,
+        max_grad_norm: float | list[float] = 1.0,
+        loss_reduction: str = "mean",
+        grad_sample_mode: str = "hooks",
+        **options: Any,
+    ):
+        given = {"batch_first": batch_first, "loss_reduction": loss_reduction}
+        if grad_sample_mode not in MODES:
+            return super()._prepare_model(
+                module, max_grad_norm=max_grad_norm, grad_sample_mode=grad_sample_mode, **given, **options
+            )
+        validate(module)
+        cls = GradSampleModule if grad_sample_mode == "dpfast_materialize" else GradSampleModuleFastGradientClipping
+        passes = {"passes": 2 if grad_sample_mode == "dpfast_two_pass" else 1} if cls is not GradSampleModule else {}
+        if isinstance(module, GradSampleModule) and self._wrap_model:
+            found = {name: getattr(module, name, None) for name in (*given, *passes)}
+            if type(module) is not cls or found != {**given, **passes}:
+                raise StateError(
+                    f"the module is wrapped already, in a {type(module).__name__} with {found}; "
+                    f"grad_sample_mode={grad_sample_mode!r} needs a {cls.__name__} with {given | passes}. Pass the "
+                    "plain nn.Module (to_standard_module() gives it back) instead"
+                )
+            prepared = module
+        else:
+            prepared = cls(module, **given, **passes)
+        self._module = prepared if passes else None
+        return prepared
+
+    def _prepare_optimizer(
+        self,
+        *,
+        optimizer: optim.Optimizer,
+        noise_multiplier: float,
+        max_grad_norm: float | list[float],
+        expected_batch_size: int,
+        loss_reduction: str = "mean",
+        distributed: bool = False,
+        clipping: str = "flat",
+        noise_generator: Any = None,
+        grad_sample_mode: str = "hooks",
+        **options: Any,
+    ):
+        given = {
+            "noise_multiplier": noise_multiplier,
+            "expected_batch_size": expected_batch_size,
+            "loss_reduction": loss_reduction,
+        }
+        if grad_sample_mode not in MODES or self._module is None:
+            return super()._prepare_optimizer(
+                optimizer=optimizer,
+                max_grad_norm=max_grad_norm,
+                distributed=distributed,
+                clipping=clipping,
+                noise_generator=noise_generator,
+                grad_sample_mode="hooks" if grad_sample_mode in MODES else grad_sample_mode,
+                **given,
+                **options,
+            )
+        if isinstance(optimizer, opacus.optimizers.DPOptimizer):
+            optimizer = optimizer.original_optimizer
+        if clipping == "per_layer":
+            clipper = _per_layer_clipper(self._module, optimizer, max_grad_norm)
+            self._module.norm_clipper = clipper
+            max_grad_norm = clipper.sensitivity
+        cls = {
+            ("dpfast", False): OnePassOptimizer,
+            ("dpfast", True): DistributedOnePassOptimizer,
+            ("dpfast_two_pass", False): TwoPassOptimizer,
+            ("dpfast_two_pass", True): DistributedTwoPassOptimizer,
+        }[grad_sample_mode, distributed]
+        return cls(
+            optimizer,
+            module=self._module,
+            max_grad_norm=max_grad_norm,
+            generator=self.secure_rng if self.secure_mode else noise_generator,
+            secure_mode=self.secure_mode,
+            **given,
+            **options,
+        )
+
+
+def validate(module: nn.Module) -> None:
+    """What Opacus refuses, except layers that dpfast has a rule for (nn.MultiheadAttention, nn.LSTM, ...).
+
+    Raises:
+        UnsupportedModuleError: Opacus's, with all faults.
+    """
+    errors = [] if module.training else [IllegalModuleConfigurationError("Model needs to be in training mode")]
+    for m in module.modules():
+        trainable = any(p.requires_grad for p in m.parameters(recurse=False))
+        if trainable and type(m) in ModuleValidator.VALIDATORS and find_rule(m) is None:
+            errors.extend(ModuleValidator.VALIDATORS[type(m)](m))
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        errors.append(
+            UnsupportedModuleError(
+                "DistributedDataParallel averages gradients before they have noise; wrap the module in opacus's "
+                f"{DifferentiallyPrivateDistributedDataParallel.__name__}"
+            )
+        )
+    if errors:
+        raise UnsupportedModuleError(errors)
+
+
+def _check_clipping(grad_sample_mode: str, clipping: str, max_grad_norm: Any) -> None:
+    allowed = {
+        "dpfast": ("flat", "per_layer"),
+        "dpfast_two_pass": ("flat",),
+        "dpfast_materialize": ("flat", "per_layer", "adaptive"),
+    }[grad_sample_mode]
+    if clipping not in allowed:
+        raise InputError(
+            f"clipping={clipping!r} does not go with grad_sample_mode={grad_sample_mode!r}, which has "
+            f"{', '.join(allowed)}; adaptive clipping needs 'dpfast_materialize'"
+        )
+    if isinstance(max_grad_norm, Sequence) != (clipping == "per_layer"):
+        raise InputError(
+            f"max_grad_norm={max_grad_norm} does not go with clipping={clipping!r}: a list of one threshold for each "
+            "trainable parameter with 'per_layer', one number otherwise"
+        )
+
+
+def _per_layer_clipper(
+    module: nn.Module, optimizer: optim.Optimizer, thresholds: Sequence[float]
+) -> ConstantPerLayerClipper:
+    """Thresholds from the order of the optimizer's parameters, Opacus's, to that of the module's."""
+    in_optimizer = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    if len(in_optimizer) != len(thresholds):
+        raise InputError(
+            f"max_grad_norm has {len(thresholds)} thresholds for {len(in_optimizer)} trainable parameters of the "
+            "optimizer; give one for each, in the optimizer's order"
+        )
+    by_parameter = dict(zip(in_optimizer, thresholds, strict=True))
+    missing = [name for name, p in module.named_parameters() if p.requires_grad and p not in by_parameter]
+    if missing:
+        raise InputError(
+            f"per-layer clipping has no threshold for {', '.join(missing)}, trainable and not in the optimizer; freeze "
+            "them or hand them to the optimizer"
+        )
+    return ConstantPerLayerClipper([by_parameter[p] for p in module.parameters() if p.requires_grad])

@@ -1,0 +1,89 @@
+"""Opacus's criterion of two backward passes, with one loss a sample and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping, DPTensorFastGradientClipping
+from torch import Tensor
+
+from dpfast.errors import InputError
+
+
+class ClippedLossTensor(DPTensorFastGradientClipping):
+    """Opacus's ``DPTensorFastGradientClipping`` that holds one loss a sample, (N,), whatever is done to it.
+
+    A loss of shape (N, 1) would broadcast with the clip factors (N,) to (N, N), and every sample's gradient would be
+    weighted by the factors of all.
+
+    Raises:
+        InputError: more than one loss a sample.
+    """
+
+    def __init__(self, module: Any, optimizer: Any, loss_per_sample: Tensor, loss_reduction: str = "mean"):
+        super().__init__(module, optimizer, one_a_sample(loss_per_sample), loss_reduction)
+
+    def backward(self) -> None:
+        """Two passes: the norms, then the gradient of ``Σ_n c_n loss_n``, which stays in ``p.grad``.
+
+        Raises:
+            InputError: the backward pass saw another number of samples than there are losses.
+        """
+        loss = self.loss_per_sample.mean() if self.loss_reduction == "mean" else self.loss_per_sample.sum()
+        loss.backward(retain_graph=True)
+        self.optimizer.zero_grad()
+        factors = self.module.get_clipping_coef()
+        if factors.shape != self.loss_per_sample.shape:
+            raise InputError(
+                f"{factors.numel()} samples went through the model and there are {self.loss_per_sample.numel()} "
+                "losses; give the criterion one loss a sample (and shape= where a sample has several targets)"
+            )
+        self.module.disable_hooks()
+        try:
+            (factors.to(self.loss_per_sample.device) * self.loss_per_sample).sum().backward()
+        finally:
+            self.module.enable_hooks()
+
+
+def _closed(name: str) -> Any:
+    operation = getattr(DPTensorFastGradientClipping, name)
+
+    def method(self: ClippedLossTensor, *others: Any) -> ClippedLossTensor:
+        others = tuple(one_a_sample(x) if isinstance(x, Tensor) and x.dim() else x for x in others)
+        result = operation(self, *others)
+        return type(self)(result.module, result.optimizer, result.loss_per_sample, result.loss_reduction)
+
+    method.__doc__ = "As in Opacus; the result is a ClippedLossTensor, a tensor operand has one value a sample."
+    return method
+
+
+# Opacus 1.5.4 has fewer of them.
+for _name in ("__truediv__", "__mul__", "__rmul__", "__add__", "__radd__", "__sub__", "__rsub__", "__neg__"):
+    if hasattr(DPTensorFastGradientClipping, _name):
+        setattr(ClippedLossTensor, _name, _closed(_name))
+
+
+class ClippedLoss(DPLossFastGradientClipping):
+    """Opacus's ``DPLossFastGradientClipping``: the criterion of mode "dpfast_two_pass"."""
+
+    def __call__(self, *args: Any, shape: Any = None, **kwargs: Any) -> ClippedLossTensor:
+        """The loss of each sample. Args as the criterion's.
+
+        Args:
+            shape: (N, T, ...) where inputs and targets are flattened to N·T rows: losses are then reduced per sample.
+
+        Raises:
+            InputError: more than one loss a sample.
+        """
+        loss = super().__call__(*args, shape=shape, **kwargs)
+        return ClippedLossTensor(loss.module, loss.optimizer, loss.loss_per_sample, loss.loss_reduction)
+
+
+def one_a_sample(losses: Tensor) -> Tensor:
+    """(N,) from (N,) or (N, 1, ...). Raises InputError for any other shape."""
+    if losses.dim() == 0 or losses.numel() != losses.shape[0]:
+        raise InputError(
+            f"a loss of shape {tuple(losses.shape)} is not one loss a sample, (N,); reduce all dimensions but the "
+            "first, and leave the first to dpfast"
+        )
+    return losses.reshape(losses.shape[0])

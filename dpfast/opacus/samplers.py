@@ -1,0 +1,165 @@
+"""install() and uninstall(): dpfast's grad samplers and norm samplers in Opacus's registries."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+import torch
+from opacus.grad_sample import GradSampleModule as OpacusModule
+from opacus.grad_sample import GradSampleModuleFastGradientClipping as OpacusGhostModule
+from opacus.grad_sample.gsm_base import AbstractGradSampleModule
+from torch import Tensor, nn
+
+from dpfast import registry
+from dpfast.errors import DpfastWarning, InputError
+from dpfast.factors import Factor
+from dpfast.grad_sample_module import GradSampleModule
+from dpfast.registry import Activations, Rule
+from dpfast.rules.linear import compute_linear_grad_sample, linear
+
+OutputDtype = Literal["backprops", "float32", "param"]
+Sampler = Callable[[nn.Module, list[Tensor], Tensor], Mapping[nn.Parameter, Tensor]]
+
+# Code that asks Opacus whether a model is wrapped gets the truth about ours.
+AbstractGradSampleModule.register(GradSampleModule)
+
+LEFT_TO_OPACUS: tuple[type[nn.Module], ...] = (nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)
+"""Opacus's hooks hand a sampler the positional inputs and the gradient of the first output. These layers have
+other inputs or outputs that count, and Opacus's validator refuses them."""
+
+_ABSENT = object()
+
+
+class _Installed:
+    """One registry of Opacus: what we put there, and what stood there before."""
+
+    def __init__(self, name: str, theirs: dict[type[nn.Module], Sampler]):
+        self.name = name
+        self.theirs = theirs
+        self.ours: dict[type[nn.Module], Sampler] = {}
+        self.before: dict[type[nn.Module], object] = {}
+
+    def put(self, cls: type[nn.Module], sampler: Sampler) -> str | None:
+        """Registers ours. Returns the name of the module whose sampler it replaces, where that is not Opacus's."""
+        current = self.theirs.get(cls, _ABSENT)
+        owner = None
+        if current is not self.ours.get(cls):
+            self.before[cls] = current
+            module = getattr(current, "__module__", "") or ""
+            owner = module if current is not _ABSENT and module.partition(".")[0] != "opacus" else None
+        self.theirs[cls] = self.ours[cls] = sampler
+        return owner
+
+    def restore(self) -> None:
+        """Puts back what stood there, except where somebody has registered a sampler over ours since."""
+        for cls, sampler in self.ours.items():
+            if self.theirs.get(cls) is sampler:
+                if self.before[cls] is _ABSENT:
+                    del self.theirs[cls]
+                else:
+                    self.theirs[cls] = self.before[cls]
+        self.ours.clear()
+        self.before.clear()
+
+
+_GRAD_SAMPLERS = _Installed("grad sampler", OpacusModule.GRAD_SAMPLERS)
+_NORM_SAMPLERS = _Installed("norm sampler", OpacusGhostModule.NORM_SAMPLERS)
+
+
+def install(output_dtype: OutputDtype = "backprops") -> None:
+    """Registers dpfast's samplers with Opacus, for every layer that dpfast has a rule for now.
+
+    They work at once, also in models that exist: Opacus looks samplers up in the backward pass. Calling again
+    takes in the rules that were registered since and changes ``output_dtype``. A sampler that another library has
+    registered is replaced with one warning, and :func:`uninstall` puts it back.
+
+    Args:
+        output_dtype: dtype of ``p.grad_sample``. Sums are taken in fp32 (fp64 for fp64 inputs) in every case and
+            rounded once to the dtype of the backprops ("backprops", as Opacus's own samplers), of the parameter
+            ("param"), or to fp32 ("float32").
+
+    Raises:
+        InputError: another ``output_dtype``.
+
+    Numerics:
+        Norm samples are fp32 whatever ``output_dtype``, and the proven upper ends of the norms (docs/bounds.md), so
+        rounding never lets a sample through that is larger than Opacus's clip factor takes it for. Values that
+        a sampler of your own (``dpfast.register_norm_sampler``) gives are passed on as they are.
+    """
+    if output_dtype not in ("backprops", "float32", "param"):
+        raise InputError(f"output_dtype={output_dtype!r} must be 'backprops', 'float32' or 'param'")
+    owners: dict[str, str] = {}
+    for key, rule in registry.RULES.items():
+        cls = _imported(key) if isinstance(key, str) else key
+        if cls is None or issubclass(cls, LEFT_TO_OPACUS):
+            continue
+        for registered, sampler in (
+            (_GRAD_SAMPLERS, _rounded(_grad_sampler(key, rule), output_dtype)),
+            (_NORM_SAMPLERS, _norm_sampler(key, rule)),
+        ):
+            owner = registered.put(cls, sampler)
+            if owner:
+                owners[f"{cls.__name__} {registered.name}"] = owner
+    if owners:
+        what = ", ".join(f"the {sampler} of {module}" for sampler, module in owners.items())
+        warnings.warn(
+            f"dpfast takes the place of what was registered with Opacus: {what}. dpfast.opacus.uninstall() puts it "
+            "back",
+            DpfastWarning,
+            stacklevel=2,
+        )
+
+
+def uninstall() -> None:
+    """Puts back what stood in Opacus's registries before :func:`install`. Safe to call twice.
+
+    A sampler that somebody has registered over dpfast's since is left where it is.
+    """
+    _GRAD_SAMPLERS.restore()
+    _NORM_SAMPLERS.restore()
+
+
+def _imported(name: str) -> type[nn.Module] | None:
+    """The class of that full name, where its package has been imported."""
+    module, _, cls = name.rpartition(".")
+    return getattr(sys.modules.get(module), cls, None)
+
+
+def _grad_sampler(key: type[nn.Module] | str, rule: Rule) -> Sampler:
+    # A Linear's weight and bias come from one kernel.
+    return compute_linear_grad_sample if rule is linear else registry.GRAD_SAMPLERS[key]
+
+
+def _norm_sampler(key: type[nn.Module] | str, rule: Rule) -> Sampler:
+    """Upper ends of the norms from the rule, or the sampler that a user has registered for norms alone."""
+    own = registry.NORM_SAMPLERS[key]
+    if own.__module__ != registry.__name__:
+        return own
+
+    def sampler(layer: nn.Module, activations: list[Tensor], backprops: Tensor) -> dict[nn.Parameter, Tensor]:
+        factors = rule(layer, Activations(activations), backprops)
+        return {p: _norm(factor) for p, factor in factors.items()}
+
+    return sampler
+
+
+def _norm(factor: Factor) -> Tensor:
+    """‖G_n‖, (N,) fp32, rounded up."""
+    norms = factor.sq_norm().upper.sqrt()
+    rounded = norms.float()
+    return torch.where(rounded < norms, torch.nextafter(rounded, rounded.new_tensor(torch.inf)), rounded)
+
+
+def _rounded(sampler: Sampler, output_dtype: OutputDtype) -> Sampler:
+    """The sampler with its answers in the dtype that was asked for."""
+
+    def dtype(p: nn.Parameter, backprops: Tensor) -> torch.dtype:
+        return {"float32": torch.float32, "param": p.dtype, "backprops": backprops.dtype}[output_dtype]
+
+    def rounded(layer: nn.Module, activations: list[Tensor], backprops: Tensor) -> dict[nn.Parameter, Tensor]:
+        return {p: values.to(dtype(p, backprops)) for p, values in sampler(layer, activations, backprops).items()}
+
+    return rounded
