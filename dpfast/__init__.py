@@ -1,6 +1,6 @@
 """Per-sample gradients for PyTorch, at the speed of the hardware."""
 
-from dpfast import ops, rules
+from dpfast import autograd_grad_sample, ops, rules
 from dpfast.clipping import AutomaticClipper, ConstantFlatClipper, ConstantPerLayerClipper, NormClipper
 from dpfast.errors import DpfastError
 from dpfast.fast_gradient_clipping import GradSampleModuleFastGradientClipping, create_norm_sample
@@ -19,6 +19,7 @@ __all__ = [
     "GradSampleModuleFastGradientClipping",
     "NormClipper",
     "PerSampleGradientClipper",
+    "autograd_grad_sample",
     "compute_linear_grad_sample",
     "compute_linear_norm_sample",
     "create_norm_sample",

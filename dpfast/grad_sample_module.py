@@ -250,9 +250,17 @@ class GradSampleModule(nn.Module):
 
     def to_standard_module(self) -> nn.Module:
         """The wrapped module without any trace of dpfast."""
-        self.remove_hooks()
-        self.del_grad_sample()
+        self.cleanup()
         return self._module
+
+    def cleanup(self) -> None:
+        """Takes everything of dpfast off the module and its parameters. For who went on using the module itself, as
+        with Opacus's ``wrap_model=False``. Safe to call twice."""
+        self.remove_hooks()
+        for p in self._module.parameters():
+            for name in ("grad_sample", "_norm_sample"):
+                if hasattr(p, name):
+                    delattr(p, name)
 
     @classmethod
     def is_supported(cls, module: nn.Module) -> bool:
