@@ -2,15 +2,19 @@
 
 A *rule* is a function ``(module, activations, backprops) -> {parameter: factor}``; ``activations`` is the list of
 the positional inputs that the module's forward took, batch first (its attribute ``kwargs`` holds the others),
-``backprops`` the loss's gradient at the module's output.
+``backprops`` the loss's gradient at the module's output (a tuple where it has several).
+
+Classes of packages that may not be installed, or should not be imported, are registered by their full name
+("transformers.pytorch_utils.Conv1D").
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from dpfast.errors import InputError
 from dpfast.factors import Dense, Factor
@@ -25,26 +29,65 @@ class Activations(list):
         self.batch_dim = 0  # where the module itself had its samples; here they are in front
 
 
+ModuleClass = type[nn.Module] | str
+Target = ModuleClass | Iterable[ModuleClass]
 Rule = Callable[[nn.Module, Activations, Tensor], Mapping[nn.Parameter, Factor]]
 GradSampler = Callable[[nn.Module, list[Tensor], Tensor], Mapping[nn.Parameter, Tensor]]
+T = TypeVar("T")
 
 RULES: dict[type[nn.Module], Rule] = {}
 GRAD_SAMPLERS: dict[type[nn.Module], GradSampler] = {}
 NORM_SAMPLERS: dict[type[nn.Module], GradSampler] = {}
 
+_RULES_BY_NAME: dict[str, Rule] = {}
+_WHOLE: set[Rule] = set()
+_FORWARDS: dict[ModuleClass, Callable[..., Any]] = {}
+_BROADCASTS: dict[ModuleClass, tuple[str, str]] = {}
+_BATCH_DIMS: dict[ModuleClass, Callable[[nn.Module], int]] = {}
+_FAULTS: dict[ModuleClass, Callable[[nn.Module], str | None]] = {}
 
-def _classes(target: type[nn.Module] | Iterable[type[nn.Module]]) -> tuple[type[nn.Module], ...]:
+
+def _classes(target: Target) -> tuple[ModuleClass, ...]:
     classes = tuple(target) if isinstance(target, (list, tuple, set, frozenset)) else (target,)
     for cls in classes:
-        if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-            raise InputError(f"{cls!r} is not a class of nn.Module; pass the layer's class, not an instance")
+        if not (isinstance(cls, str) or (isinstance(cls, type) and issubclass(cls, nn.Module))):
+            raise InputError(
+                f"{cls!r} is not a class of nn.Module, nor its full name; pass the layer's class, not an instance"
+            )
     return classes
 
 
-def register_rule(target: type[nn.Module] | Iterable[type[nn.Module]]) -> Callable[[Rule], Rule]:
+def _register(table: dict[ModuleClass, T], target: Target) -> Callable[[T], T]:
+    classes = _classes(target)
+
+    def decorate(value: T) -> T:
+        table.update(dict.fromkeys(classes, value))
+        return value
+
+    return decorate
+
+
+def _set_rule(cls: ModuleClass, rule: Rule, grad_sampler: GradSampler) -> None:
+    if isinstance(cls, str):
+        _RULES_BY_NAME[cls] = rule
+        return
+    RULES[cls] = rule
+    GRAD_SAMPLERS[cls] = grad_sampler
+    NORM_SAMPLERS[cls] = _sampler(rule, lambda factor: factor.sq_norm().value.sqrt().float())
+
+
+# --- for users ---
+
+
+def register_rule(target: Target, *, whole: bool = False) -> Callable[[Rule], Rule]:
     """Decorator that makes a function the rule of one or several layer classes.
 
-    The class's grad sampler and norm sampler follow from the rule.
+    The class's grad sampler and norm sampler follow from the rule. ``docs/writing-a-rule.md`` has an example.
+
+    Args:
+        target: a class of nn.Module, its full name as a string, or several of them. Subclasses that keep the
+            class's forward have the rule too.
+        whole: the rule answers for the parameters of the module's children as well; they get no rules of their own.
 
     Raises:
         InputError: ``target`` is not a class, or classes, of nn.Module.
@@ -53,16 +96,16 @@ def register_rule(target: type[nn.Module] | Iterable[type[nn.Module]]) -> Callab
     classes = _classes(target)
 
     def decorate(rule: Rule) -> Rule:
+        if whole:
+            _WHOLE.add(rule)
         for cls in classes:
-            RULES[cls] = rule
-            GRAD_SAMPLERS[cls] = _sampler(rule, lambda factor: factor.materialize())
-            NORM_SAMPLERS[cls] = _sampler(rule, lambda factor: factor.sq_norm().value.sqrt().float())
+            _set_rule(cls, rule, _sampler(rule, lambda factor: factor.materialize()))
         return rule
 
     return decorate
 
 
-def register_grad_sampler(target: type[nn.Module] | Iterable[type[nn.Module]]) -> Callable[[GradSampler], GradSampler]:
+def register_grad_sampler(target: Target) -> Callable[[GradSampler], GradSampler]:
     """Decorator, as Opacus's: the function gives ``{parameter: grad_sample (N, *shape)}`` for a layer class.
 
     Raises:
@@ -75,16 +118,15 @@ def register_grad_sampler(target: type[nn.Module] | Iterable[type[nn.Module]]) -
         def rule(module: nn.Module, activations: Activations, backprops: Tensor) -> dict[nn.Parameter, Factor]:
             return {p: Dense(values) for p, values in sampler(module, activations, backprops).items()}
 
+        rule.__name__ = getattr(sampler, "__name__", "grad_sampler")
         for cls in classes:
-            RULES[cls] = rule
-            GRAD_SAMPLERS[cls] = sampler
-            NORM_SAMPLERS[cls] = _sampler(rule, lambda factor: factor.sq_norm().value.sqrt().float())
+            _set_rule(cls, rule, sampler)
         return sampler
 
     return decorate
 
 
-def register_norm_sampler(target: type[nn.Module] | Iterable[type[nn.Module]]) -> Callable[[GradSampler], GradSampler]:
+def register_norm_sampler(target: Target) -> Callable[[GradSampler], GradSampler]:
     """Decorator, as Opacus's: the function gives ``{parameter: norm_sample (N,)}`` for a layer class.
 
     It is what ``NORM_SAMPLERS`` hands to other code. Clipping itself takes norms from the rule (or grad sampler),
@@ -93,14 +135,7 @@ def register_norm_sampler(target: type[nn.Module] | Iterable[type[nn.Module]]) -
     Raises:
         InputError: ``target`` is not a class, or classes, of nn.Module.
     """
-
-    classes = _classes(target)
-
-    def decorate(sampler: GradSampler) -> GradSampler:
-        NORM_SAMPLERS.update(dict.fromkeys(classes, sampler))
-        return sampler
-
-    return decorate
+    return _register(NORM_SAMPLERS, target)
 
 
 def _sampler(rule: Rule, verb: Callable[[Factor], Tensor]) -> GradSampler:
@@ -110,9 +145,114 @@ def _sampler(rule: Rule, verb: Callable[[Factor], Tensor]) -> GradSampler:
     return sampler
 
 
+# --- for the families in rules/ ---
+
+
+def register_forward(target: Target) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator: a forward that runs in place of the class's own, the same mathematics made of tapped pieces.
+
+    The function takes ``(module, piece, *args, **kwargs)``; see ``tap.Pieces``. It answers for the whole subtree.
+    """
+    return _register(_FORWARDS, target)
+
+
+def register_broadcast(target: Target, method: str, child: str) -> None:
+    """Names a method that computes something of shape (1, ...) from the parameters of one child, linearly, which the
+    model then broadcasts over its samples (a table of relative positions)."""
+    _register(_BROADCASTS, target)((method, child))
+
+
+def register_batch_dim(target: Target) -> Callable[[Callable[[nn.Module], int]], Callable[[nn.Module], int]]:
+    """Decorator: the function says where a container has its samples, for it and for what runs inside it."""
+    return _register(_BATCH_DIMS, target)
+
+
+def register_fault(target: Target) -> Callable[[Callable[[nn.Module], str | None]], Callable[[nn.Module], str | None]]:
+    """Decorator: the function says why a layer cannot have per-sample gradients, and the remedy; None where it can."""
+    return _register(_FAULTS, target)
+
+
+# --- look-up ---
+
+
+def _names(cls: type) -> tuple[type, str]:
+    return cls, f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _find(module: nn.Module, *tables: Mapping[Any, T]) -> T | None:
+    """The entry of the module's class, or of a base class whose forward it has not changed."""
+    own = module.__dict__.get("forward")
+    own = getattr(own, "replaced", own)
+    if own is not None and not hasattr(module, "_hf_hook"):  # accelerate's hooks call the old forward
+        return None
+    if is_parametrized(module):
+        return None
+    for cls in type(module).__mro__:
+        for table in tables:
+            for key in _names(cls):
+                if key in table:
+                    return table[key] if type(module).forward is cls.forward else None
+    return None
+
+
 def find_rule(module: nn.Module) -> Rule | None:
     """The rule of the module's class, or of a base class whose forward it has not changed."""
+    return _find(module, RULES, _RULES_BY_NAME)
+
+
+def find_forward(module: nn.Module) -> Callable[..., Any] | None:
+    """The forward that runs in place of the module's own."""
+    return _find(module, _FORWARDS)
+
+
+def find_broadcast(module: nn.Module) -> tuple[str, str] | None:
+    """The method of the module whose result the model broadcasts, and the child whose parameters it uses."""
+    return _find(module, _BROADCASTS)
+
+
+def find_batch_dim(module: nn.Module) -> int | None:
+    """Where the module has its samples, where it says so itself."""
+    say = _find(module, _BATCH_DIMS)
+    return None if say is None else say(module)
+
+
+def find_fault(module: nn.Module) -> str | None:
+    """Why the module cannot have per-sample gradients."""
     for cls in type(module).__mro__:
-        if cls in RULES:
-            return RULES[cls] if type(module).forward is cls.forward else None
+        for key in _names(cls):
+            if key in _FAULTS:
+                return _FAULTS[key](module)
     return None
+
+
+def owns_children(module: nn.Module) -> bool:
+    """Whether what answers for the module answers for its whole subtree."""
+    return find_rule(module) in _WHOLE or find_forward(module) is not None
+
+
+def owned_modules(module: nn.Module) -> list[nn.Module]:
+    """The module and those below it that have no forward of their own to be caught at: lists and dicts of parameters
+    and parametrizations, or the whole subtree where one rule answers for it."""
+    return [m for _, m in _owned(module)]
+
+
+def owned_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The trainable parameters of :func:`owned_modules`, by their names in the module."""
+    return {
+        f"{prefix}{name}": p
+        for prefix, m in _owned(module)
+        for name, p in m._parameters.items()
+        if p is not None and p.requires_grad
+    }
+
+
+def _owned(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    if owns_children(module):
+        yield from ((f"{name}." if name else "", m) for name, m in module.named_modules())
+        return
+    yield "", module
+    for name, child in module._modules.items():
+        if isinstance(child, (nn.ParameterList, nn.ParameterDict)) or (
+            name == "parametrizations" and is_parametrized(module)
+        ):
+            yield from ((f"{name}.{inner}." if inner else f"{name}.", m) for inner, m in child.named_modules())

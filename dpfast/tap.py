@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -22,7 +22,16 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dpfast.errors import UnsupportedModuleError
 from dpfast.factors import Factor
-from dpfast.registry import Activations, find_rule
+from dpfast.registry import (
+    Activations,
+    Rule,
+    find_batch_dim,
+    find_fault,
+    find_forward,
+    find_rule,
+    owned_modules,
+    owned_parameters,
+)
 
 _local = threading.local()
 
@@ -51,15 +60,27 @@ class DetachableParameters(dict):
 
 
 @contextmanager
-def _detached(module: nn.Module) -> Iterator[None]:
-    """The module's forward sees its parameters without their history."""
+def _detached(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """The modules' code sees their parameters without their history."""
     if not hasattr(_local, "detached"):
         _local.detached = []
-    _local.detached.append(module._parameters)
+    before = len(_local.detached)
+    _local.detached.extend(m._parameters for m in modules)
     try:
         yield
     finally:
-        _local.detached.pop()
+        del _local.detached[before:]
+
+
+@contextmanager
+def _samples_in(dim: int) -> Iterator[None]:
+    """What runs inside has its samples in this dimension."""
+    before = getattr(_local, "batch_dim", None)
+    _local.batch_dim = dim
+    try:
+        yield
+    finally:
+        _local.batch_dim = before
 
 
 def in_backward() -> int | None:
@@ -73,14 +94,18 @@ class Receiver(Protocol):
 
     enabled: bool
     detach: bool
+    batch_dim: int
 
-    def receive(self, tap: Tap, activations: Activations, backprops: tuple, record: Record) -> None:
+    def batch_size(self) -> int | None:
+        """How many samples the model's input has, in the pass that runs in this thread; None: not known."""
+
+    def receive(self, record: Record, activations: Activations, backprops: tuple) -> None:
         """One use of the tap's module has been differentiated."""
 
     def count_uses(self, parameters: list[nn.Parameter]) -> Counter[int]:
         """Counts one use more of each; uses by id, of the step that this thread is building."""
 
-    def factors(self, tap: Tap, activations: Activations, backprops: tuple) -> Mapping[nn.Parameter, Factor]:
+    def factors(self, record: Record, activations: Activations, backprops: tuple) -> Mapping[nn.Parameter, Factor]:
         """The module's factored gradients."""
 
 
@@ -91,6 +116,7 @@ class TappedForward:
         self.tap = tap
         self.replaced = replaced
 
+    @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.tap.module
         return self.tap.run(self.replaced or type(module).forward.__get__(module), args, kwargs)
@@ -108,19 +134,56 @@ class Tap:
         self.module = module
         self.layer = f"{name} ({type(module).__name__})" if name else type(module).__name__
 
+    @property
+    def active(self) -> bool:
+        return self.taps.enabled and torch.is_grad_enabled() and not getattr(_local, "suspended", False)
+
+    @property
+    def batch_dim(self) -> int:
+        """Where the samples are, for what runs in this thread now."""
+        inside = getattr(_local, "batch_dim", None)
+        return self.taps.batch_dim if inside is None else inside
+
     def run(self, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The module's forward with its output tapped, or as it is where there is nothing to do."""
-        if not (self.taps.enabled and torch.is_grad_enabled()) or getattr(_local, "suspended", False):
+        if not self.active:
             return forward(*args, **kwargs)
-        parameters = [p for p in self.module._parameters.values() if p is not None and p.requires_grad]
+        dim = find_batch_dim(self.module)
+        if dim is None:
+            return self._run(forward, args, kwargs)
+        with _samples_in(dim):
+            return self._run(forward, args, kwargs)
+
+    def _run(self, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        fault = find_fault(self.module)
+        if fault is not None:
+            return _failing_in_backward(forward(*args, **kwargs), f"{self.layer}: {fault}")
+        parameters = list(owned_parameters(self.module).values())
         if not parameters:
             return forward(*args, **kwargs)
-        if self.taps.detach:
-            with _detached(self.module):
-                output = forward(*args, **kwargs)
-        else:
+        substitute = find_forward(self.module)
+        if substitute is not None:
+            return substitute(self.module, Pieces(self), *args, **kwargs)
+        if isinstance(self.module, nn.Embedding):
+            args, kwargs = self._with_whole_batch(args, kwargs)
+        with _detached(owned_modules(self.module) if self.taps.detach else ()):
             output = forward(*args, **kwargs)
-        return self._tapped(output, self._bound(forward, args, kwargs), parameters)
+        # A layer with a rule makes its output afresh and keeps no reference to it.
+        fresh = find_rule(self.module) is not None
+        return self.tapped(output, self._bound(forward, args, kwargs), parameters, fresh=fresh)
+
+    def _with_whole_batch(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """An input with a batch of one that the model broadcasts later (``position_ids``), expanded to the batch."""
+        n, dim = self.taps.batch_size(), self.batch_dim
+        leaves, structure = tree_flatten((args, kwargs))
+        tensors = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+        if n is None or n == 1 or len(tensors) != 1:
+            return args, kwargs
+        x = leaves[tensors[0]]
+        if x.dim() < 2 or x.dim() <= dim or x.shape[dim] != 1:
+            return args, kwargs
+        leaves[tensors[0]] = x.expand(*x.shape[:dim], n, *x.shape[dim + 1 :])
+        return tree_unflatten(leaves, structure)
 
     def _bound(self, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Keyword arguments moved to their positions, so that rules find the input however it was passed."""
@@ -129,7 +192,23 @@ class Tap:
         bound = inspect.signature(forward).bind(*args, **kwargs)
         return bound.args, bound.kwargs
 
-    def _tapped(self, output: Any, inputs: tuple[tuple, dict], parameters: list[nn.Parameter]) -> Any:
+    def tapped(
+        self,
+        output: Any,
+        inputs: tuple[tuple, dict],
+        parameters: Sequence[nn.Parameter],
+        *,
+        fresh: bool,
+        rule: Rule | None = None,
+    ) -> Any:
+        """``output`` as it is, with its gradient caught.
+
+        Args:
+            inputs: positional and keyword inputs that the rule needs.
+            parameters: those that the rule answers for.
+            fresh: the output was made afresh and nothing else refers to it.
+            rule: in place of the module's own; its tensors come to it as they are, samples in any dimension.
+        """
         leaves, structure = ([output], None) if isinstance(output, Tensor) else tree_flatten(output)
         places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point()]
         if not places:
@@ -138,12 +217,10 @@ class Tap:
                 "gradient cannot be followed; return tensors or freeze its parameters"
             )
         tensors = [leaves[i] for i in places]
-        fresh = find_rule(self.module) is not None
         if fresh:
-            # A layer with a rule has made its output afresh and keeps no reference to it. It passes on as the tensor
-            # itself, no view of it, because an in-place activation may follow.
+            # It passes on as the tensor itself, no view of it, because an in-place activation may follow.
             tensors = [torch.ops.aten._unsafe_view(x, x.shape) if x._is_view() else x for x in tensors]
-        record = Record(self, inputs, num_outputs=len(places), fresh=fresh)
+        record = Record(self, inputs, parameters, num_outputs=len(places), fresh=fresh, rule=rule)
         if record.created_in is None:  # a forward that is repeated in a backward pass has been counted
             record.uses = self.taps.count_uses(parameters)
         results = _TapFunction.apply(record, *tensors, *parameters)
@@ -152,11 +229,100 @@ class Tap:
         return leaves[0] if structure is None else tree_unflatten(leaves, structure)
 
 
+class Pieces:
+    """What a forward of ``registry.register_forward`` makes its steps with."""
+
+    def __init__(self, tap: Tap):
+        self._tap = tap
+
+    def __call__(
+        self,
+        rule: Callable[..., Mapping[nn.Parameter, Factor]],
+        function: Callable[..., Any],
+        parameters: Sequence[nn.Parameter | None],
+        *inputs: Any,
+        fresh: bool = True,
+    ) -> Any:
+        """``function(*inputs, *parameters)``, tapped.
+
+        Args:
+            rule: ``rule(parameters, activations, backprops)``, a rule that takes the parameters and finds the
+                tensors laid out as ``function`` has them; what it says of frozen parameters is left out.
+            fresh: the function makes its output afresh and keeps no reference to it.
+        """
+        tap = self._tap
+        detach = tap.taps.detach
+        output = function(*inputs, *(p.detach() if detach and p is not None else p for p in parameters))
+        trainable = [p for p in parameters if p is not None and p.requires_grad]
+        if not trainable:
+            return output
+
+        def of_piece(module: nn.Module, activations: Activations, backprops: Any) -> Mapping[nn.Parameter, Factor]:
+            found = rule(parameters, activations, backprops)
+            return {p: factor for p, factor in found.items() if p is not None and p.requires_grad}
+
+        of_piece.__name__ = rule.__name__
+        return tap.tapped(output, (inputs, {}), trainable, fresh=fresh, rule=of_piece)
+
+
+class BroadcastMethod:
+    """Stands in a method that computes something of shape (1, ...) from parameters alone, linearly, which the
+    model then broadcasts: gives one copy to each sample, so that its gradient comes back by samples."""
+
+    def __init__(self, tap: Tap, method: str, child: nn.Module, rule: Callable[..., Any]):
+        self.tap, self.method, self.child, self.rule = tap, method, child, rule
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        tap, host = self.tap, self.tap.module
+        method = getattr(type(host), self.method).__get__(host)
+        parameters = [p for p in self.child.parameters() if p.requires_grad]
+        if not (tap.active and parameters):
+            return method(*args, **kwargs)
+        with taps_suspended(), _detached(list(self.child.modules()) if tap.taps.detach else ()):
+            output = method(*args, **kwargs)
+        n = tap.taps.batch_size()
+        if n is None or output.shape[0] != 1:
+            raise UnsupportedModuleError(
+                f"{tap.layer}: it is not known which batch its {self.method} is broadcast over; call the model "
+                "through its own forward"
+            )
+
+        def rule(module: nn.Module, activations: Activations, backprops: Any) -> Mapping[nn.Parameter, Factor]:
+            return self.rule(self.child, lambda: method(*args, **kwargs), backprops)
+
+        return tap.tapped(output.expand(n, *output.shape[1:]), ((), {}), parameters, fresh=False, rule=rule)
+
+
+def _failing_in_backward(output: Any, message: str) -> Any:
+    """The output, whose gradient is an error."""
+
+    def fail(grad: Tensor) -> None:
+        raise UnsupportedModuleError(message)
+
+    for leaf in tree_flatten(output)[0]:
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            leaf.register_hook(fail)
+    return output
+
+
 class Record:
     """What one run of a tapped module leaves for its backward, apart from the tensors, which autograd keeps."""
 
-    def __init__(self, tap: Tap, inputs: tuple[tuple, dict], num_outputs: int, fresh: bool):
+    def __init__(
+        self,
+        tap: Tap,
+        inputs: tuple[tuple, dict],
+        parameters: Sequence[nn.Parameter],
+        *,
+        num_outputs: int,
+        fresh: bool,
+        rule: Rule | None,
+    ):
         self.tap = tap
+        self.rule = rule
+        self.parameters = parameters
+        self.batch_dim = tap.batch_dim
+        self.batch_size = tap.taps.batch_size()
         self.num_outputs = num_outputs
         self.fresh = fresh
         self.created_in = in_backward()
@@ -209,15 +375,15 @@ class _TapFunction(torch.autograd.Function):
                 for g, (s, t, d) in zip(grads, ctx.shapes, strict=True)
             )
             if taps.enabled:
-                taps.receive(record.tap, activations, backprops, record)
+                taps.receive(record, activations, backprops)
             elif taps.detach:  # hooks are off: the parameters' ordinary gradients
-                to_parameters = _ordinary_gradients(record.tap, activations, backprops, nodes)
+                to_parameters = _ordinary_gradients(record, activations, backprops, nodes)
         return None, *grads, *to_parameters
 
 
-def _ordinary_gradients(tap: Tap, activations: Activations, backprops: tuple, nodes: list) -> tuple:
+def _ordinary_gradients(record: Record, activations: Activations, backprops: tuple, nodes: list) -> tuple:
     """Σ_n G_n for the parameters whose AccumulateGrad nodes these are, as autograd itself would give."""
-    factors = tap.taps.factors(tap, activations, backprops)
+    factors = record.tap.taps.factors(record, activations, backprops)
     gradients = []
     for node in nodes:
         parameter = getattr(node, "variable", None)

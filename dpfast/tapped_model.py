@@ -7,30 +7,33 @@ callback keeps alive: a pass that fails takes its step with it.
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
-from dpfast.errors import DpfastError, EscapedGradientError, InputError, StateError
+from dpfast.errors import DpfastError, EscapedGradientError, InputError, StateError, UnsupportedModuleError
 from dpfast.factors import Factor
 from dpfast.ops import exact_arithmetic
-from dpfast.registry import Activations, find_rule
-from dpfast.rules.functorch import functorch
-from dpfast.tap import DetachableParameters, Record, Tap, TappedForward, in_backward, taps_suspended
+from dpfast.registry import Activations, find_batch_dim, find_broadcast, find_fault, find_rule, owned_modules
+from dpfast.rules.functorch import functorch, linear_in_parameters
+from dpfast.tap import BroadcastMethod, DetachableParameters, Record, Tap, TappedForward, in_backward, taps_suspended
 
 
 class Step:
     """What one backward pass has gathered."""
 
-    def __init__(self) -> None:
-        self.num_samples: int | None = None
+    def __init__(self, batch_size: int | None) -> None:
+        self.batch_size = batch_size  # of the model's input; None: not known
+        self.num_samples: int | None = None  # that the layers saw
         self.first_layer = ""
         self.gathered: dict[nn.Parameter, Any] = {}
 
@@ -65,7 +68,10 @@ class TappedModel:
         self.batch_dim = 0 if batch_first else 1
         self.force_functorch = force_functorch
         self.enabled = True
+        self.observe: Callable[[Record, nn.Parameter, Factor], None] | None = None  # dpfast.explain
         self._taps: list[Tap] = []
+        self._parameter_owners: list[nn.Module] = []
+        self._broadcasts: list[tuple[nn.Module, str]] = []
         self._root_handles: list[RemovableHandle] = []
         self._guards: dict[nn.Parameter, RemovableHandle] = {}
         self._uses: dict[int, Counter[int]] = {}
@@ -80,17 +86,27 @@ class TappedModel:
                     f"Trying to add hooks twice to the same model: {where} has them already; remove the first ones "
                     "with remove_hooks() or to_standard_module()"
                 )
+        inner = {id(m) for module in self.model.modules() for m in owned_modules(module)[1:]}
         for name, module in self.model.named_modules():
             if module._parameters:
+                module._parameters = DetachableParameters(module._parameters)
+                self._parameter_owners.append(module)
+            if id(module) not in inner and _has_something_to_tap(module):
                 tap = Tap(self, name, module)
                 module.forward = TappedForward(tap, module.__dict__.get("forward"))
-                module._parameters = DetachableParameters(module._parameters)
                 self._taps.append(tap)
+            broadcast = find_broadcast(module)
+            if broadcast is not None and isinstance(getattr(module, broadcast[1], None), nn.Module):
+                method, child = broadcast
+                tap = Tap(self, f"{name}.{child}", module)
+                setattr(module, method, BroadcastMethod(tap, method, getattr(module, child), linear_in_parameters))
+                self._broadcasts.append((module, method))
         self._root_handles = [
-            self.model.register_forward_pre_hook(self._guard_parameters),
-            self.model.register_forward_hook(self._watch_outputs),
+            self.model.register_forward_pre_hook(self._enter, with_kwargs=True),
+            self.model.register_forward_hook(self._leave, always_call=True),
         ]
         self._guard_parameters()
+        _forget_compiled_code()
 
     def remove(self) -> None:
         """Puts every module back as it was. Safe to call twice."""
@@ -98,14 +114,19 @@ class TappedModel:
             tapped = tap.module.__dict__.get("forward")
             if isinstance(tapped, TappedForward) and tapped.tap is tap:
                 del tap.module.forward
-                tap.module._parameters = dict(tap.module._parameters)
                 if tapped.replaced is not None:
                     tap.module.forward = tapped.replaced
-        self._taps.clear()
+        for module in self._parameter_owners:
+            module._parameters = dict(module._parameters)
+        for module, method in self._broadcasts:
+            module.__dict__.pop(method, None)
+        for gathered in (self._taps, self._parameter_owners, self._broadcasts):
+            gathered.clear()
         for handle in [*self._root_handles, *self._guards.values()]:
             handle.remove()
         self._root_handles.clear()
         self._guards.clear()
+        _forget_compiled_code()
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles carry the taps, not what hangs on the originals' parameters and backward passes."""
@@ -113,6 +134,39 @@ class TappedModel:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _steps=weakref.WeakValueDictionary())
+
+    # --- the forward pass ---
+
+    @torch.compiler.disable
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._guard_parameters()
+        dim = self.batch_dim
+        tensors = (x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dim() > dim)
+        first = next(tensors, None)
+        _running.push(self, None if first is None else first.shape[dim])
+
+    @torch.compiler.disable
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Opens the step when the outermost backward pass reaches the model's output, before any checkpointed
+        region inside starts a backward pass of its own."""
+        batch_size = _running.pop(self)
+        if not (self.enabled and torch.is_grad_enabled()) or in_backward() is not None:
+            return
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(partial(self._on_output_grad, batch_size))
+
+    def batch_size(self) -> int | None:
+        """How many samples the first tensor of the model's input has; None where the model's own forward is not
+        what runs. A forward that is repeated in a backward pass has its step's."""
+        sizes = _running.sizes.get(id(self))
+        if sizes:
+            return sizes[-1]
+        if in_backward() is None:
+            return None
+        step = self._steps.get(in_backward())
+        running = set(self._steps.values()) if step is None else {step}
+        return running.pop().batch_size if len(running) == 1 else None
 
     # --- nothing escapes ---
 
@@ -137,21 +191,12 @@ class TappedModel:
 
     # --- steps ---
 
-    def _watch_outputs(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Opens the step when the outermost backward pass reaches the model's output, before any checkpointed
-        region inside starts a backward pass of its own."""
-        if not (self.enabled and torch.is_grad_enabled()) or in_backward() is not None:
-            return
-        for leaf in tree_flatten(output)[0]:
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(self._on_output_grad)
-
-    def _on_output_grad(self, grad: Tensor) -> None:
+    def _on_output_grad(self, batch_size: int | None, grad: Tensor) -> None:
         if self.enabled and in_backward() not in self._steps:
-            self._open_step()
+            self._open_step(batch_size)
 
-    def _open_step(self) -> Step:
-        step = self._steps[in_backward()] = Step()
+    def _open_step(self, batch_size: int | None) -> Step:
+        step = self._steps[in_backward()] = Step(batch_size)
         # The callback's reference is the one that keeps the step alive.
         torch.autograd.Variable._execution_engine.queue_callback(lambda: self._finish(step))
         return step
@@ -165,57 +210,110 @@ class TappedModel:
 
     def _finish(self, step: Step) -> None:
         self._uses.pop(threading.get_ident(), None)
+        if None not in (step.batch_size, step.num_samples) and step.num_samples != step.batch_size:
+            raise InputError(
+                f"{step.first_layer} saw a batch of {step.num_samples} samples, but the first tensor of the model's "
+                f"input has {step.batch_size} in dimension {self.batch_dim}: a layer must see each sample once, in "
+                f"that dimension (samples folded into positions, or split into several rows, would not be clipped as "
+                "one); reshape before the layer, set batch_first, or pass the model a tensor of the batch first"
+            )
         with torch.no_grad(), exact_arithmetic():
             self.mode.on_finish(step)
 
-    def _step_of(self, created_in: int | None, layer: str) -> Step:
-        """The step that a tap belongs to which ran forward in backward pass ``created_in`` (None: in a forward)."""
-        step = self._steps.get(in_backward())
+    def _step_of(self, record: Record) -> Step:
+        """The step that a tap belongs to."""
+        step, created_in = self._steps.get(in_backward()), record.created_in
         if step is not None:
             return step
         if created_in is None:
-            return self._open_step()
+            return self._open_step(record.batch_size)
         # The forward was repeated within a backward pass (reentrant checkpointing), and this is a pass nested in it.
         step = self._steps.get(created_in)
         running = set(self._steps.values()) if step is None else {step}
         if len(running) != 1:
             raise StateError(
-                f"{layer}: this checkpointed region does not belong to one backward pass of the wrapped model; call "
-                "the model through its forward, or checkpoint with use_reentrant=False"
+                f"{record.tap.layer}: this checkpointed region does not belong to one backward pass of the wrapped "
+                "model; call the model through its forward, or checkpoint with use_reentrant=False"
             )
         return running.pop()
 
-    def receive(self, tap: Tap, activations: Activations, backprops: Any, record: Record) -> None:
+    def receive(self, record: Record, activations: Activations, backprops: Any) -> None:
         """Hands a module's factors to the mode."""
-        step = self._step_of(record.created_in, tap.layer)
-        for parameter, factor in self.factors(tap, activations, backprops).items():
+        step, layer = self._step_of(record), record.tap.layer
+        factors = self.factors(record, activations, backprops)
+        forgotten = [p for p in record.parameters if p not in factors]
+        if forgotten:
+            names = [name for name, p in self.model.named_parameters() if any(p is f for f in forgotten)]
+            raise UnsupportedModuleError(
+                f"{layer}: its rule gives no gradient of {', '.join(names) or 'a parameter'}; register a rule that "
+                "does (dpfast.register_rule), or freeze it"
+            )
+        for parameter, factor in factors.items():
             if step.num_samples is None:
-                step.num_samples, step.first_layer = factor.num_samples, tap.layer
+                step.num_samples, step.first_layer = factor.num_samples, layer
             elif step.num_samples != factor.num_samples:
                 raise InputError(
-                    f"{tap.layer} saw a batch of {factor.num_samples} samples, {step.first_layer} one of "
-                    f"{step.num_samples}: every layer must see the same samples in dimension {self.batch_dim} of its "
-                    "input; expand an input that the model broadcasts, or set batch_first"
+                    f"{layer} saw a batch of {factor.num_samples} samples, {step.first_layer} one of "
+                    f"{step.num_samples}: every layer must see the same samples in dimension {record.batch_dim} of "
+                    "its input; expand an input that the model broadcasts, or set batch_first"
                 )
+            if self.observe is not None:
+                self.observe(record, parameter, factor)
             self.mode.on_factor(step, parameter, factor, record.is_only_use(parameter))
 
-    def factors(self, tap: Tap, activations: Activations, backprops: Any) -> Mapping[nn.Parameter, Factor]:
+    def factors(self, record: Record, activations: Activations, backprops: Any) -> Mapping[nn.Parameter, Factor]:
         """The rule's answer; its errors name the layer."""
-        if self.batch_dim != 0:
-            activations = Activations(
-                (batch_to_front(x, self.batch_dim) for x in activations),
-                {k: batch_to_front(x, self.batch_dim) for k, x in activations.kwargs.items()},
-            )
-            backprops = tuple(batch_to_front(x, self.batch_dim) for x in backprops)
-        activations.batch_dim = self.batch_dim
-        rule = None if self.force_functorch else find_rule(tap.module)
+        tap, rule = record.tap, record.rule
+        if rule is None:
+            activations, backprops = _batch_in_front(activations, backprops, record.batch_dim)
+            rule = functorch if self.force_functorch else find_rule(tap.module) or functorch
         try:
             with torch.no_grad(), exact_arithmetic(), taps_suspended():
-                if rule is None:
-                    return functorch(tap.module, activations, backprops)
                 return rule(tap.module, activations, backprops[0] if len(backprops) == 1 else backprops)
         except DpfastError as error:
             raise type(error)(f"{tap.layer}: {error}") from error
+
+
+def _batch_in_front(activations: Activations, backprops: Any, dim: int) -> tuple[Activations, Any]:
+    if dim != 0:
+        activations = Activations(*tree_map(lambda x: batch_to_front(x, dim), (list(activations), activations.kwargs)))
+        backprops = tuple(batch_to_front(x, dim) for x in backprops)
+    activations.batch_dim = dim
+    return activations, backprops
+
+
+def _has_something_to_tap(module: nn.Module) -> bool:
+    """Parameters of its own, samples in a dimension of its own, or a reason to fail."""
+    if any(m._parameters for m in owned_modules(module)):
+        return True
+    return find_batch_dim(module) is not None or find_fault(module) is not None
+
+
+def _forget_compiled_code() -> None:
+    """Code that torch.compile made of the modules would not notice that taps have come or gone."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None and hasattr(dynamo, "reset"):
+        dynamo.reset()
+
+
+class _Running(threading.local):
+    """The batch sizes of the forward passes that run in this thread, innermost last."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[int, list[int | None]] = {}
+
+    def push(self, model: TappedModel, size: int | None) -> None:
+        self.sizes.setdefault(id(model), []).append(size)
+
+    def pop(self, model: TappedModel) -> int | None:
+        sizes = self.sizes[id(model)]
+        size = sizes.pop()
+        if not sizes:
+            del self.sizes[id(model)]
+        return size
+
+
+_running = _Running()
 
 
 def batch_to_front(x: Any, batch_dim: int) -> Any:

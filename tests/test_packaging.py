@@ -19,8 +19,11 @@ ORDER = [
     ["info", "fast_gradient_clipping", "per_sample_gradient_clipper"],
     ["grad_sample_module"],
     ["tapped_model", "clipping"],
-    ["tap", "rules.linear", "rules.embedding", "rules.normalization", "rules.functorch"],
-    ["registry", "merge"],
+    [
+        *("tap", "rules.attention", "rules.convolution", "rules.embedding", "rules.functorch", "rules.huggingface"),
+        *("rules.linear", "rules.normalization", "rules.recurrent", "rules.refused"),
+    ],
+    ["registry", "merge", "reshaped"],
     ["factors"],
     ["ops"],
     ["reference", "cost"],
