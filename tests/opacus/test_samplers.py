@@ -1,0 +1,250 @@
+"""install() and uninstall(): what stands in Opacus's registries, and what Opacus's modules give with it."""
+
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from cases import assert_gradients, mean_loss, sum_loss
+from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
+from opacus.grad_sample.utils import register_grad_sampler, register_norm_sampler
+from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
+from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
+from opacus_cases import opacus_example
+from torch import nn
+
+import dpfast.opacus
+from dpfast.errors import DpfastWarning, InputError
+from dpfast.testing import clipped_sum, loop_over_samples, norms_of, relative_error
+
+C = 0.5
+GRAD, NORM = GradSampleModule.GRAD_SAMPLERS, GradSampleModuleFastGradientClipping.NORM_SAMPLERS
+
+
+@pytest.fixture(autouse=True)
+def _opacus_as_it_was():
+    before = dict(GRAD), dict(NORM)
+    yield
+    dpfast.opacus.uninstall()
+    for theirs, was in zip((GRAD, NORM), before, strict=True):
+        theirs.clear()
+        theirs.update(was)
+
+
+@pytest.mark.parametrize("output_dtype", ["backprops", "float32", "param"])
+@pytest.mark.parametrize("name", ["block", "mlp"])
+def test_grad_samples_equal_loop_over_samples(name, output_dtype):
+    model, x, y = opacus_example(name)
+    exact = loop_over_samples(model, sum_loss, x, y)
+    wrapped = GradSampleModule(model)  # before install: models that exist are served too
+    dpfast.opacus.install(output_dtype)
+    mean_loss(wrapped, x, y).backward()
+    for key, p in model.named_parameters():
+        assert relative_error(p.grad_sample, exact[key]) <= 1e-5, key
+
+
+@pytest.mark.parametrize("name", ["block", "mlp"])
+def test_norms_are_upper_ends(name):
+    model, x, y = opacus_example(name)
+    norms = norms_of(loop_over_samples(model, sum_loss, x, y))
+    dpfast.opacus.install()
+    wrapped = GradSampleModuleFastGradientClipping(model)
+    sum_loss(wrapped, x, y).backward()
+    got = wrapped.get_norm_sample() / 6  # the loss is a sum and the module was told of a mean: times N
+    assert relative_error(got, norms) <= 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_norm_samples_are_never_too_small(dtype):
+    """Pairs of positions that cancel: Opacus's own bf16 norm is 0."""
+    torch.manual_seed(0)
+    layer = nn.Linear(16, 8)
+    a = torch.randn(4, 6, 16).to(dtype)
+    b = torch.cat([torch.randn(4, 3, 8)] * 2, 1).mul(torch.tensor([1.0] * 3 + [-1.0] * 3)[:, None]).to(dtype)
+    a[:, 3:] = (a[:, :3].float() * (1 + 2**-7)).to(dtype)
+    exact = torch.einsum("ntp,ntd->npd", b.double(), a.double()).flatten(1).norm(dim=1)
+    dpfast.opacus.install()
+    norm = NORM[nn.Linear](layer, [a], b)[layer.weight]
+    assert norm.dtype == torch.float32
+    assert (norm.double() >= exact).all()
+    assert (norm.double() <= exact * 1.5).all()
+
+
+def test_dtype_of_grad_samples():
+    layer = nn.Linear(3, 2).to(torch.bfloat16)
+    a, b = torch.randn(4, 5, 3), torch.randn(4, 5, 2, dtype=torch.float16)
+    exact = torch.einsum("ntp,ntd->npd", b.double(), a.double())
+    for output_dtype, dtype in (("backprops", torch.float16), ("param", torch.bfloat16), ("float32", torch.float32)):
+        dpfast.opacus.install(output_dtype)
+        got = GRAD[nn.Linear](layer, [a], b)
+        assert {g.dtype for g in got.values()} == {dtype}
+        assert torch.equal(got[layer.weight], GRAD[nn.Linear](layer, [a], b)[layer.weight])
+        assert relative_error(got[layer.weight], exact) <= 2 * torch.finfo(dtype).eps
+    doubles = GRAD[nn.Linear](layer, [a.double()], b.double())
+    assert {g.dtype for g in doubles.values()} == {torch.float32}
+    with pytest.raises(InputError, match="'bfloat16'"):
+        dpfast.opacus.install("bfloat16")
+
+
+def test_layers_that_opacus_has_no_norm_sampler_for():
+    """LayerNorm without bias and Embedding with padding, which Opacus gets wrong."""
+    model = nn.Sequential(nn.Embedding(7, 4, padding_idx=0), nn.LayerNorm(4, bias=False), nn.Linear(4, 2))
+    model[0].weight.data[0] = 1.0  # the padding row is not zero, and yet gets no gradient
+    x, y = torch.randint(0, 7, (5, 3)), torch.zeros(5, 3, 2)
+
+    def loss(m, x, y):
+        return (m(x) - y).square().sum()
+
+    exact = loop_over_samples(model, loss, x, y)
+    dpfast.opacus.install()
+    wrapped = GradSampleModule(model, loss_reduction="sum")
+    loss(wrapped, x, y).backward()
+    assert_gradients({k: p.grad_sample for k, p in model.named_parameters()}, exact)
+    assert nn.LayerNorm in NORM and nn.Embedding in NORM
+
+
+def test_four_dimensions_and_an_empty_batch():
+    layer = nn.Linear(3, 2)
+    dpfast.opacus.install()
+    a, b = torch.randn(4, 2, 5, 3), torch.randn(4, 2, 5, 2)
+    exact = torch.einsum("nstp,nstd->npd", b.double(), a.double()).flatten(1).norm(dim=1)
+    assert relative_error(NORM[nn.Linear](layer, [a], b)[layer.weight], exact) <= 1e-5
+    for norms in NORM[nn.Linear](layer, [a[:0]], b[:0]).values():
+        assert norms.shape == (0,)
+
+
+def clipped_by_opacus(model, x, y, ghost):
+    """The clipped sum of one step of Opacus's own pipeline, no noise."""
+    cls, optimizer = (
+        (GradSampleModuleFastGradientClipping, DPOptimizerFastGradientClipping)
+        if ghost
+        else (GradSampleModule, DPOptimizer)
+    )
+    wrapped = cls(model, **({"max_grad_norm": C} if ghost else {}))
+    optimizer = optimizer(
+        torch.optim.SGD(model.parameters(), lr=1.0), noise_multiplier=0.0, max_grad_norm=C, expected_batch_size=1
+    )
+    criterion = nn.CrossEntropyLoss()
+    if ghost:
+        criterion = DPLossFastGradientClipping(wrapped, optimizer, criterion)
+    criterion(wrapped(x), y).backward()
+    optimizer.pre_step()
+    return {key: p.grad for key, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("ghost", [True, False])
+@pytest.mark.parametrize("name", ["block", "mlp"])
+def test_opacus_clips_the_same_with_it(name, ghost):
+    model, x, y = opacus_example(name)
+    exact = clipped_sum(loop_over_samples(model, sum_loss, x, y), C)
+    dpfast.opacus.install()
+    assert_gradients(clipped_by_opacus(model, x, y, ghost), exact, 1e-5)
+
+
+# --- order of registrations ---
+
+
+def test_uninstall_leaves_no_trace_and_both_can_be_called_twice():
+    before = dict(GRAD), dict(NORM)
+    dpfast.opacus.uninstall()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dpfast.opacus.install()
+        dpfast.opacus.install("float32")
+    assert GRAD[nn.Linear] is not before[0][nn.Linear]
+    dpfast.opacus.uninstall()
+    dpfast.opacus.uninstall()
+    assert (dict(GRAD), dict(NORM)) == before
+
+
+def test_samplers_of_another_library():
+    @register_grad_sampler(nn.Linear)
+    @register_norm_sampler(nn.LayerNorm)
+    def theirs(layer, activations, backprops):
+        return {}
+
+    with pytest.warns(DpfastWarning, match=r"Linear grad sampler.*LayerNorm norm sampler") as caught:
+        dpfast.opacus.install()
+    assert len(caught) == 1 and theirs.__module__ in str(caught[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dpfast.opacus.install("param")  # says so once
+    assert GRAD[nn.Linear] is not theirs
+    dpfast.opacus.uninstall()
+    assert GRAD[nn.Linear] is theirs and NORM[nn.LayerNorm] is theirs
+
+
+def test_samplers_registered_over_ours():
+    dpfast.opacus.install()
+
+    @register_grad_sampler(nn.Linear)
+    def later(layer, activations, backprops):
+        return {}
+
+    dpfast.opacus.uninstall()
+    assert GRAD[nn.Linear] is later  # it is not ours to remove
+    with pytest.warns(DpfastWarning, match="Linear grad sampler"):
+        dpfast.opacus.install()
+    register_grad_sampler(nn.Linear)(later)
+    with pytest.warns(DpfastWarning, match="Linear grad sampler"):
+        dpfast.opacus.install()
+    dpfast.opacus.uninstall()
+    assert GRAD[nn.Linear] is later
+
+
+def test_rules_and_samplers_of_users():
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, x):
+            return x * self.weight
+
+    dpfast.opacus.install()
+    assert Scale not in GRAD
+    registries = (dpfast.registry.RULES, dpfast.registry.GRAD_SAMPLERS, dpfast.registry.NORM_SAMPLERS)
+    try:
+
+        @dpfast.register_grad_sampler(Scale)
+        def sampler(layer, activations, backprops):
+            return {layer.weight: activations[0] * backprops}
+
+        dpfast.opacus.install()
+        model, x = nn.Sequential(nn.Linear(3, 3), Scale()), torch.randn(4, 3)
+        GradSampleModule(model, loss_reduction="sum")(x).sum().backward()
+        assert torch.allclose(model[1].weight.grad_sample, model[0](x))
+        assert torch.allclose(NORM[Scale](model[1], [x], torch.ones(4, 3))[model[1].weight], x.norm(dim=1))
+    finally:
+        for registry in registries:
+            registry.pop(Scale, None)
+    dpfast.opacus.uninstall()
+    assert Scale not in GRAD and Scale not in NORM
+
+
+# --- Opacus that is missing, or unknown ---
+
+
+@pytest.mark.parametrize(
+    ("opacus", "message"),
+    [
+        ("raise ImportError('No module named opacus')", "No module named opacus"),
+        ("__version__ = '1.5.3'", "1.5.3 is installed"),
+        ("__version__ = '2.0.0'", "2.0.0 is installed"),
+    ],
+)
+def test_opacus_missing_or_unknown(tmp_path, opacus, message):
+    (tmp_path / "opacus.py").write_text(opacus)
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import dpfast; import dpfast.opacus"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    last = run.stderr.strip().splitlines()[-1]
+    assert "MissingDependencyError" in last and message in last and "pip install 'dpfast[opacus]'" in last
+
+
+def test_opacus_takes_ours_for_wrapped_modules():
+    from opacus.grad_sample import AbstractGradSampleModule
+
+    assert isinstance(dpfast.GradSampleModule(nn.Linear(2, 2)), AbstractGradSampleModule)
+    assert isinstance(dpfast.GradSampleModuleFastGradientClipping(nn.Linear(2, 2)), AbstractGradSampleModule)
+    assert not isinstance(nn.Linear(2, 2), AbstractGradSampleModule)
