@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpfast import bounds
+from dpfast import bounds, buffers
 from dpfast.bounds import SquaredNorm
 
 WORKSPACE_BYTES = 32 * 2**20
@@ -244,7 +244,7 @@ def _batched_product(x: Tensor, y: Tensor, *, scale: float = 1.0, add_to: Tensor
     if min(n, r, k, c) == 0:
         return x.new_zeros(n, r, c) if add_to is None else add_to
     if min(r, c) >= BATCH_INVARIANT_FROM:
-        out, beta = (x.new_empty(n, r, c), 0.0) if add_to is None else (add_to, 1.0)
+        out, beta = (buffers.empty((n, r, c), x.dtype, x.device), 0.0) if add_to is None else (add_to, 1.0)
         return torch.baddbmm(out, x, y, beta=beta, alpha=scale, out=out)
     if r * k * c >= _WORTH_A_CALL:
         # Each into memory of its own: written into a slice, the last bit depends on the slice's alignment.

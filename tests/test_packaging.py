@@ -27,7 +27,7 @@ ORDER = [
     ["factors"],
     ["ops"],
     ["reference", "cost"],
-    ["bounds", "accumulation"],
+    ["bounds", "accumulation", "buffers"],
     ["errors"],
 ]
 RANK = {name: len(ORDER) - i for i, names in enumerate(ORDER) for name in names}

@@ -1,0 +1,49 @@
+"""Blocks are used again when, and only when, no tensor stands on them."""
+
+import pytest
+import torch
+
+from dpfast import buffers
+
+CPU = torch.device("cpu")
+LARGE = (buffers.SMALLEST // 4,)
+
+
+@pytest.fixture(autouse=True)
+def _no_blocks():
+    buffers.release()
+    before = len(buffers._blocks)
+    yield
+    buffers.release()
+    assert len(buffers._blocks) == before
+
+
+def test_a_block_is_used_again_once_its_tensor_is_gone():
+    x = buffers.empty(LARGE, torch.float32, CPU)
+    place = x.data_ptr()
+    del x
+    assert buffers.empty(LARGE, torch.float32, CPU).data_ptr() == place
+
+
+def test_a_view_keeps_the_block():
+    x = buffers.empty((2, *LARGE), torch.float32, CPU).fill_(1.0)
+    view = x.detach()[1:]
+    del x
+    y = buffers.empty((2, *LARGE), torch.float32, CPU).fill_(2.0)
+    assert (view == 1.0).all() and (y == 2.0).all()
+
+
+def test_batches_that_grow_do_not_pile_up_blocks():
+    before = len(buffers._blocks)
+    for n in range(1, 40):
+        tensors = [buffers.empty((n, *LARGE), torch.float32, CPU) for _ in range(3)]
+        assert len(buffers._blocks) - before <= 3
+        assert len({x.data_ptr() for x in tensors}) == 3
+        del tensors
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(), (0, 5), (3, 5), (2, 1024, 1024)])
+def test_shapes_and_dtypes(shape, dtype):
+    x = buffers.empty(shape, dtype, CPU)
+    assert x.shape == torch.Size(shape) and x.dtype == dtype and x.is_contiguous()
