@@ -103,7 +103,7 @@ def main() -> None:
     opacus = (options.opacus / "opacus" if options.opacus else Path(spec.origin).parent).resolve()
     torchvision = options.torchvision.resolve() if options.torchvision else None
 
-    version = re.search(r"[\d.]+", (opacus / "version.py").read_text()[-40:])[0]
+    version = re.search(r'__version__ = "(.*)"', (opacus / "version.py").read_text())[1]
     results = []
     for with_dpfast in (False, True):
         start = time.perf_counter()

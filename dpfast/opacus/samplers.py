@@ -85,7 +85,7 @@ def install(output_dtype: OutputDtype = "backprops") -> None:
         InputError: another ``output_dtype``.
 
     Numerics:
-        Norm samples are fp32 whatever ``output_dtype``, and the proven upper ends of the norms (docs/bounds.md), so
+        Norm samples are fp32 (fp64 for fp64 backprops) whatever ``output_dtype``, and the proven upper ends of the norms (docs/bounds.md), so
         rounding never lets a sample through that is larger than Opacus's clip factor takes it for. Values that
         a sampler of your own (``dpfast.register_norm_sampler``) gives are passed on as they are.
     """
@@ -141,14 +141,17 @@ def _norm_sampler(key: type[nn.Module] | str, rule: Rule) -> Sampler:
 
     def sampler(layer: nn.Module, activations: list[Tensor], backprops: Tensor) -> dict[nn.Parameter, Tensor]:
         factors = rule(layer, Activations(activations), backprops)
-        return {p: _norm(factor) for p, factor in factors.items()}
+        double = backprops.dtype == torch.float64
+        return {p: _norm(factor, double) for p, factor in factors.items()}
 
     return sampler
 
 
-def _norm(factor: Factor) -> Tensor:
-    """‖G_n‖, (N,) fp32, rounded up."""
+def _norm(factor: Factor, double: bool) -> Tensor:
+    """The upper end of ‖G_n‖, (N,), fp32 rounded up, or fp64."""
     norms = factor.sq_norm().upper.sqrt()
+    if double:
+        return norms
     rounded = norms.float()
     return torch.where(rounded < norms, torch.nextafter(rounded, rounded.new_tensor(torch.inf)), rounded)
 
