@@ -12,7 +12,7 @@ from hypothesis import given
 import dpfast
 from dpfast import reference
 from dpfast.clipping import ConstantFlatClipper, clip_factors
-from dpfast.factors import OuterProduct, row_sum
+from dpfast.factors import Dense, Lookup, OuterProduct, row_sum
 
 
 @given(
@@ -49,6 +49,10 @@ def test_no_clipped_sample_exceeds_c(t, d, p, exponents, dtype, constant_side, c
     if finite:
         sums = b.double().sum(1).norm(dim=1)
         assert (row_sum(b).sq_norm().upper.sqrt() >= sums).all()
+        assert (Dense(b).sq_norm().upper.sqrt() >= b.double().flatten(1).norm(dim=1)).all()
+        table = torch.randint(0, 3, (2, t), generator=torch.Generator().manual_seed(seed))
+        rows = torch.einsum("ntv,ntp->nvp", torch.nn.functional.one_hot(table, 3).double(), b.double())
+        assert (Lookup(table, b, 3).sq_norm().upper.sqrt() >= rows.flatten(1).norm(dim=1)).all()
 
 
 MAGNITUDES = st.floats(-4, 4).map(lambda e: 10.0**e)
