@@ -14,8 +14,6 @@ from dpfast.factors import Factor
 from dpfast.registry import Activations
 from dpfast.tapped_model import Step, TappedModel, batch_to_front
 
-_MIXES_SAMPLES = (nn.modules.batchnorm._BatchNorm,)
-
 
 class Hooks(TappedModel):
     """The taps of one module; ``dpfast.autograd_grad_sample.disable_hooks`` switches off those of every module."""
@@ -291,28 +289,9 @@ def check_loss_reduction(loss_reduction: str) -> None:
 def _faults(module: nn.Module, name: str) -> Iterator[UnsupportedModuleError]:
     """Why this layer has no per-sample gradients."""
     where = f"{name or 'model'} ({type(module).__name__})"
-    trainable = any(p.requires_grad for p in module.parameters(recurse=False))
-    if isinstance(module, _MIXES_SAMPLES) and (module.training or trainable):
-        yield UnsupportedModuleError(
-            f"{where} normalises over the batch, so a sample's gradient depends on the others; replace it with "
-            "GroupNorm (opacus.validators.ModuleValidator.fix does), or freeze it and put it in eval mode"
-        )
-    if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats:
-        yield UnsupportedModuleError(
-            f"{where} keeps running statistics of the samples, which are not private; build it with "
-            "track_running_stats=False"
-        )
-    if (
-        isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-        and trainable
-        and (module.scale_grad_by_freq or module.max_norm is not None)
-    ):
-        yield UnsupportedModuleError(
-            f"{where}: scale_grad_by_freq and max_norm make a sample's gradient depend on the others in its batch; "
-            "build it without them"
-        )
-    if isinstance(module, nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():
-        yield UnsupportedModuleError(f"{where} is not initialised; run one forward pass before wrapping the model")
+    fault = registry.find_fault(module)
+    if fault is not None:
+        yield UnsupportedModuleError(f"{where}: {fault}")
 
 
 __all__ = ["GradSampleModule"]

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 
 from dpfast.errors import InputError
@@ -41,16 +42,18 @@ NORM_SAMPLERS: dict[type[nn.Module], GradSampler] = {}
 
 _RULES_BY_NAME: dict[str, Rule] = {}
 _WHOLE: set[Rule] = set()
+_FRESH: set[Rule] = set()
 _FORWARDS: dict[ModuleClass, Callable[..., Any]] = {}
 _BROADCASTS: dict[ModuleClass, tuple[str, str]] = {}
 _BATCH_DIMS: dict[ModuleClass, Callable[[nn.Module], int]] = {}
+_FOLDED: dict[ModuleClass, bool] = {}
 _FAULTS: dict[ModuleClass, Callable[[nn.Module], str | None]] = {}
 
 
 def _classes(target: Target) -> tuple[ModuleClass, ...]:
-    classes = tuple(target) if isinstance(target, (list, tuple, set, frozenset)) else (target,)
+    classes: tuple = tuple(target) if isinstance(target, (list, tuple, set, frozenset)) else (target,)
     for cls in classes:
-        if not (isinstance(cls, str) or (isinstance(cls, type) and issubclass(cls, nn.Module))):
+        if not (isinstance(cls, str) or (isinstance(cls, type) and issubclass(cls, (nn.Module, LazyModuleMixin)))):
             raise InputError(
                 f"{cls!r} is not a class of nn.Module, nor its full name; pass the layer's class, not an instance"
             )
@@ -79,7 +82,7 @@ def _set_rule(cls: ModuleClass, rule: Rule, grad_sampler: GradSampler) -> None:
 # --- for users ---
 
 
-def register_rule(target: Target, *, whole: bool = False) -> Callable[[Rule], Rule]:
+def register_rule(target: Target, *, whole: bool = False, fresh: bool = False) -> Callable[[Rule], Rule]:
     """Decorator that makes a function the rule of one or several layer classes.
 
     The class's grad sampler and norm sampler follow from the rule. ``docs/writing-a-rule.md`` has an example.
@@ -87,6 +90,8 @@ def register_rule(target: Target, *, whole: bool = False) -> Callable[[Rule], Ru
     Args:
         target: a class of nn.Module, its full name as a string, or several of them. Subclasses that keep the
             class's forward have the rule too.
+        fresh: the layer's forward ends in an operation that makes its output afresh and does not keep it for its own
+            backward (a product, not a tanh); then an in-place activation may follow the layer.
         whole: the rule answers for the parameters of the module's children as well; they get no rules of their own.
 
     Raises:
@@ -98,6 +103,8 @@ def register_rule(target: Target, *, whole: bool = False) -> Callable[[Rule], Ru
     def decorate(rule: Rule) -> Rule:
         if whole:
             _WHOLE.add(rule)
+        if fresh:
+            _FRESH.add(rule)
         for cls in classes:
             _set_rule(cls, rule, _sampler(rule, lambda factor: factor.materialize()))
         return rule
@@ -167,8 +174,16 @@ def register_batch_dim(target: Target) -> Callable[[Callable[[nn.Module], int]],
     return _register(_BATCH_DIMS, target)
 
 
+def register_folded(target: Target) -> None:
+    """Names containers that fold their positions into the samples for some layers inside, (N, T, D) -> (N·T, D)."""
+    _register(_FOLDED, target)(True)
+
+
 def register_fault(target: Target) -> Callable[[Callable[[nn.Module], str | None]], Callable[[nn.Module], str | None]]:
-    """Decorator: the function says why a layer cannot have per-sample gradients, and the remedy; None where it can."""
+    """Decorator: the function says why a layer cannot have per-sample gradients, and the remedy; None where it can.
+
+    It is asked for subclasses too, whatever forward they have.
+    """
     return _register(_FAULTS, target)
 
 
@@ -216,18 +231,25 @@ def find_batch_dim(module: nn.Module) -> int | None:
     return None if say is None else say(module)
 
 
+def folds_samples(module: nn.Module) -> bool:
+    """Whether the module is a container of :func:`register_folded`."""
+    return _find(module, _FOLDED) is not None
+
+
 def find_fault(module: nn.Module) -> str | None:
     """Why the module cannot have per-sample gradients."""
-    for cls in type(module).__mro__:
-        for key in _names(cls):
-            if key in _FAULTS:
-                return _FAULTS[key](module)
-    return None
+    faults = (_FAULTS[key](module) for cls in type(module).__mro__ for key in _names(cls) if key in _FAULTS)
+    return next((fault for fault in faults if fault is not None), None)
 
 
 def owns_children(module: nn.Module) -> bool:
     """Whether what answers for the module answers for its whole subtree."""
     return find_rule(module) in _WHOLE or find_forward(module) is not None
+
+
+def makes_fresh_output(module: nn.Module) -> bool:
+    """Whether nothing but the module's caller has its output, not even autograd."""
+    return find_rule(module) in _FRESH
 
 
 def owned_modules(module: nn.Module) -> list[nn.Module]:

@@ -28,7 +28,8 @@ from dpfast.registry import (
     find_batch_dim,
     find_fault,
     find_forward,
-    find_rule,
+    folds_samples,
+    makes_fresh_output,
     owned_modules,
     owned_parameters,
 )
@@ -39,7 +40,7 @@ _local = threading.local()
 @contextmanager
 def taps_suspended() -> Iterator[None]:
     """Rules may run modules again; those runs are not part of the model's pass."""
-    before = getattr(_local, "suspended", False)
+    before = suspended()
     _local.suspended = True
     try:
         yield
@@ -47,9 +48,14 @@ def taps_suspended() -> Iterator[None]:
         _local.suspended = before
 
 
+def suspended() -> bool:
+    """Whether a rule is running modules again in this thread."""
+    return getattr(_local, "suspended", False)
+
+
 class DetachableParameters(dict):
-    """A module's ``_parameters``. Within :func:`_detached` the module's own code, which asks by name, gets its
-    parameters without their history, in that thread alone; whoever iterates (``parameters()``, ``state_dict()``,
+    """A module's ``_parameters``. Within :func:`detached_parameters` the module's own code, which asks by name, gets
+    its parameters without their history, in that thread alone; whoever iterates (``parameters()``, ``state_dict()``,
     an optimizer, another thread's backward pass) gets the parameters themselves."""
 
     def __getitem__(self, name: str) -> Any:
@@ -60,7 +66,7 @@ class DetachableParameters(dict):
 
 
 @contextmanager
-def _detached(modules: Sequence[nn.Module]) -> Iterator[None]:
+def detached_parameters(modules: Sequence[nn.Module]) -> Iterator[None]:
     """The modules' code sees their parameters without their history."""
     if not hasattr(_local, "detached"):
         _local.detached = []
@@ -73,14 +79,14 @@ def _detached(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 @contextmanager
-def _samples_in(dim: int) -> Iterator[None]:
-    """What runs inside has its samples in this dimension."""
-    before = getattr(_local, "batch_dim", None)
-    _local.batch_dim = dim
+def _layout(**layout: Any) -> Iterator[None]:
+    """Where samples are in what runs inside: ``batch_dim``, and ``folded`` where positions may be folded into them."""
+    before = getattr(_local, "layout", {})
+    _local.layout = {**before, **layout}
     try:
         yield
     finally:
-        _local.batch_dim = before
+        _local.layout = before
 
 
 def in_backward() -> int | None:
@@ -136,22 +142,21 @@ class Tap:
 
     @property
     def active(self) -> bool:
-        return self.taps.enabled and torch.is_grad_enabled() and not getattr(_local, "suspended", False)
+        return self.taps.enabled and torch.is_grad_enabled() and not suspended()
 
     @property
     def batch_dim(self) -> int:
         """Where the samples are, for what runs in this thread now."""
-        inside = getattr(_local, "batch_dim", None)
-        return self.taps.batch_dim if inside is None else inside
+        return getattr(_local, "layout", {}).get("batch_dim", self.taps.batch_dim)
 
     def run(self, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The module's forward with its output tapped, or as it is where there is nothing to do."""
         if not self.active:
             return forward(*args, **kwargs)
-        dim = find_batch_dim(self.module)
-        if dim is None:
+        dim, folded = find_batch_dim(self.module), folds_samples(self.module)
+        if dim is None and not folded:
             return self._run(forward, args, kwargs)
-        with _samples_in(dim):
+        with _layout(**({"folded": True} if dim is None else {"batch_dim": dim})):
             return self._run(forward, args, kwargs)
 
     def _run(self, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -166,11 +171,10 @@ class Tap:
             return substitute(self.module, Pieces(self), *args, **kwargs)
         if isinstance(self.module, nn.Embedding):
             args, kwargs = self._with_whole_batch(args, kwargs)
-        with _detached(owned_modules(self.module) if self.taps.detach else ()):
+        with detached_parameters(owned_modules(self.module) if self.taps.detach else ()):
             output = forward(*args, **kwargs)
-        # A layer with a rule makes its output afresh and keeps no reference to it.
-        fresh = find_rule(self.module) is not None
-        return self.tapped(output, self._bound(forward, args, kwargs), parameters, fresh=fresh)
+        inputs, fresh = self._bound(forward, args, kwargs), makes_fresh_output(self.module)
+        return self.tapped(output, inputs, parameters, fresh=fresh)
 
     def _with_whole_batch(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """An input with a batch of one that the model broadcasts later (``position_ids``), expanded to the batch."""
@@ -265,43 +269,17 @@ class Pieces:
         return tap.tapped(output, (inputs, {}), trainable, fresh=fresh, rule=of_piece)
 
 
-class BroadcastMethod:
-    """Stands in a method that computes something of shape (1, ...) from parameters alone, linearly, which the
-    model then broadcasts: gives one copy to each sample, so that its gradient comes back by samples."""
-
-    def __init__(self, tap: Tap, method: str, child: nn.Module, rule: Callable[..., Any]):
-        self.tap, self.method, self.child, self.rule = tap, method, child, rule
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        tap, host = self.tap, self.tap.module
-        method = getattr(type(host), self.method).__get__(host)
-        parameters = [p for p in self.child.parameters() if p.requires_grad]
-        if not (tap.active and parameters):
-            return method(*args, **kwargs)
-        with taps_suspended(), _detached(list(self.child.modules()) if tap.taps.detach else ()):
-            output = method(*args, **kwargs)
-        n = tap.taps.batch_size()
-        if n is None or output.shape[0] != 1:
-            raise UnsupportedModuleError(
-                f"{tap.layer}: it is not known which batch its {self.method} is broadcast over; call the model "
-                "through its own forward"
-            )
-
-        def rule(module: nn.Module, activations: Activations, backprops: Any) -> Mapping[nn.Parameter, Factor]:
-            return self.rule(self.child, lambda: method(*args, **kwargs), backprops)
-
-        return tap.tapped(output.expand(n, *output.shape[1:]), ((), {}), parameters, fresh=False, rule=rule)
-
-
 def _failing_in_backward(output: Any, message: str) -> Any:
     """The output, whose gradient is an error."""
 
     def fail(grad: Tensor) -> None:
         raise UnsupportedModuleError(message)
 
-    for leaf in tree_flatten(output)[0]:
-        if isinstance(leaf, Tensor) and leaf.requires_grad:
-            leaf.register_hook(fail)
+    followed = [x for x in tree_flatten(output)[0] if isinstance(x, Tensor) and x.requires_grad]
+    if not followed:  # no gradient would come by, but what comes out is not fit for private training either
+        raise UnsupportedModuleError(message)
+    for x in followed:
+        x.register_hook(fail)
     return output
 
 
@@ -323,6 +301,7 @@ class Record:
         self.parameters = parameters
         self.batch_dim = tap.batch_dim
         self.batch_size = tap.taps.batch_size()
+        self.folded = getattr(_local, "layout", {}).get("folded", False)
         self.num_outputs = num_outputs
         self.fresh = fresh
         self.created_in = in_backward()

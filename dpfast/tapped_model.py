@@ -20,12 +20,29 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
+from dpfast.broadcast import BroadcastMethod
 from dpfast.errors import DpfastError, EscapedGradientError, InputError, StateError, UnsupportedModuleError
 from dpfast.factors import Factor
 from dpfast.ops import exact_arithmetic
-from dpfast.registry import Activations, find_batch_dim, find_broadcast, find_fault, find_rule, owned_modules
+from dpfast.registry import (
+    Activations,
+    find_batch_dim,
+    find_broadcast,
+    find_fault,
+    find_rule,
+    folds_samples,
+    owned_modules,
+)
 from dpfast.rules.functorch import functorch, linear_in_parameters
-from dpfast.tap import BroadcastMethod, DetachableParameters, Record, Tap, TappedForward, in_backward, taps_suspended
+from dpfast.tap import (
+    DetachableParameters,
+    Record,
+    Tap,
+    TappedForward,
+    in_backward,
+    suspended,
+    taps_suspended,
+)
 
 
 class Step:
@@ -139,6 +156,8 @@ class TappedModel:
 
     @torch.compiler.disable
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if suspended():
+            return
         self._guard_parameters()
         dim = self.batch_dim
         tensors = (x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dim() > dim)
@@ -149,6 +168,8 @@ class TappedModel:
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """Opens the step when the outermost backward pass reaches the model's output, before any checkpointed
         region inside starts a backward pass of its own."""
+        if suspended():
+            return
         batch_size = _running.pop(self)
         if not (self.enabled and torch.is_grad_enabled()) or in_backward() is not None:
             return
@@ -266,6 +287,8 @@ class TappedModel:
         tap, rule = record.tap, record.rule
         if rule is None:
             activations, backprops = _batch_in_front(activations, backprops, record.batch_dim)
+            if record.folded and record.batch_size is not None:
+                activations, backprops = _unfolded(activations, backprops, record.batch_size)
             rule = functorch if self.force_functorch else find_rule(tap.module) or functorch
         try:
             with torch.no_grad(), exact_arithmetic(), taps_suspended():
@@ -282,11 +305,25 @@ def _batch_in_front(activations: Activations, backprops: Any, dim: int) -> tuple
     return activations, backprops
 
 
+def _unfolded(activations: Activations, backprops: Any, n: int) -> tuple[Activations, Any]:
+    """(N·T, D) -> (N, T, D), in a container that is known to fold them so."""
+    rows = backprops[0].shape[0]
+    if len(backprops) != 1 or backprops[0].dim() != 2 or rows == n or n == 0 or rows % n:
+        return activations, backprops
+
+    def unfolded(x: Any) -> Any:
+        return x.unflatten(0, (n, rows // n)) if isinstance(x, Tensor) and x.dim() and x.shape[0] == rows else x
+
+    found = Activations(*tree_map(unfolded, (list(activations), activations.kwargs)))
+    found.batch_dim = activations.batch_dim
+    return found, tuple(map(unfolded, backprops))
+
+
 def _has_something_to_tap(module: nn.Module) -> bool:
     """Parameters of its own, samples in a dimension of its own, or a reason to fail."""
     if any(m._parameters for m in owned_modules(module)):
         return True
-    return find_batch_dim(module) is not None or find_fault(module) is not None
+    return find_batch_dim(module) is not None or folds_samples(module) or find_fault(module) is not None
 
 
 def _forget_compiled_code() -> None:

@@ -1,14 +1,21 @@
-"""The oracle: per-sample gradients by a loop over samples in fp64, which everything else is compared with."""
+"""The oracle, per-sample gradients by a loop over samples in fp64, and the check of a rule against it."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
+
+from dpfast.factors import Factor
+from dpfast.fast_gradient_clipping import GradSampleModuleFastGradientClipping
+from dpfast.grad_sample_module import GradSampleModule
+
+TOLERANCES = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 6e-2, torch.float16: 1e-2}
+"""Relative L2 errors that :func:`check_rule` allows. In 16 bits the layer's own forward and backward round."""
 
 
 def loop_over_samples(
@@ -32,7 +39,7 @@ def loop_over_samples(
     """
     model = copy.deepcopy(model).double()
     names = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    batch = tree_map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, batch)
+    batch = _converted(batch, torch.float64)
     num_samples = next(x for x in _tensors(batch)).shape[batch_dim]
     gradients: dict[str, list[Tensor]] = {name: [] for name in names}
     for i in range(num_samples):
@@ -45,6 +52,129 @@ def loop_over_samples(
         name: torch.stack(values) if values else names[name].new_zeros(0, *names[name].shape)
         for name, values in gradients.items()
     }
+
+
+_FP32_ANSWER = 1e-6  # norms and clip factors are given in fp32
+_SLACK = 1e-3  # how much more than exact factors a proven bound may clip
+
+
+def check_rule(
+    module: nn.Module,
+    *inputs: Any,
+    batch_dim: int = 0,
+    dtypes: Sequence[torch.dtype] = (torch.float32, torch.float64, torch.bfloat16),
+) -> None:
+    """Compares what dpfast does with a module to a loop over samples: every verb, both passes, N samples, 1 and 0.
+
+    Args:
+        module: a layer or model with trainable parameters; a copy is wrapped. It must draw no random numbers.
+        inputs: what its forward takes, floats in any dtype; every tensor has its N samples in ``batch_dim``.
+        dtypes: module and inputs are converted to each in turn.
+
+    Raises:
+        AssertionError: a gradient, norm or sum is further from the loop's than ``TOLERANCES`` allows, or a bound is
+            below the norm; the message names parameter, verb and dtype.
+
+    >>> check_rule(nn.Linear(3, 2), torch.randn(4, 5, 3))
+    """
+    for dtype in dtypes:
+        converted = tree_map(
+            lambda x, t=dtype: x.to(t) if isinstance(x, Tensor) and x.is_floating_point() else x, inputs
+        )
+        num_samples = _tensors(converted)[0].shape[batch_dim]
+        for n in sorted({0, 1, num_samples}):
+            batch = tree_map(lambda x, n=n: x.narrow(batch_dim, 0, n) if isinstance(x, Tensor) else x, converted)
+            if n == 0 and not _takes_nothing(module, batch):
+                continue
+            _check_batch(copy.deepcopy(module).to(dtype), batch, batch_dim, f"{dtype}, {n} samples")
+
+
+def separable_loss(model: nn.Module, *inputs: Any) -> Tensor:
+    """A loss in which no sample touches another, whatever the outputs' shapes."""
+    outputs = [x for x in _tensors(model(*inputs)) if x.is_floating_point()]
+    return sum(torch.sin(3.0 * x).sum() for x in outputs)
+
+
+def _takes_nothing(module: nn.Module, batch: tuple) -> bool:
+    """Whether the module itself runs on a batch of no samples."""
+    try:
+        with torch.no_grad():
+            copy.deepcopy(module).double()(*_converted(batch, torch.float64))
+    except (RuntimeError, ValueError, IndexError):
+        return False
+    return True
+
+
+def _check_batch(module: nn.Module, batch: tuple, batch_dim: int, where: str) -> None:
+    tolerance = TOLERANCES[next(module.parameters()).dtype]
+    exact = loop_over_samples(module, separable_loss, *batch, batch_dim=batch_dim)
+    norms = norms_of(exact)
+    options = {"batch_first": batch_dim == 0, "loss_reduction": "sum"}
+
+    def compare(what: str, actual: Tensor | None, expected: Tensor) -> None:
+        assert actual is not None, f"{what} ({where}): missing"
+        assert actual.shape == expected.shape, f"{what} ({where}): {tuple(actual.shape)}, not {tuple(expected.shape)}"
+        error = relative_error(actual, expected)
+        assert error <= tolerance, f"{what} ({where}): relative error {error:.1e} is above {tolerance:.0e}"
+
+    wrapped = GradSampleModule(copy.deepcopy(module), **options)
+    wrapped._tapped.observe = lambda record, p, factor: _check_factor(
+        factor, tolerance, f"{type(module).__name__}, {where}"
+    )
+    separable_loss(wrapped, *batch).backward()
+    summed = {name: g.sum(0) for name, g in exact.items()}
+    size = sum(float(s.square().sum()) for s in summed.values()) ** 0.5 + 1e-30
+    for name, p in wrapped._module.named_parameters():
+        if p.requires_grad:
+            compare(f"grad_sample of {name}", p.grad_sample, exact[name])
+
+    limit = float(norms.median()) if len(norms) else 1.0
+    wrapped = GradSampleModuleFastGradientClipping(copy.deepcopy(module), max_grad_norm=max(limit, 1e-3), **options)
+    separable_loss(wrapped, *batch).backward()
+    tolerance = max(tolerance, _FP32_ANSWER)
+    compare("norms", wrapped.get_norm_sample(), norms)
+    coefficients = wrapped.get_clipping_coef().double()
+    share = coefficients / (wrapped.max_grad_norm / norms).clamp(max=1.0)
+    assert (share >= 1.0 - _SLACK - tolerance).all() and (share <= 1.0 + tolerance).all(), f"clip factors ({where})"
+    for name, p in wrapped._module.named_parameters():
+        if p.requires_grad:
+            compare(f"clipped sum of {name}", p.grad, torch.einsum("n,n...->...", coefficients, exact[name]))
+
+    wrapped = GradSampleModuleFastGradientClipping(copy.deepcopy(module), passes=2, **options)
+    loss = separable_loss(wrapped, *batch)
+    loss.backward(retain_graph=True)
+    compare("norms of two passes", wrapped.get_norm_sample(), norms)
+    wrapped.disable_hooks()
+    loss.backward()
+    for name, p in wrapped._module.named_parameters():
+        if p.requires_grad and len(norms):
+            assert p.grad is not None, f"second pass of {name} ({where}): missing"
+            error = float((p.grad.double() - summed[name]).norm()) / size
+            assert error <= tolerance, f"second pass of {name} ({where}): relative error {error:.1e}"
+
+
+def _check_factor(factor: Factor, tolerance: float, where: str) -> None:
+    """The verbs of one factor against its own materialized gradients."""
+    gradients = factor.materialize()
+    assert gradients.shape[1:] == factor.shape, (
+        f"{where}: shape {tuple(factor.shape)}, not {tuple(gradients.shape[1:])}"
+    )
+    norms = norms_of({"": gradients.double()})
+    coefficients = torch.rand(len(norms), dtype=torch.float64)
+    coefficients[1::2] = 0.0
+    expected = torch.einsum("n,n...->...", coefficients, gradients.double())
+    for verb, form in {"": factor, "kept ": factor.kept(), "materialized ": factor.materialized()}.items():
+        value, upper = form.sq_norm()
+        for what, actual, exact in (
+            ("sq_norm", value.sqrt(), norms),
+            ("materialize", form.materialize(2.0), 2.0 * gradients),
+            ("weighted_sum", form.weighted_sum(coefficients.to(gradients.dtype)), expected),
+        ):
+            error = relative_error(actual, exact)
+            assert error <= max(tolerance, 1e-5), f"{where}: {verb}{what} has relative error {error:.1e}"
+        # The gradients that we compare with are rounded too; the bound may not stay below them by more than that.
+        slack = 1e-12 if gradients.dtype == torch.float64 else 1e-6
+        assert (upper.sqrt() >= norms * (1.0 - slack)).all(), f"{where}: the bound of {verb}sq_norm is below the norm"
 
 
 def clipped_sum(gradients: dict[str, Tensor], max_grad_norm: float) -> dict[str, Tensor]:
@@ -70,4 +200,8 @@ def relative_error(actual: Tensor, exact: Tensor) -> float:
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    return [x for x in torch.utils._pytree.tree_leaves(tree) if isinstance(x, Tensor)]
+    return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
+
+
+def _converted(tree: Any, dtype: torch.dtype) -> Any:
+    return tree_map(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, tree)

@@ -19,9 +19,10 @@ ORDER = [
     ["info", "fast_gradient_clipping", "per_sample_gradient_clipper"],
     ["grad_sample_module"],
     ["tapped_model", "clipping"],
+    ["broadcast", "rules.attention", "rules.huggingface", "rules.recurrent"],
     [
-        *("tap", "rules.attention", "rules.convolution", "rules.embedding", "rules.functorch", "rules.huggingface"),
-        *("rules.linear", "rules.normalization", "rules.recurrent", "rules.refused"),
+        *("tap", "rules.convolution", "rules.embedding", "rules.functorch", "rules.linear", "rules.normalization"),
+        "rules.refused",
     ],
     ["registry", "merge", "reshaped"],
     ["factors"],

@@ -1,5 +1,25 @@
 """What dpfast knows of each layer type: one file a family, each registering its rules when imported."""
 
-from dpfast.rules import embedding, functorch, linear, normalization
+from dpfast.rules import (
+    attention,
+    convolution,
+    embedding,
+    functorch,
+    huggingface,
+    linear,
+    normalization,
+    recurrent,
+    refused,
+)
 
-__all__ = ["embedding", "functorch", "linear", "normalization"]
+__all__ = [
+    "attention",
+    "convolution",
+    "embedding",
+    "functorch",
+    "huggingface",
+    "linear",
+    "normalization",
+    "recurrent",
+    "refused",
+]

@@ -1,22 +1,81 @@
-"""Embeddings: a lookup in a table of rows."""
+"""Embeddings: a look-up in a table of rows, and bags of them."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
-from dpfast.errors import UnsupportedModuleError
+from dpfast.errors import InputError, UnsupportedModuleError
 from dpfast.factors import Factor, Lookup
+from dpfast.reference import compute_dtype
 from dpfast.registry import Activations, register_rule
 
 
-@register_rule(nn.Embedding)
+@register_rule(nn.Embedding, fresh=True)
 def embedding(layer: nn.Embedding, activations: Activations, backprops: Tensor) -> dict[nn.Parameter, Factor]:
     """activations[0] (N, ...) indices, backprops (N, ..., D)."""
+    _refuse_mixing(layer)
+    if not layer.weight.requires_grad:
+        return {}
+    if activations[0].dim() == 0:
+        raise InputError("its input has no dimension of samples")
+    return {layer.weight: Lookup(activations[0], backprops, layer.num_embeddings, layer.padding_idx)}
+
+
+@register_rule(nn.EmbeddingBag, fresh=True)
+def embedding_bag(layer: nn.EmbeddingBag, activations: Activations, backprops: Tensor) -> dict[nn.Parameter, Factor]:
+    """activations: indices (N, T), or all bags in one row with their offsets, and weights; backprops (N, D).
+
+    Maths:
+        position t adds ``w_t · b_n`` (sum), ``b_n / count_n`` (mean), or b_n's entries where it is the largest (max).
+    """
+    _refuse_mixing(layer)
+    if not layer.weight.requires_grad:
+        return {}
+    names = ("input", "offsets", "per_sample_weights")
+    given = {**dict(zip(names, activations, strict=False)), **activations.kwargs}
+    indices, inside, weights = _bags(layer, *(given.get(name) for name in names))
+    if layer.padding_idx is not None:
+        inside = inside & (indices != layer.padding_idx)
+    backprops = backprops.to(compute_dtype(backprops)).unsqueeze(1)
+    if layer.mode == "max":
+        values = layer.weight.detach()[indices].masked_fill(~inside.unsqueeze(-1), float("-inf"))
+        positions = torch.arange(indices.shape[1], device=indices.device).view(1, -1, 1)
+        largest = values.argmax(1, keepdim=True) if indices.shape[1] else positions[:, :0]
+        rows = backprops * (positions == largest)
+    elif layer.mode == "mean":
+        rows = (backprops / inside.sum(1).clamp(min=1).view(-1, 1, 1)).expand(-1, indices.shape[1], -1)
+    else:
+        rows = backprops.expand(-1, indices.shape[1], -1)
+        if weights is not None:
+            rows = rows * weights.to(rows.dtype).unsqueeze(-1)
+    rows = rows.masked_fill(~inside.unsqueeze(-1), 0.0)
+    return {layer.weight: Lookup(indices, rows, layer.num_embeddings)}
+
+
+def _bags(
+    layer: nn.EmbeddingBag, indices: Tensor, offsets: Tensor | None, weights: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Indices (N, T), which of them are in the bag, and their weights; bags of different sizes are filled up."""
+    if indices.dim() == 2:
+        return indices, torch.ones_like(indices, dtype=torch.bool), weights
+    ends = torch.full((1,), indices.numel(), dtype=offsets.dtype, device=offsets.device)
+    offsets = offsets if layer.include_last_offset else torch.cat([offsets, ends])
+    lengths = offsets.diff()
+    t = int(lengths.max()) if lengths.numel() else 0
+    places = torch.arange(t, device=indices.device)
+    inside = places < lengths.unsqueeze(-1)
+    source = (offsets[:-1].unsqueeze(-1) + places).masked_fill(~inside, 0)
+
+    def in_bags(x: Tensor) -> Tensor:
+        return x[source] if x.numel() else x.new_zeros(source.shape)
+
+    return in_bags(indices), inside, None if weights is None else in_bags(weights)
+
+
+def _refuse_mixing(layer: nn.Embedding | nn.EmbeddingBag) -> None:
     if layer.scale_grad_by_freq or layer.max_norm is not None:
         raise UnsupportedModuleError(
             f"{layer}: scale_grad_by_freq and max_norm make a sample's gradient depend on the others in its batch; "
             "build the layer without them"
         )
-    if not layer.weight.requires_grad:
-        return {}
-    return {layer.weight: Lookup(activations[0], backprops, layer.num_embeddings, layer.padding_idx)}

@@ -67,7 +67,15 @@ def functorch(
             f"{module}: has no rule, and its forward cannot be repeated sample by sample "
             f"({type(error).__name__}: {error}). {_WAYS_OUT}"
         ) from error
-    return {p: Dense(per_parameter[name]) for name, p in own.items()}
+    return _by_parameter(own, per_parameter)
+
+
+def _by_parameter(own: dict[str, nn.Parameter], gradients: dict[str, Tensor]) -> dict[nn.Parameter, Factor]:
+    """A parameter of several names has the sum of their gradients."""
+    sums: dict[nn.Parameter, Tensor] = {}
+    for name, p in own.items():
+        sums[p] = sums[p] + gradients[name] if p in sums else gradients[name]
+    return {p: Dense(values) for p, values in sums.items()}
 
 
 class _Run:
@@ -80,12 +88,15 @@ class _Run:
             x.movedim(0, batch_dim) if isinstance(x, Tensor) and x.dim() > batch_dim else x for x in leaves
         ]
         self.own = {name: _cast(p.detach(), dtype) for name, p in own.items()}
-        others = itertools.chain(module.named_parameters(), module.named_buffers())
+        others = itertools.chain(
+            module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+        )
         self.others = {name: _cast(p.detach(), dtype) for name, p in others if name not in own}
 
     def _outputs(self, parameters: dict[str, Tensor], leaves: list) -> list[Tensor]:
         args, kwargs = tree_unflatten(leaves, self.structure)
-        outputs = functional_call(self.module, {**self.others, **parameters}, args, kwargs)
+        # A child that shares a parameter has a tap of its own: names are not tied here.
+        outputs = functional_call(self.module, {**self.others, **parameters}, args, kwargs, tie_weights=False)
         return [o for o in tree_flatten(outputs)[0] if _is_float(o)]
 
     def __call__(self, per_sample: list[bool], backprops: list[Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
@@ -151,7 +162,7 @@ def linear_in_parameters(
     if backprops.shape[0] == 0:
         return {p: Dense(p.new_zeros(0, *p.shape, dtype=dtype)) for p in own.values()}
     (per_parameter,) = vmap(pull_back)(backprops.to(dtype))
-    return {p: Dense(per_parameter[name]) for name, p in own.items()}
+    return _by_parameter(own, per_parameter)
 
 
 class _Computing(nn.Module):

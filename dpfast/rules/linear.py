@@ -10,9 +10,10 @@ from dpfast import ops
 from dpfast.errors import InputError
 from dpfast.factors import Factor, OuterProduct, row_sum
 from dpfast.registry import Activations, register_rule
+from dpfast.reshaped import Reshaped
 
 
-@register_rule(nn.Linear)
+@register_rule(nn.Linear, fresh=True)
 def linear(layer: nn.Linear, activations: Activations, backprops: Tensor) -> dict[nn.Parameter, Factor]:
     """activations[0] (N, ..., D), backprops (N, ..., P)."""
     _check(layer, activations[0], backprops)
@@ -85,3 +86,28 @@ def _check(layer: nn.Linear, activations: Tensor, backprops: Tensor) -> None:
             f"{layer}: activations {tuple(activations.shape)} and backprops {tuple(backprops.shape)} do not fit a "
             f"layer of {layer.in_features} in-features and {layer.out_features} out-features"
         )
+
+
+@register_rule("transformers.pytorch_utils.Conv1D", fresh=True)
+def transposed_linear(layer: nn.Module, activations: Activations, backprops: Tensor) -> dict[nn.Parameter, Factor]:
+    """Hugging Face's Conv1D, a Linear whose weight is (D, P): G_n = Σ_t a_nt b_ntᵀ."""
+    factors: dict[nn.Parameter, Factor] = {}
+    if layer.weight.requires_grad:
+        factors[layer.weight] = OuterProduct(backprops, activations[0], where=type(layer).__name__)
+    if layer.bias.requires_grad:
+        factors[layer.bias] = row_sum(backprops)
+    return factors
+
+
+@register_rule(nn.Bilinear, fresh=True)
+def bilinear(layer: nn.Bilinear, activations: Activations, backprops: Tensor) -> dict[nn.Parameter, Factor]:
+    """``y_p = x₁ᵀ W_p x₂ + b_p``: a Linear on the products x₁ ⊗ x₂, activations (N, ..., D₁) and (N, ..., D₂)."""
+    factors: dict[nn.Parameter, Factor] = {}
+    if layer.weight.requires_grad:
+        dtype = ops.accumulating_dtype(*activations)
+        first, second = (x.to(dtype) for x in activations)
+        products = (first.unsqueeze(-1) * second.unsqueeze(-2)).flatten(-2)
+        factors[layer.weight] = Reshaped(OuterProduct(products, backprops, where=str(layer)), layer.weight.shape)
+    if layer.bias is not None and layer.bias.requires_grad:
+        factors[layer.bias] = row_sum(backprops)
+    return factors

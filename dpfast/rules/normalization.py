@@ -1,31 +1,121 @@
-"""Normalisation within a sample: ``y = w ∘ x̂ + b``, so ``G_n = Σ_t b_nt ∘ x̂_nt`` and ``g_n = Σ_t b_nt``."""
+"""Normalisation within a sample: ``y = w ∘ x̂ + b``, so ``G_n = Σ_t b_nt ∘ x̂_nt`` and ``g_n = Σ_t b_nt``.
+
+x̂ is computed again, in fp32 or fp64, from the layer's input; its own rounding counts in the gradients' error bound.
+"""
 
 from __future__ import annotations
 
+import math
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dpfast import bounds
+from dpfast.errors import UnsupportedModuleError
 from dpfast.factors import Dense, Factor
-from dpfast.reference import compute_dtype
+from dpfast.reference import compute_dtype, row_sq_norm
 from dpfast.registry import Activations, register_rule
 
 
-def _summed(values: Tensor, shape: torch.Size) -> Tensor:
-    """(N, ..., *shape) -> (N, *shape)."""
-    positions = tuple(range(1, values.dim() - len(shape)))
-    return values.sum(dim=positions) if positions else values
+def _row_norms(values: Tensor) -> Tensor:
+    return row_sq_norm(values).sqrt()
 
 
-@register_rule(nn.LayerNorm)
-def layer_norm(layer: nn.LayerNorm, activations: Activations, backprops: Tensor) -> dict[nn.Parameter, Factor]:
-    """activations[0] and backprops (N, ..., *normalized_shape)."""
-    dtype = compute_dtype(activations[0], backprops)
-    backprops = backprops.to(dtype)
+def _summed(values: Tensor, error_of_rows: Tensor | None = None) -> Dense:
+    """(N, T, D) -> their sums over T.
+
+    Args:
+        error_of_rows: how far each row of ``values`` may be from the exact one, (N, T).
+    """
+    if values.shape[1] == 1:
+        return Dense(values.squeeze(1), error=None if error_of_rows is None else error_of_rows.sum(1))
+    norms = _row_norms(values).sum(-1)
+    error = bounds.chain_error(norms, terms=values.shape[1], numel=values.shape[2], dtype=values.dtype)
+    return Dense(values.sum(1), error=error if error_of_rows is None else error + error_of_rows.sum(1))
+
+
+def _factors(
+    layer: nn.Module, normalized: Tensor, backprops: Tensor, relative_error: Tensor
+) -> dict[nn.Parameter, Factor]:
+    """normalized, backprops (N, T, D); each row of ``normalized`` is exact to ``relative_error`` (N, T) times
+    (1 + its entries)."""
     factors: dict[nn.Parameter, Factor] = {}
-    if layer.weight is not None and layer.weight.requires_grad:
-        normalized = F.layer_norm(activations[0].to(dtype), layer.normalized_shape, eps=layer.eps)
-        factors[layer.weight] = Dense(_summed(normalized.mul_(backprops), layer.weight.shape))
-    if layer.bias is not None and layer.bias.requires_grad:
-        factors[layer.bias] = Dense(_summed(backprops, layer.bias.shape))
+    weight, bias = layer.weight, getattr(layer, "bias", None)
+    if weight is not None and weight.requires_grad:
+        values = normalized * backprops
+        error = relative_error.double() * (_row_norms(backprops) + _row_norms(values))
+        summed = _summed(values, error)
+        factors[weight] = Dense(summed.values.view(-1, *weight.shape), error=summed.error)
+    if bias is not None and bias.requires_grad:
+        summed = _summed(backprops)
+        factors[bias] = Dense(summed.values.view(-1, *bias.shape), error=summed.error)
     return factors
+
+
+def _as_rows(x: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """(N, ..., *shape) -> (N, T, D) in ``dtype``."""
+    n = x.shape[0]
+    return x.to(dtype).reshape(n, x.shape[1:].numel() // width, width)
+
+
+@register_rule(nn.LayerNorm, fresh=True)
+def layer_norm(layer: nn.LayerNorm, activations: Activations, backprops: Tensor) -> dict[nn.Parameter, Factor]:
+    """activations[0] and backprops (N, ..., *normalized_shape).
+
+    Numerics:
+        Mean and variance come from sums of D terms in any order, the variance as the mean square of what is left of
+        the mean; the relative error of x̂ is at most γ(D + 8)·(1 + |mean|/deviation), twice over.
+    """
+    dtype = compute_dtype(activations[0], backprops)
+    width = math.prod(layer.normalized_shape)
+    inputs, backprops = (_as_rows(x, width, dtype) for x in (activations[0], backprops))
+    normalized, mean, rstd = torch.native_layer_norm(inputs, [width], None, None, layer.eps)
+    error = 2.0 * bounds.gamma(width + 8, dtype) * (1.0 + (mean * rstd).abs().squeeze(-1))
+    return _factors(layer, normalized, backprops, error)
+
+
+def rms_norm(layer: nn.Module, inputs: Tensor, backprops: Tensor, width: int, eps: float) -> dict[nn.Parameter, Factor]:
+    """``x̂ = x / √(mean x² + eps)``; inputs and backprops (N, ..., *shape) with ``width`` entries in the shape."""
+    dtype = compute_dtype(inputs, backprops)
+    inputs, backprops = (_as_rows(x, width, dtype) for x in (inputs, backprops))
+    normalized = inputs * torch.rsqrt(inputs.square().mean(-1, keepdim=True) + eps)
+    error = inputs.new_full(inputs.shape[:2], bounds.gamma(width + 8, dtype))
+    return _factors(layer, normalized, backprops, error)
+
+
+@register_rule(nn.RMSNorm, fresh=True)
+def torch_rms_norm(layer: nn.RMSNorm, activations: Activations, backprops: Tensor) -> dict[nn.Parameter, Factor]:
+    """activations[0] and backprops (N, ..., *normalized_shape)."""
+    eps = torch.finfo(activations[0].dtype).eps if layer.eps is None else layer.eps
+    return rms_norm(layer, activations[0], backprops, layer.weight.numel(), eps)
+
+
+@register_rule(nn.GroupNorm, fresh=True)
+def group_norm(layer: nn.GroupNorm, activations: Activations, backprops: Tensor) -> dict[nn.Parameter, Factor]:
+    """activations[0] and backprops (N, C, *spatial)."""
+    return _by_channel(layer, activations[0], backprops, layer.num_groups, layer.eps)
+
+
+@register_rule((nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), fresh=True)
+def instance_norm(layer: nn.InstanceNorm2d, activations: Activations, backprops: Tensor) -> dict[nn.Parameter, Factor]:
+    """activations[0] and backprops (N, C, *spatial)."""
+    if layer.track_running_stats:
+        raise UnsupportedModuleError(
+            "it keeps running statistics of the samples, which are not private; build it with track_running_stats=False"
+        )
+    return _by_channel(layer, activations[0], backprops, layer.num_features, layer.eps)
+
+
+def _by_channel(
+    layer: nn.Module, inputs: Tensor, backprops: Tensor, num_groups: int, eps: float
+) -> dict[nn.Parameter, Factor]:
+    """Statistics over the channels of a group and all positions, in fp64; weight and bias by channel."""
+    dtype = compute_dtype(inputs, backprops)
+    n, channels = inputs.shape[:2]
+    positions = inputs.shape[2:].numel()
+    grouped = inputs.to(torch.float64).reshape(n, num_groups, channels // num_groups * positions)
+    mean, variance = grouped.mean(-1, keepdim=True), grouped.var(-1, keepdim=True, correction=0)
+    normalized = ((grouped - mean) * torch.rsqrt(variance + eps)).to(dtype)
+    rows = normalized.reshape(n, channels, positions).mT
+    error = normalized.new_full((n, positions), bounds.gamma(4, dtype))
+    return _factors(layer, rows, backprops.to(dtype).reshape(n, channels, positions).mT, error)

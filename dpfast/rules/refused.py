@@ -1,0 +1,83 @@
+"""Layers that cannot have per-sample gradients, with the usual remedy of each."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+import torch
+from torch import nn
+
+from dpfast.registry import register_fault
+
+_FREEZE = "or freeze it"
+
+
+@register_fault(nn.modules.batchnorm._BatchNorm)
+def batch_norm(layer: nn.modules.batchnorm._BatchNorm) -> str | None:
+    """In training mode, and where it has no statistics of its own, it normalises over the batch."""
+    if not (layer.training or layer.running_mean is None or any(p.requires_grad for p in layer.parameters())):
+        return None
+    return (
+        "normalises over the batch, so a sample's gradient depends on the others; replace it with GroupNorm "
+        "(opacus.validators.ModuleValidator.fix does), or freeze it and put it in eval mode"
+    )
+
+
+@register_fault(nn.modules.instancenorm._InstanceNorm)
+def running_statistics(layer: nn.modules.instancenorm._InstanceNorm) -> str | None:
+    """Statistics of the samples are kept in buffers, outside what is clipped."""
+    if not layer.track_running_stats:
+        return None
+    return "keeps running statistics of the samples, which are not private; build it with track_running_stats=False"
+
+
+@register_fault((nn.Embedding, nn.EmbeddingBag))
+def by_frequency(layer: nn.Embedding | nn.EmbeddingBag) -> str | None:
+    """Both options look at the whole batch's indices."""
+    if not layer.weight.requires_grad or not (layer.scale_grad_by_freq or layer.max_norm is not None):
+        return None
+    return (
+        "scale_grad_by_freq and max_norm make a sample's gradient depend on the others in its batch; build it "
+        f"without them, {_FREEZE}"
+    )
+
+
+@register_fault(nn.AdaptiveLogSoftmaxWithLoss)
+def adaptive_softmax(layer: nn.AdaptiveLogSoftmaxWithLoss) -> str | None:
+    """Its tails see only the samples whose target is in them."""
+    if not any(p.requires_grad for p in layer.parameters()):
+        return None
+    return f"sends each sample to a different part of itself; use nn.Linear and log_softmax, {_FREEZE}"
+
+
+@register_fault(torch.jit.ScriptModule)
+def compiled_by_jit(layer: torch.jit.ScriptModule) -> str | None:
+    """Its forward is not Python's."""
+    if not any(p.requires_grad for p in layer.parameters()):
+        return None
+    return f"is a TorchScript module, whose forward cannot be tapped; wrap the model it was made from, {_FREEZE}"
+
+
+@register_fault(nn.modules.lazy.LazyModuleMixin)
+def uninitialised(layer: nn.modules.lazy.LazyModuleMixin) -> str | None:
+    """Its parameters do not exist yet."""
+    if not layer.has_uninitialized_params():
+        return None
+    return "is not initialised; run one forward pass before wrapping the model"
+
+
+_ROUTED = re.compile(r"(Experts|Mo[eE]|MoeBlock|MoEBlock|Top[kK1-9]*Router|Top[kK1-9]*Gate|SparseMLP|SparseMoe)$")
+
+
+@lru_cache(maxsize=4096)
+def _routes(cls: type) -> bool:
+    return cls.__module__.startswith("transformers.models.") and _ROUTED.search(cls.__name__) is not None
+
+
+@register_fault(nn.Module)
+def routed(layer: nn.Module) -> str | None:
+    """Hugging Face's mixtures of experts: the tokens of all samples stand in one row, and each expert sees some."""
+    if not _routes(type(layer)) or not any(p.requires_grad for p in layer.parameters()):
+        return None
+    return f"routes the tokens of all samples together, so no layer in it sees samples; use a dense model, {_FREEZE}"
