@@ -1,7 +1,7 @@
 """What a backward pass has left in ``p.grad``: a note on the gradient itself, which goes when the gradient goes.
 
 Whoever adds noise must know how many passes a gradient holds (the accountant counts them) and how much one sample
-may have moved it. The note is valid as long as nobody has written to the gradient since.
+may have moved it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 _NAME = "_dpfast_left"
 
@@ -23,12 +24,27 @@ class Left:
     version: int = -1
 
 
-def left_in(parameters: Iterable[nn.Parameter]) -> Left | None:
-    """What the gradients hold that no optimizer has taken and no zero_grad has cleared; None where that is nothing."""
-    notes = [note for p in parameters if p.grad is not None and (note := _note(p.grad)) is not None]
+def held_by(parameters: Iterable[nn.Parameter]) -> Left | None:
+    """What the notes on the gradients say; None where there is none.
+
+    A gradient keeps its note when something writes to it, as a Trainer does that measures or clips the norm of the
+    sum. (Clipping the sum is a projection, which no sample's part can grow by.)
+    """
+    notes = [getattr(grad, _NAME) for grad in _noted(parameters)]
     if not notes:
         return None
     return Left(max(note.passes for note in notes), max(note.sensitivity for note in notes))
+
+
+def left_in(parameters: Iterable[nn.Parameter]) -> Left | None:
+    """:func:`held_by`, or None where the gradients have been set to zero since."""
+    parameters = list(parameters)
+    grads = _noted(parameters)
+    if all(grad._version != getattr(grad, _NAME).version for grad in grads):
+        nonzero = [grad.any() for grad in grads]  # asked only where something has written to all of them
+        if not nonzero or not torch.stack([x.to(nonzero[0].device) for x in nonzero]).any():
+            return None
+    return held_by(parameters)
 
 
 def leave(parameters: Iterable[nn.Parameter], left: Left) -> None:
@@ -38,6 +54,5 @@ def leave(parameters: Iterable[nn.Parameter], left: Left) -> None:
             setattr(p.grad, _NAME, Left(left.passes, left.sensitivity, p.grad._version))
 
 
-def _note(grad: object) -> Left | None:
-    note = getattr(grad, _NAME, None)
-    return note if note is not None and note.version == grad._version else None
+def _noted(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    return [p.grad for p in parameters if p.grad is not None and hasattr(p.grad, _NAME)]

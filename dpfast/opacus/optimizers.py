@@ -9,7 +9,7 @@ from opacus.optimizers import DPOptimizerFastGradientClipping
 from opacus.optimizers.ddpoptimizer_fast_gradient_clipping import DistributedDPOptimizerFastGradientClipping
 from torch import optim
 
-from dpfast.accumulation import left_in
+from dpfast.accumulation import held_by
 from dpfast.clipping import ConstantFlatClipper, ConstantPerLayerClipper, check_threshold
 from dpfast.errors import InputError, StateError
 from dpfast.fast_gradient_clipping import GradSampleModuleFastGradientClipping
@@ -90,11 +90,10 @@ class OnePassOptimizer(_BoundToModule):
 
     def accumulate(self) -> None:
         """Moves ``p.grad`` to ``p.summed_grad``, or adds it there."""
-        left = left_in(self.params)
+        left = held_by(self.params)
         if self.params and left is None:
             raise StateError(
-                "p.grad does not hold clipped gradients: no backward pass of the dpfast module since the last step, "
-                "or something has written to p.grad since (gradient clipping of a Trainer, an unscaling GradScaler)"
+                "p.grad does not hold clipped gradients: no backward pass of the dpfast module since the last step"
             )
         for p in self.params:
             grad = torch.zeros_like(p) if p.grad is None else p.grad

@@ -85,9 +85,9 @@ def install(output_dtype: OutputDtype = "backprops") -> None:
         InputError: another ``output_dtype``.
 
     Numerics:
-        Norm samples are fp32 (fp64 for fp64 backprops) whatever ``output_dtype``, and the proven upper ends of the norms (docs/bounds.md), so
-        rounding never lets a sample through that is larger than Opacus's clip factor takes it for. Values that
-        a sampler of your own (``dpfast.register_norm_sampler``) gives are passed on as they are.
+        Norm samples are fp32 (fp64 for fp64 backprops) whatever ``output_dtype``, and the proven upper ends of the
+        norms (docs/bounds.md), so rounding never lets a sample through that is larger than Opacus's clip factor takes
+        it for. Values that a sampler of your own (``dpfast.register_norm_sampler``) gives are passed on as they are.
     """
     if output_dtype not in ("backprops", "float32", "param"):
         raise InputError(f"output_dtype={output_dtype!r} must be 'backprops', 'float32' or 'param'")

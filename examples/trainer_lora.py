@@ -1,0 +1,250 @@
+"""Fine-tunes a small Llama by LoRA with differential privacy in Hugging Face's Trainer, in three ways.
+
+    python examples/trainer_lora.py [--steps 3] [--sigma 1.0]        # needs transformers and peft
+
+bf16 autocast, gradient checkpointing, and a logical batch in several micro-batches (gradient accumulation). The
+ways to clip are Opacus's `DPOptimizer` on `p.grad_sample`, from Opacus's hooks or from dpfast's, and dpfast's one
+backward pass, which writes no sample's gradient. Prints each way's time, memory and distance from the first one's
+clipped gradient. The model is random and the data is synthetic: nothing is downloaded.
+"""
+
+import argparse
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from opacus.accountants import RDPAccountant
+from opacus.optimizers import DPOptimizer
+from peft import LoraConfig, get_peft_model
+from torch.utils.data import DataLoader, Dataset
+from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+import dpfast
+from dpfast.opacus import OnePassOptimizer
+
+MAX_GRAD_NORM = 0.1
+LOGICAL_BATCH, MICRO_BATCHES = 64, 4  # expected; a Poisson batch has as many samples as its coins say
+DELTA = 1e-4
+
+
+class Sequences(Dataset):
+    """Counting modulo the vocabulary, from a random start with a random stride; the first tokens are no targets."""
+
+    def __init__(self, samples: int, length: int, vocabulary: int):
+        generator = torch.Generator().manual_seed(0)
+        start = torch.randint(0, vocabulary, (samples, 1), generator=generator)
+        stride = torch.randint(1, 5, (samples, 1), generator=generator)
+        self.tokens = (start + stride * torch.arange(length)) % vocabulary
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        return self.tokens[i]
+
+    def collate(self, samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        # Of an empty Poisson draw Llama can make nothing: one sequence without targets has a gradient of exactly 0.
+        tokens = torch.stack(samples or [self.tokens[0]])
+        labels = tokens.clone()
+        labels[:, : 2 if samples else None] = -100
+        return {"input_ids": tokens, "labels": labels}
+
+
+class PoissonMicroBatches:
+    """Each step, each sample is drawn with probability ``rate``; the drawn are split into the step's micro-batches."""
+
+    def __init__(self, samples: int, rate: float, steps: int, seed: int = 0):
+        self.samples, self.rate, self.steps, self.seed = samples, rate, steps, seed
+        self.batch_size = max(1, round(samples * rate) // MICRO_BATCHES)  # for Trainer's progress bar
+
+    def __len__(self) -> int:
+        return self.steps * MICRO_BATCHES
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(self.seed)
+        for _ in range(self.steps):
+            drawn = (torch.rand(self.samples, generator=generator) < self.rate).nonzero().flatten().numpy()
+            yield from (part.tolist() for part in np.array_split(drawn, MICRO_BATCHES))
+
+
+def mean_of_sequences(outputs, labels, num_items_in_batch=None) -> torch.Tensor:
+    """A sequence is a sample: the mean over its targets, then over sequences. Never ``num_items_in_batch``, which
+    would weight a sample by what the others hold."""
+    logits, targets = outputs.logits[:, :-1], labels[:, 1:]
+    losses = F.cross_entropy(logits.transpose(1, 2).float(), targets, reduction="none", ignore_index=-100)
+    return (losses.sum(1) / (targets != -100).sum(1).clamp(min=1)).mean()
+
+
+class PrivateTrainer(Trainer):
+    """Takes its batches from a Poisson sampler and its loss sample by sample."""
+
+    def __init__(self, *args, micro_batches: PoissonMicroBatches, **kwargs):
+        super().__init__(*args, compute_loss_func=mean_of_sequences, **kwargs)
+        self.micro_batches = micro_batches
+
+    def get_train_dataloader(self) -> DataLoader:
+        data = self.train_dataset
+        return DataLoader(data, batch_sampler=self.micro_batches, collate_fn=data.collate)
+
+
+class PrivateSteps(TrainerCallback):
+    """Every micro-batch is clipped; the last one of a step adds the noise and moves the weights."""
+
+    def __init__(self):
+        self.gradients: list[torch.Tensor] = []  # of each step, to compare the ways
+
+    def on_substep_end(self, args, state, control, optimizer=None, **kwargs):
+        optimizer = optimizer.optimizer  # accelerate's wrapper takes no steps between
+        optimizer.signal_skip_step(True)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    def on_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
+        self.gradients.append(torch.cat([p.grad.flatten().clone() for p in optimizer.optimizer.params]))
+
+    def on_step_end(self, args, state, control, optimizer=None, **kwargs):
+        optimizer.optimizer.zero_grad(set_to_none=True)
+
+
+def build_model(d: int = 64, layers: int = 2, vocabulary: int = 64) -> torch.nn.Module:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=d,
+        intermediate_size=3 * d,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        use_cache=False,
+    )
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    lora = LoraConfig(r=16, target_modules=targets, init_lora_weights=False)
+    model = get_peft_model(LlamaForCausalLM(config), lora)
+    model.enable_input_require_grads()  # checkpoints have something to differentiate; the base is frozen
+    return model
+
+
+# The ways to clip: each hooks the model, which stays what it is, and returns the optimizer for the Trainer.
+
+
+def opacus_hooks(model, sgd, **noise):
+    from opacus.grad_sample import GradSampleHooks
+
+    GradSampleHooks(model, loss_reduction="mean")
+    return DPOptimizer(sgd, max_grad_norm=MAX_GRAD_NORM, **noise)
+
+
+def materialize(model, sgd, **noise):
+    dpfast.GradSampleModule(model, loss_reduction="mean")
+    return DPOptimizer(sgd, max_grad_norm=MAX_GRAD_NORM, **noise)
+
+
+def one_pass(model, sgd, **noise):
+    hooks = dpfast.GradSampleModuleFastGradientClipping(model, loss_reduction="mean", max_grad_norm=MAX_GRAD_NORM)
+    return OnePassOptimizer(sgd, module=hooks, max_grad_norm=MAX_GRAD_NORM, **noise)
+
+
+WAYS = {"dpfast, p.grad_sample": materialize, "dpfast, one pass": one_pass, "Opacus hooks": opacus_hooks}
+
+
+def train(way, model, data, steps: int, sigma: float, checkpointing=True, reentrant=False, out=".", lr=0.5):
+    """Returns the gradients of the steps (clipped, averaged, noised), the seconds taken, and ε."""
+    rate = LOGICAL_BATCH / len(data)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    noise = {
+        "noise_multiplier": sigma,
+        "expected_batch_size": LOGICAL_BATCH,
+        "generator": torch.Generator(parameters[0].device).manual_seed(0),
+    }
+    optimizer = way(model, torch.optim.SGD(parameters, lr=lr), **noise)
+    accountant = RDPAccountant()
+    optimizer.attach_step_hook(accountant.get_optimizer_hook_fn(sample_rate=rate))
+    arguments = TrainingArguments(
+        output_dir=out,
+        max_steps=steps,
+        gradient_accumulation_steps=MICRO_BATCHES,
+        bf16=True,
+        gradient_checkpointing=checkpointing,
+        gradient_checkpointing_kwargs={"use_reentrant": reentrant},
+        max_grad_norm=0.0,  # what the Trainer would clip is the noised sum
+        use_cpu=not torch.cuda.is_available(),
+        disable_tqdm=True,
+        report_to=[],
+        save_strategy="no",
+        logging_strategy="no",
+        label_names=["labels"],
+    )
+    callback = PrivateSteps()
+    trainer = PrivateTrainer(
+        model=model,
+        args=arguments,
+        train_dataset=data,
+        optimizers=(optimizer, None),
+        callbacks=[callback],
+        micro_batches=PoissonMicroBatches(len(data), rate, steps),
+    )
+    trainer.remove_callback(PrinterCallback)
+    start = time.perf_counter()
+    trainer.train()
+    seconds = time.perf_counter() - start
+    return callback.gradients, seconds, accountant.get_epsilon(DELTA) if sigma else float("inf")
+
+
+def peak_memory() -> float:
+    """MB, the most since the process started."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+
+
+def run_one(name: str, options: argparse.Namespace) -> None:
+    """One way in a process of its own, so that its memory can be told from the others'."""
+    warnings.filterwarnings("ignore")
+    data, way = Sequences(1024, options.length, 64), WAYS[name]
+    reentrant = way is opacus_hooks  # which leave no grad_sample under the other kind of checkpointing
+    torch.set_num_threads(1)
+    train(way, build_model(32), data, 1, 0.0, reentrant=reentrant, out=options.out)  # warm-up
+    model, before = build_model(options.d), peak_memory()
+    gradients, seconds, epsilon = train(way, model, data, options.steps, options.sigma, reentrant=reentrant)
+    result = {"gradients": gradients, "seconds": seconds, "epsilon": epsilon, "memory": peak_memory() - before}
+    torch.save(result, Path(options.out) / "result.pt")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--sigma", type=float, default=0.0, help="noise multiplier")
+    parser.add_argument("--d", type=int, default=512, help="width of the model")
+    parser.add_argument("--length", type=int, default=64, help="tokens in a sequence")
+    parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
+    parser.add_argument("--out", default=".", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.way:
+        return run_one(options.way, options)
+    first = None
+    for name in WAYS:
+        with tempfile.TemporaryDirectory() as out:
+            command = [sys.executable, __file__, *sys.argv[1:], "--way", name, "--out", out]
+            subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+            result = torch.load(Path(out) / "result.pt")
+        total = result["gradients"][0]  # later ones are of weights that differ in the last bits already
+        first = total if first is None else first
+        print(
+            f"{name:24s} {result['seconds'] / options.steps:6.2f} s a step, {result['memory']:5.0f} MB more than the "
+            f"model, first gradient off by {((total - first).norm() / first.norm()).item():.1e}, "
+            f"epsilon {result['epsilon']:.2f} at delta {DELTA}",
+            flush=True,
+        )
+    return None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""LoRA in Hugging Face's Trainer: bf16 autocast, gradient accumulation, checkpointing; clipping in two ways."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+for name in ("transformers", "peft", "accelerate"):
+    pytest.importorskip(name)
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "trainer_lora.py"
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module")
+def example():
+    spec = importlib.util.spec_from_file_location("trainer_lora", EXAMPLE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_one_pass_clips_as_materialized(example, tmp_path):
+    """Four micro-batches a step, some empty: the same clipped gradient, with both kinds of checkpointing and none."""
+    data = example.Sequences(24, 10, 16)
+    example.LOGICAL_BATCH = 4
+    exact, _, _ = example.train(example.materialize, example.build_model(32, 1, 16), data, 3, 0.0, out=tmp_path, lr=0.0)
+    exact = torch.stack(exact)
+    assert len(exact) == 3 and all(g.norm() > 0 for g in exact)
+    sizes = [len(b) for b in example.PoissonMicroBatches(24, 4 / 24, 3)]
+    assert len(sizes) == 12 and 0 in sizes
+    for options in ({}, {"reentrant": True}, {"checkpointing": False}):
+        model = example.build_model(32, 1, 16)
+        actual, _, _ = example.train(example.one_pass, model, data, 3, 0.0, out=tmp_path, lr=0.0, **options)
+        assert (torch.stack(actual) - exact).norm() <= 1e-5 * exact.norm(), options
+    for p in model.parameters():
+        assert getattr(p, "grad_sample", None) is None
+
+
+def test_a_step_is_the_clipped_average(example, tmp_path):
+    """Against a loop over samples in fp32, as far as bf16 autocast allows."""
+    data = example.Sequences(24, 10, 16)
+    example.LOGICAL_BATCH = 8
+    gradients, _, _ = example.train(example.one_pass, example.build_model(32, 1, 16), data, 1, 0.0, out=tmp_path)
+    drawn = [i for part in example.PoissonMicroBatches(24, 8 / 24, 1) for i in part]
+    model = example.build_model(32, 1, 16)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    total = 0
+    for i in drawn:
+        batch = data.collate([data[i]])
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(input_ids=batch["input_ids"]).logits
+        loss = F.cross_entropy(logits[0, :-1].float(), batch["labels"][0, 1:])
+        gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)])
+        total = total + gradient * (example.MAX_GRAD_NORM / gradient.norm()).clamp(max=1.0)
+    assert (gradients[0] - total / 8).norm() <= 0.02 * (total / 8).norm()
+
+
+def test_noise_and_accounting(example, tmp_path):
+    data = example.Sequences(24, 10, 16)
+    runs = [
+        example.train(way, example.build_model(32, 1, 16), data, 2, 1.0, out=tmp_path)
+        for way in (example.materialize, example.one_pass)
+    ]
+    (exact, _, epsilon), (actual, _, ours) = runs
+    assert ours == epsilon > 0
+    # The same noise from the same generator. The second step is of weights that differ in the last bits of bf16.
+    assert (actual[0] - exact[0]).norm() <= 1e-5 * exact[0].norm()
