@@ -23,7 +23,7 @@ from dpfast.opacus.optimizers import (
     OnePassOptimizer,
     TwoPassOptimizer,
 )
-from dpfast.registry import find_rule
+from dpfast.registry import find_forward, find_rule
 
 MODES = ("dpfast", "dpfast_two_pass", "dpfast_materialize")
 
@@ -228,7 +228,8 @@ def validate(module: nn.Module) -> None:
     errors = [] if module.training else [IllegalModuleConfigurationError("Model needs to be in training mode")]
     for m in module.modules():
         trainable = any(p.requires_grad for p in m.parameters(recurse=False))
-        if trainable and type(m) in ModuleValidator.VALIDATORS and find_rule(m) is None:
+        ours = find_rule(m) is not None or find_forward(m) is not None
+        if trainable and type(m) in ModuleValidator.VALIDATORS and not ours:
             errors.extend(ModuleValidator.VALIDATORS[type(m)](m))
     if isinstance(module, nn.parallel.DistributedDataParallel):
         errors.append(

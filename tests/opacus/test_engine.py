@@ -7,7 +7,7 @@ import opacus
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import assert_gradients
+from cases import assert_gradients, sum_loss
 from opacus.grad_sample import AbstractGradSampleModule
 from opacus.optimizers import DPOptimizer
 from opacus.schedulers import ExponentialGradClip, ExponentialNoise
@@ -19,6 +19,7 @@ from torch import nn
 import dpfast
 from dpfast.errors import InputError, StateError
 from dpfast.opacus import PrivacyEngine
+from dpfast.testing import clipped_sum, loop_over_samples
 
 C = 0.5
 MODES = ["dpfast", "dpfast_two_pass", "dpfast_materialize"]
@@ -372,3 +373,27 @@ def test_secure_noise_is_added(monkeypatch):
     before = copy.deepcopy(weights(module))
     train(module, optimizer, nn.CrossEntropyLoss(), [(x, y)])
     assert all(not torch.equal(p, before[name]) for name, p in weights(module).items())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_layers_that_opacus_has_replacements_for(mode):
+    """nn.MultiheadAttention and nn.LSTM go in as they are."""
+
+    class Sequences(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.lstm = nn.Linear(3, 8), nn.LSTM(8, 8, batch_first=True)
+            self.attention, self.head = nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 5)
+
+        def forward(self, x):
+            x, _ = self.lstm(self.embed(x.unflatten(1, (4, 3))))
+            return self.head(self.attention(x, x, x, need_weights=False)[0].mean(1))
+
+    torch.manual_seed(0)
+    model = Sequences()
+    _, module, optimizer, criterion, _ = private(mode, model=model)
+    x, y = torch.randn(6, 12), torch.randint(0, 5, (6,))
+    exact = clipped_sum(loop_over_samples(copy.deepcopy(module).to_standard_module(), sum_loss, x, y), C)
+    criterion(module(x), y).backward()
+    optimizer.pre_step()
+    assert_gradients({name: p.grad * 6 for name, p in model.named_parameters()}, exact, 2e-5)
