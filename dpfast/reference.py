@@ -104,7 +104,7 @@ def _without_dropped_samples(*tensors: Tensor, coefficients: Tensor) -> tuple[Te
 
 def row_norm(x: Tensor) -> Tensor:
     """L2 norms along the last dimension, in fp64; no fp32 sum is longer than ``SUM_BLOCK`` terms."""
-    if x.shape[-1] > SUM_BLOCK:
+    if x.shape[-1] > SUM_BLOCK or x.stride(-1) != 1:
         return row_sq_norm(x).sqrt_()
     return torch.linalg.vector_norm(x.to(compute_dtype(x)), dim=-1).double()
 
@@ -114,6 +114,10 @@ def row_sq_norm(x: Tensor) -> Tensor:
     x = x.to(compute_dtype(x))
     width = x.shape[-1]
     if width <= SUM_BLOCK:
+        if x.dim() == 3 and x.shape[0] > 0 and x.stride(1) == 1 < x.stride(2):
+            # Channels first. vector_norm is 20 times slower there than a sum over the slow dimension.
+            squares = torch.empty_like(x[0])
+            return torch.stack([torch.mul(x_n, x_n, out=squares).sum(-1) for x_n in x]).double()
         return torch.linalg.vector_norm(x, dim=-1).double().square_()
     whole = width - width % SUM_BLOCK
     blocks = torch.linalg.vector_norm(x[..., :whole].unflatten(-1, (-1, SUM_BLOCK)), dim=-1)
