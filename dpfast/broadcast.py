@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from dpfast.errors import UnsupportedModuleError
 from dpfast.factors import Factor
 from dpfast.registry import Activations
-from dpfast.tap import Tap, detached_parameters, taps_suspended
+from dpfast.tap import Tap, detached_parameters, suspended, taps_suspended
 
 
 class BroadcastMethod:
@@ -24,11 +25,13 @@ class BroadcastMethod:
         tap, host = self.tap, self.tap.module
         method = getattr(type(host), self.method).__get__(host)
         parameters = [p for p in self.child.parameters() if p.requires_grad]
-        if not (tap.active and parameters):
+        if not (tap.taps.enabled and parameters) or suspended():
             return method(*args, **kwargs)
         with taps_suspended(), detached_parameters(list(self.child.modules()) if tap.taps.detach else ()):
             output = method(*args, **kwargs)
         n = tap.taps.batch_size()
+        if not torch.is_grad_enabled():  # a checkpointed region that will run again: its output keeps its shape
+            return output if n is None else output.expand(n, *output.shape[1:])
         if n is None or output.shape[0] != 1:
             raise UnsupportedModuleError(
                 f"{tap.layer}: it is not known which batch its {self.method} is broadcast over; call the model "

@@ -25,10 +25,8 @@ from dpfast.factors import Factor
 from dpfast.registry import (
     Activations,
     Rule,
-    find_batch_dim,
     find_fault,
     find_forward,
-    folds_samples,
     makes_fresh_output,
     owned_modules,
     owned_parameters,
@@ -78,17 +76,6 @@ def detached_parameters(modules: Sequence[nn.Module]) -> Iterator[None]:
         del _local.detached[before:]
 
 
-@contextmanager
-def _layout(**layout: Any) -> Iterator[None]:
-    """Where samples are in what runs inside: ``batch_dim``, and ``folded`` where positions may be folded into them."""
-    before = getattr(_local, "layout", {})
-    _local.layout = {**before, **layout}
-    try:
-        yield
-    finally:
-        _local.layout = before
-
-
 def in_backward() -> int | None:
     """The backward pass that runs in this thread."""
     task = torch._C._current_graph_task_id()
@@ -133,10 +120,17 @@ class TappedForward:
 
 
 class Tap:
-    """One module's tap."""
+    """One module's tap.
 
-    def __init__(self, taps: Receiver, name: str, module: nn.Module):
+    Args:
+        batch_dim: where the module has its samples.
+        folded: positions may be folded into them.
+    """
+
+    def __init__(self, taps: Receiver, name: str, module: nn.Module, *, batch_dim: int, folded: bool):
         self.taps = taps
+        self.batch_dim = batch_dim
+        self.folded = folded
         self.module = module
         self.layer = f"{name} ({type(module).__name__})" if name else type(module).__name__
 
@@ -144,22 +138,12 @@ class Tap:
     def active(self) -> bool:
         return self.taps.enabled and torch.is_grad_enabled() and not suspended()
 
-    @property
-    def batch_dim(self) -> int:
-        """Where the samples are, for what runs in this thread now."""
-        return getattr(_local, "layout", {}).get("batch_dim", self.taps.batch_dim)
-
     def run(self, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The module's forward with its output tapped, or as it is where there is nothing to do."""
+        if isinstance(self.module, nn.Embedding) and self.taps.enabled and not suspended():
+            args, kwargs = self._with_whole_batch(args, kwargs)
         if not self.active:
             return forward(*args, **kwargs)
-        dim, folded = find_batch_dim(self.module), folds_samples(self.module)
-        if dim is None and not folded:
-            return self._run(forward, args, kwargs)
-        with _layout(**({"folded": True} if dim is None else {"batch_dim": dim})):
-            return self._run(forward, args, kwargs)
-
-    def _run(self, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         fault = find_fault(self.module)
         if fault is not None:
             return _failing_in_backward(forward(*args, **kwargs), f"{self.layer}: {fault}")
@@ -169,8 +153,6 @@ class Tap:
         substitute = find_forward(self.module)
         if substitute is not None:
             return substitute(self.module, Pieces(self), *args, **kwargs)
-        if isinstance(self.module, nn.Embedding):
-            args, kwargs = self._with_whole_batch(args, kwargs)
         with detached_parameters(owned_modules(self.module) if self.taps.detach else ()):
             output = forward(*args, **kwargs)
         inputs, fresh = self._bound(forward, args, kwargs), makes_fresh_output(self.module)
@@ -181,7 +163,7 @@ class Tap:
         n, dim = self.taps.batch_size(), self.batch_dim
         leaves, structure = tree_flatten((args, kwargs))
         tensors = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
-        if n is None or n == 1 or len(tensors) != 1:
+        if n is None or n == 1 or len(tensors) != 1 or not self.module.weight.requires_grad:
             return args, kwargs
         x = leaves[tensors[0]]
         if x.dim() < 2 or x.dim() <= dim or x.shape[dim] != 1:
@@ -299,9 +281,7 @@ class Record:
         self.tap = tap
         self.rule = rule
         self.parameters = parameters
-        self.batch_dim = tap.batch_dim
         self.batch_size = tap.taps.batch_size()
-        self.folded = getattr(_local, "layout", {}).get("folded", False)
         self.num_outputs = num_outputs
         self.fresh = fresh
         self.created_in = in_backward()

@@ -104,18 +104,17 @@ class TappedModel:
                     "with remove_hooks() or to_standard_module()"
                 )
         inner = {id(m) for module in self.model.modules() for m in owned_modules(module)[1:]}
-        for name, module in self.model.named_modules():
+        for name, module, layout in self._layouts():
             if module._parameters:
                 module._parameters = DetachableParameters(module._parameters)
                 self._parameter_owners.append(module)
             if id(module) not in inner and _has_something_to_tap(module):
-                tap = Tap(self, name, module)
+                tap = Tap(self, name, module, **layout)
                 module.forward = TappedForward(tap, module.__dict__.get("forward"))
                 self._taps.append(tap)
-            broadcast = find_broadcast(module)
-            if broadcast is not None and isinstance(getattr(module, broadcast[1], None), nn.Module):
-                method, child = broadcast
-                tap = Tap(self, f"{name}.{child}", module)
+            method, child = find_broadcast(module) or (None, None)
+            if isinstance(getattr(module, child or "", None), nn.Module):
+                tap = Tap(self, f"{name}.{child}", module, **layout)
                 setattr(module, method, BroadcastMethod(tap, method, getattr(module, child), linear_in_parameters))
                 self._broadcasts.append((module, method))
         self._root_handles = [
@@ -124,6 +123,21 @@ class TappedModel:
         ]
         self._guard_parameters()
         _forget_compiled_code()
+
+    def _layouts(self) -> list[tuple[str, nn.Module, dict[str, Any]]]:
+        """Every module with its name and where it has its samples, which containers say for what is inside them."""
+        layouts: dict[str, dict[str, Any]] = {}
+        found = []
+        for name, module in self.model.named_modules():
+            parent = name.rpartition(".")[0]
+            layout = dict(layouts[parent]) if name else {"batch_dim": self.batch_dim, "folded": False}
+            dim = find_batch_dim(module)
+            if dim is not None:
+                layout["batch_dim"] = dim
+            layout["folded"] = layout["folded"] or folds_samples(module)
+            layouts[name] = layout
+            found.append((name, module, layout))
+        return found
 
     def remove(self) -> None:
         """Puts every module back as it was. Safe to call twice."""
@@ -275,7 +289,7 @@ class TappedModel:
             elif step.num_samples != factor.num_samples:
                 raise InputError(
                     f"{layer} saw a batch of {factor.num_samples} samples, {step.first_layer} one of "
-                    f"{step.num_samples}: every layer must see the same samples in dimension {record.batch_dim} of "
+                    f"{step.num_samples}: every layer must see the same samples in dimension {record.tap.batch_dim} of "
                     "its input; expand an input that the model broadcasts, or set batch_first"
                 )
             if self.observe is not None:
@@ -286,8 +300,8 @@ class TappedModel:
         """The rule's answer; its errors name the layer."""
         tap, rule = record.tap, record.rule
         if rule is None:
-            activations, backprops = _batch_in_front(activations, backprops, record.batch_dim)
-            if record.folded and record.batch_size is not None:
+            activations, backprops = _batch_in_front(activations, backprops, record.tap.batch_dim)
+            if record.tap.folded and record.batch_size is not None:
                 activations, backprops = _unfolded(activations, backprops, record.batch_size)
             rule = functorch if self.force_functorch else find_rule(tap.module) or functorch
         try:
@@ -320,10 +334,10 @@ def _unfolded(activations: Activations, backprops: Any, n: int) -> tuple[Activat
 
 
 def _has_something_to_tap(module: nn.Module) -> bool:
-    """Parameters of its own, samples in a dimension of its own, or a reason to fail."""
+    """Parameters of its own, or a reason to fail."""
     if any(m._parameters for m in owned_modules(module)):
         return True
-    return find_batch_dim(module) is not None or folds_samples(module) or find_fault(module) is not None
+    return find_fault(module) is not None
 
 
 def _forget_compiled_code() -> None:

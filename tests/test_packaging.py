@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Downward only: a module may import those to its right (DESIGN of the house in ARCHITECTURE.md).
 ORDER = [
-    ["__main__", "opacus.engine", "autograd_grad_sample", "testing"],
+    ["__main__", "opacus.engine", "autograd_grad_sample", "testing", "explain"],
     ["opacus.losses", "opacus.optimizers", "opacus.samplers", "opacus._supported"],
     ["info", "fast_gradient_clipping", "per_sample_gradient_clipper"],
     ["grad_sample_module"],

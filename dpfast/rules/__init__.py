@@ -8,6 +8,7 @@ from dpfast.rules import (
     huggingface,
     linear,
     normalization,
+    opacus_layers,
     recurrent,
     refused,
 )
@@ -20,6 +21,7 @@ __all__ = [
     "huggingface",
     "linear",
     "normalization",
+    "opacus_layers",
     "recurrent",
     "refused",
 ]
