@@ -16,9 +16,10 @@ ROOT = Path(__file__).resolve().parents[1]
 ORDER = [
     ["__main__", "opacus.engine", "autograd_grad_sample", "testing", "explain"],
     ["opacus.losses", "opacus.optimizers", "opacus.samplers", "opacus._supported"],
-    ["info", "fast_gradient_clipping", "per_sample_gradient_clipper"],
+    ["info", "opacus_optimizer", "fast_gradient_clipping", "per_sample_gradient_clipper"],
     ["grad_sample_module"],
     ["tapped_model", "clipping"],
+    ["rules.opacus_layers"],
     ["broadcast", "rules.attention", "rules.huggingface", "rules.recurrent"],
     [
         *("tap", "rules.convolution", "rules.embedding", "rules.functorch", "rules.linear", "rules.normalization"),
