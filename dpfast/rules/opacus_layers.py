@@ -1,0 +1,58 @@
+"""Opacus's own layers. The recurrent ones have torch's parameters, so torch's forward runs, in our pieces.
+
+(The layers are made of one linear layer a time step, which packed sequences call with ever fewer samples.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from dpfast.registry import register_batch_dim, register_fault, register_forward
+from dpfast.rules.recurrent import recurrent
+from dpfast.tap import Pieces
+
+
+class _AsTorch:
+    """A DPRNN, DPGRU or DPLSTM with the attributes of torch's class that it lacks."""
+
+    proj_size = 0
+
+    def __init__(self, layer: nn.Module):
+        kind = type(layer).__name__.removeprefix("DP")
+        self.layer = layer
+        self.mode = f"RNN_{layer.nonlinearity.upper()}" if kind == "RNN" else kind
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.layer, name)
+
+    def __repr__(self) -> str:
+        return repr(self.layer)
+
+
+@register_forward([f"opacus.layers.dp_rnn.{name}" for name in ("DPRNN", "DPGRU", "DPLSTM")])
+def opacus_recurrent(layer: nn.Module, piece: Pieces, input: Tensor | PackedSequence, state_init: Any = None) -> tuple:
+    """As the class's forward."""
+    return recurrent(_AsTorch(layer), piece, input, state_init)
+
+
+_ATTENTION = "opacus.layers.dp_multihead_attention.DPMultiheadAttention"
+
+
+@register_batch_dim(_ATTENTION)
+def samples_of_attention(layer: nn.Module) -> int:
+    """The second dimension, inside it too."""
+    return 0 if layer.batch_first else 1
+
+
+@register_fault(_ATTENTION)
+def fault_of_attention(layer: nn.Module) -> str | None:
+    """With batch_first its projections see samples first, and ``out_proj`` positions first."""
+    if not layer.batch_first:
+        return None
+    return (
+        "with batch_first=True one of its layers takes positions for samples; use nn.MultiheadAttention, which needs "
+        "no replacement here, or batch_first=False"
+    )
