@@ -23,7 +23,7 @@ class _AsTorch:
     def __init__(self, layer: nn.Module):
         kind = type(layer).__name__.removeprefix("DP")
         self.layer = layer
-        self.mode = f"RNN_{layer.nonlinearity.upper()}" if kind == "RNN" else kind
+        self.mode = f"RNN_{layer.cells[0].nonlinearity.upper()}" if kind == "RNN" else kind
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.layer, name)
