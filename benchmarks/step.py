@@ -1,0 +1,236 @@
+"""A training step, private and plain: time and memory of every leg on every workload.
+
+    python benchmarks/step.py                      # what runs on this machine and has no row yet
+    python benchmarks/step.py gpt mlp --again      # these workloads, measured anew
+    python benchmarks/step.py gpt --legs "dpfast one-pass" --no-write
+
+Before a leg is timed, its clipped gradient is compared with an fp64 loop over samples. Legs take turns, round after
+round; the figure is the median over rounds of (leg / plain) within a round. On a CPU: one thread, CPU time. Peak
+memory is measured in a process of its own, with the C allocator's defaults. Rows go to
+benchmarks/results/step.jsonl, one a leg.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from legs import LEGS, PRIVATE, C, build
+from rich.console import Console
+from rich.table import Table
+from workloads import WORKLOADS, Workload
+
+from dpfast.testing import clipped_sum, loop_over_samples, relative_error
+
+RESULTS = Path(__file__).parent / "results" / "step.jsonl"
+ROOT = Path(__file__).resolve().parents[1]
+TOLERANCE = {
+    torch.float32: 1e-3,
+    torch.bfloat16: 5e-2,
+}  # clipped gradient against fp64, the slack of the norm's bound included
+SLOW = 10.0  # a leg that takes this many plain steps gets one round
+SIGMA = 1.0
+# One process runs all legs, so one leg's memory would decide how many pages the next one has to get from the system
+# (seen: 0 to 14,000 faults of 2 µs a step for the same leg). The C allocator keeps its memory instead, for all.
+STEADY = {"MALLOC_TRIM_THRESHOLD_": "4000000000", "MALLOC_MMAP_THRESHOLD_": "4000000000"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("workloads", nargs="*", metavar="workload", help=", ".join(WORKLOADS))
+    parser.add_argument("--legs", nargs="*", choices=[*LEGS], help="these legs; plain and plain+noise always run")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--again", action="store_true", help="measure anew what this commit has rows of")
+    parser.add_argument("--no-write", action="store_true")
+    parser.add_argument("--no-memory", action="store_true")
+    parser.add_argument("--memory-of", help=argparse.SUPPRESS)  # a child process: this leg's peak, nothing else
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.memory_of:
+        print(_peak_memory(WORKLOADS[options.workloads[0]], options.memory_of))
+        return
+    if sys.platform == "linux" and not STEADY.keys() <= os.environ.keys():
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **STEADY})
+    environment = _environment()
+    have = set() if options.again else _rows_of(environment)
+    for name in options.workloads or WORKLOADS:
+        workload = WORKLOADS[name]
+        if workload.device == "cuda" and not torch.cuda.is_available():
+            continue
+        if name in have:
+            print(f"{name}: this commit has its rows in {RESULTS.name}")
+            continue
+        chosen = [leg for leg in LEGS if not options.legs or leg in ("plain", "plain+noise", *options.legs)]
+        rows = measure(workload, chosen, options.rounds, memory=not options.no_memory)
+        if not options.no_write:
+            with RESULTS.open("a") as file:
+                file.writelines(json.dumps({**environment, **row}, ensure_ascii=False) + "\n" for row in rows)
+        show(workload, rows)
+
+
+def measure(workload: Workload, legs: list[str], rounds: int, memory: bool) -> list[dict]:
+    """One row a leg: milliseconds, ratios to plain and plain+noise, their spread, the gradient's error, peak memory."""
+    steps, rows = {}, {leg: {"workload": workload.name, "leg": leg} for leg in legs}
+    torch.manual_seed(0)
+    model, batch = _model(workload), workload.batch()
+    exact = _exact_gradient(workload, model, batch)
+    for leg in legs:
+        try:
+            if leg in PRIVATE:
+                error = _gradient_error(workload, leg, model, batch, exact)
+                rows[leg]["error"] = float(f"{error:.2g}")
+                if not error <= TOLERANCE[workload.dtype]:
+                    rows[leg]["note"] = "wrong gradient: not timed"
+                    continue
+            step = build(leg, copy.deepcopy(model), workload, SIGMA)
+            _timed(workload, step, batch)
+            steps[leg] = step
+        except Exception as error:  # a leg that cannot run must not take the others with it
+            rows[leg]["note"] = _reason(error)
+        gc.collect()
+    seconds = _interleaved(workload, steps, batch, rounds)
+    for leg, own in seconds.items():
+        ratios = {base: [x / y for x, y in zip(own, seconds[base], strict=False)] for base in ("plain", "plain+noise")}
+        low, _, high = statistics.quantiles(ratios["plain"], n=4) if len(own) > 1 else 3 * ratios["plain"]
+        rows[leg].update(
+            ms=round(1e3 * statistics.median(own), 2),
+            ratio_plain=round(statistics.median(ratios["plain"]), 3),
+            ratio_noise=round(statistics.median(ratios["plain+noise"]), 3),
+            quartiles=[round(low, 3), round(high, 3)],
+            rounds=len(own),
+        )
+        if memory:
+            rows[leg]["peak_mb"] = _peak_in_own_process(workload.name, leg)
+    return list(rows.values())
+
+
+def _model(workload: Workload) -> torch.nn.Module:
+    return workload.build().to(device=workload.device, dtype=workload.dtype)
+
+
+def _exact_gradient(workload: Workload, model: torch.nn.Module, batch: tuple) -> dict[str, torch.Tensor]:
+    """Σ_n c_n g_n of the first samples, in fp64."""
+    few = [x[: workload.check_samples] for x in batch]
+    gradients = loop_over_samples(model, lambda m, *b: workload.losses(m, *b).sum(), *few)
+    return clipped_sum(gradients, C)
+
+
+def _gradient_error(workload: Workload, leg: str, model: torch.nn.Module, batch: tuple, exact: dict) -> float:
+    """The largest relative error of a parameter's gradient, without noise."""
+    own = copy.deepcopy(model)
+    few = [x[: workload.check_samples] for x in batch]
+    build(leg, own, workload, 0.0)(*few)
+    n = len(batch[0])  # the optimizer divided by it
+    return max(relative_error(p.grad * n, exact[name]) for name, p in own.named_parameters() if p.requires_grad)
+
+
+def _timed(workload: Workload, step, batch: tuple) -> float:
+    if workload.device == "cuda":
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        step(*batch)
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
+    start = time.process_time()
+    step(*batch)
+    return time.process_time() - start
+
+
+def _interleaved(workload: Workload, steps: dict, batch: tuple, rounds: int) -> dict[str, list[float]]:
+    """Seconds per leg and round; the legs' order turns by one place a round."""
+    seconds: dict[str, list[float]] = {leg: [] for leg in steps}
+    order = list(steps)
+    gc.collect()
+    gc.disable()
+    for i in range(rounds):
+        for leg in order[i % len(order) :] + order[: i % len(order)]:
+            if seconds[leg] and seconds[leg][0] > SLOW * (seconds["plain"] or seconds[leg])[0]:
+                continue
+            seconds[leg].append(_timed(workload, steps[leg], batch))
+        gc.collect()
+    gc.enable()
+    return seconds
+
+
+def _peak_memory(workload: Workload, leg: str) -> float:
+    """MB that model, batch and three steps need at most, beyond what the process had before."""
+    torch.manual_seed(0)
+    torch.mm(torch.ones(64, 64), torch.ones(64, 64))  # the libraries' own memory
+    before = torch.cuda.memory_allocated() if workload.device == "cuda" else _resident("VmRSS")
+    step, batch = build(leg, _model(workload), workload, SIGMA), workload.batch()
+    for _ in range(3):
+        step(*batch)
+    peak = torch.cuda.max_memory_allocated() if workload.device == "cuda" else _resident("VmHWM")
+    return (peak - before) / 2**20
+
+
+def _resident(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"/proc/self/status has no {field}")
+
+
+def _peak_in_own_process(name: str, leg: str) -> float | None:
+    command = [sys.executable, __file__, name, "--memory-of", leg]
+    environment = {k: v for k, v in os.environ.items() if k not in STEADY}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    return round(float(done.stdout.split()[-1]), 1) if done.returncode == 0 else None
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error):
+        return "does not fit memory"
+    return f"{type(error).__name__}: {str(error).splitlines()[0][:120]}" if str(error) else type(error).__name__
+
+
+def _environment() -> dict[str, str]:
+    git = ["git", "-C", str(ROOT)]
+    commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "dpfast", "kernels"]).returncode != 0
+    return {
+        "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu_name(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "commit": commit + ("+" if changed else ""),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def _cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _rows_of(environment: dict[str, str]) -> set[str]:
+    """The workloads that this machine has rows of at this commit."""
+    if not RESULTS.exists():
+        return set()
+    rows = map(json.loads, RESULTS.read_text().splitlines())
+    return {r["workload"] for r in rows if all(r[k] == environment[k] for k in ("machine", "torch", "commit"))}
+
+
+def show(workload: Workload, rows: list[dict]) -> None:
+    table = Table(title=workload.title)
+    for column in ("leg", "ms", "/ plain", "/ plain+noise", "quartiles", "peak MB", "error", "note"):
+        table.add_column(column, justify="left" if column in ("leg", "note") else "right")
+    for r in rows:
+        keys = ("leg", "ms", "ratio_plain", "ratio_noise", "quartiles", "peak_mb", "error", "note")
+        table.add_row(*("" if r.get(k) is None else str(r[k]) for k in keys))
+    Console(width=130).print(table)
+
+
+if __name__ == "__main__":
+    main()
