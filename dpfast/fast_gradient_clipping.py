@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 from torch import Tensor, nn
 
@@ -17,7 +15,8 @@ from dpfast.clipping import (
     clip_factors,
     safe_factors,
 )
-from dpfast.errors import DpfastWarning, InputError, StateError
+from dpfast.dropped import DroppedSamples
+from dpfast.errors import InputError, StateError
 from dpfast.factors import Dense, Factor
 from dpfast.grad_sample_module import GradSampleModule
 from dpfast.merge import merge
@@ -98,7 +97,7 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
         self.max_grad_norm = max_grad_norm
         self.use_ghost_clipping = use_ghost_clipping
         self.passes = passes
-        self.nonfinite_samples = 0
+        self._dropped = DroppedSamples()
         self._norm_clipper = norm_clipper
         self._places: dict[nn.Parameter, int] = {}
         self._norms: SquaredNorm | None = None
@@ -134,6 +133,11 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
                 "this property."
             )
         return self.get_norm_sample()
+
+    @property
+    def nonfinite_samples(self) -> int:
+        """How many samples were dropped so far because their norm was inf or NaN. Waits for a GPU."""
+        return self._dropped.count
 
     @property
     def norm_slack(self) -> Tensor:
@@ -206,7 +210,8 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
             norms = [self._norms.upper.sqrt()]
             self._clip_factors = clip_factors(clipper, norms)[0].float()
             factors = [self._clip_factors] * len(entries)
-        self._count_nonfinite(norms)
+        if norms:
+            self._dropped.add(torch.stack(norms))
         if self.passes == 1:
             for entry, entry_factors in zip(entries, factors, strict=True):
                 if entry is not None and entry.total is None:
@@ -235,18 +240,6 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
                 p.grad += entry.total
         passes, sensitivity = (before.passes, before.sensitivity) if before is not None else (0, 0.0)
         leave(self._places, Left(passes + 1, max(sensitivity, self.sensitivity)))
-
-    def _count_nonfinite(self, norms: list[Tensor]) -> None:
-        """Counts the samples that were dropped; warns the first time."""
-        count = int((~torch.isfinite(torch.stack(norms))).any(0).sum()) if norms else 0
-        if count and not self.nonfinite_samples:
-            warnings.warn(
-                f"{count} of {len(norms[0])} samples have a gradient norm that is inf or NaN; they are dropped from "
-                "the clipped sum (clip factor 0). model.nonfinite_samples counts them from here on.",
-                DpfastWarning,
-                stacklevel=2,
-            )
-        self.nonfinite_samples += count
 
 
 class _Gathered:

@@ -29,7 +29,7 @@ ORDER = [
     ["factors"],
     ["ops"],
     ["reference", "cost"],
-    ["bounds", "accumulation", "buffers"],
+    ["bounds", "accumulation", "buffers", "dropped"],
     ["errors"],
 ]
 RANK = {name: len(ORDER) - i for i, names in enumerate(ORDER) for name in names}
