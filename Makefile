@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test fuzz lint bench clean
+.PHONY: demo test fuzz test-opacus test-opacus-oldest lint bench clean
 
 demo: $(READY)
 	$(BIN)/python examples/digits.py
@@ -14,6 +14,20 @@ test: $(READY)
 
 fuzz: $(READY)
 	$(BIN)/python -m pytest tests/test_fuzz.py --hypothesis-profile=fuzz
+
+# Opacus's own tests, with dpfast installed in it and without. They build models of torchvision, which stays out of
+# .venv because other packages change their ways where it is installed.
+test-opacus: $(READY) build/torchvision
+	$(BIN)/python tests/run_opacus_tests.py --torchvision build/torchvision
+
+test-opacus-oldest: $(READY) build/torchvision build/opacus-1.5.4
+	$(BIN)/python tests/run_opacus_tests.py --torchvision build/torchvision --opacus build/opacus-1.5.4
+
+build/torchvision: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ torchvision==0.29.2
+
+build/opacus-1.5.4: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ opacus==1.5.4
 
 lint: $(READY)
 	$(BIN)/ruff check .
