@@ -61,7 +61,8 @@ class Gpt(nn.Module):
         self.norm, self.head = nn.LayerNorm(d), nn.Linear(d, vocabulary, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        # Repeated, not expanded: Opacus's ghost clipping fails on expanded indices.
+        positions = torch.arange(tokens.shape[1], device=tokens.device).repeat(len(tokens), 1)
         return self.head(self.norm(self.blocks(self.tokens(tokens) + self.positions(positions))))
 
 
