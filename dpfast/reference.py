@@ -21,7 +21,7 @@ from dpfast.bounds import SquaredNorm
 WORKSPACE_BYTES = 32 * 2**20
 """The most that a norm may hold in intermediate results at one time."""
 
-GRAM_TILE = 512
+GRAM_TILE = 128
 """Positions per side of a tile of the Gram matrices; also bounds the length of one row's sum."""
 
 SUM_BLOCK = 1024
