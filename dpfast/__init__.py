@@ -3,6 +3,7 @@
 from dpfast import autograd_grad_sample, ops, rules
 from dpfast.clipping import AutomaticClipper, ConstantFlatClipper, ConstantPerLayerClipper, NormClipper
 from dpfast.errors import DpfastError
+from dpfast.explain import explain
 from dpfast.fast_gradient_clipping import GradSampleModuleFastGradientClipping, create_norm_sample
 from dpfast.grad_sample_module import GradSampleModule
 from dpfast.info import info
@@ -23,6 +24,7 @@ __all__ = [
     "compute_linear_grad_sample",
     "compute_linear_norm_sample",
     "create_norm_sample",
+    "explain",
     "info",
     "ops",
     "register_grad_sampler",

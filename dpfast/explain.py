@@ -138,6 +138,7 @@ def _explained(tapped: TappedModel, model: nn.Module, batch: tuple, inputs: dict
             sum(x.float().sum() for x in outputs).backward(inputs=_trainable(tapped.model))
     finally:
         tapped.mode, tapped.detach, tapped.enabled, tapped.observe = before
+        tapped.drop_guards()  # the next forward pass sets those again that its mode needs
     return Explanation(tuple(uses), max(sizes, default=0))
 
 

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
+from torch.utils._pytree import tree_map_only
 
 from dpfast.errors import InputError
 from dpfast.factors import Dense, Factor
@@ -28,6 +29,13 @@ class Activations(list):
         super().__init__(values)
         self.kwargs = dict(kwargs or {})
         self.batch_dim = 0  # where the module itself had its samples; here they are in front
+        self.followed: list[bool] = []  # of each leaf of (positional, keyword): whether a gradient goes through it
+
+    def map(self, function: Callable[[Any], Any]) -> Activations:
+        """The same with ``function`` of every tensor."""
+        found = Activations(*tree_map_only(Tensor, function, (list(self), self.kwargs)))
+        found.batch_dim, found.followed = self.batch_dim, self.followed
+        return found
 
 
 ModuleClass = type[nn.Module] | str

@@ -287,6 +287,7 @@ class Record:
         self.created_in = in_backward()
         self.uses: Counter[int] | None = None
         self.leaves, self.structure = tree_flatten(inputs)
+        self.followed = [isinstance(x, Tensor) and x.requires_grad for x in self.leaves]
         self.tensor_places = [i for i, x in enumerate(self.leaves) if isinstance(x, Tensor)]
 
     def is_only_use(self, parameter: nn.Parameter) -> bool:
@@ -303,7 +304,9 @@ class Record:
         leaves = list(self.leaves)
         for i, x in zip(self.tensor_places, tensors, strict=True):
             leaves[i] = x
-        return Activations(*tree_unflatten(leaves, self.structure))
+        activations = Activations(*tree_unflatten(leaves, self.structure))
+        activations.followed = self.followed
+        return activations
 
 
 class _TapFunction(torch.autograd.Function):

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from dpfast.broadcast import BroadcastMethod
@@ -153,10 +153,10 @@ class TappedModel:
             module.__dict__.pop(method, None)
         for gathered in (self._taps, self._parameter_owners, self._broadcasts):
             gathered.clear()
-        for handle in [*self._root_handles, *self._guards.values()]:
+        for handle in self._root_handles:
             handle.remove()
         self._root_handles.clear()
-        self._guards.clear()
+        self.drop_guards()
         _forget_compiled_code()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -212,6 +212,12 @@ class TappedModel:
         for p in self.model.parameters():
             if p.requires_grad and p not in self._guards:
                 self._guards[p] = p.register_hook(lambda grad, p=p: self._refuse(p, grad))
+
+    def drop_guards(self) -> None:
+        """Lets ordinary gradients reach the parameters."""
+        for handle in self._guards.values():
+            handle.remove()
+        self._guards.clear()
 
     def _refuse(self, parameter: nn.Parameter, grad: Tensor | None) -> None:
         if grad is None or not self.enabled:
@@ -313,7 +319,7 @@ class TappedModel:
 
 def _batch_in_front(activations: Activations, backprops: Any, dim: int) -> tuple[Activations, Any]:
     if dim != 0:
-        activations = Activations(*tree_map(lambda x: batch_to_front(x, dim), (list(activations), activations.kwargs)))
+        activations = activations.map(lambda x: batch_to_front(x, dim))
         backprops = tuple(batch_to_front(x, dim) for x in backprops)
     activations.batch_dim = dim
     return activations, backprops
@@ -328,9 +334,7 @@ def _unfolded(activations: Activations, backprops: Any, n: int) -> tuple[Activat
     def unfolded(x: Any) -> Any:
         return x.unflatten(0, (n, rows // n)) if isinstance(x, Tensor) and x.dim() and x.shape[0] == rows else x
 
-    found = Activations(*tree_map(unfolded, (list(activations), activations.kwargs)))
-    found.batch_dim = activations.batch_dim
-    return found, tuple(map(unfolded, backprops))
+    return activations.map(unfolded), tuple(map(unfolded, backprops))
 
 
 def _has_something_to_tap(module: nn.Module) -> bool:

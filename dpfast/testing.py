@@ -14,12 +14,17 @@ from dpfast.factors import Factor
 from dpfast.fast_gradient_clipping import GradSampleModuleFastGradientClipping
 from dpfast.grad_sample_module import GradSampleModule
 
-TOLERANCES = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 6e-2, torch.float16: 1e-2}
-"""Relative L2 errors that :func:`check_rule` allows. In 16 bits the layer's own forward and backward round."""
+TOLERANCES = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+"""Relative L2 errors that :func:`check_rule` allows. In 16 bits the layer's own forward and backward round, so there
+twice the error of a loop over samples in that dtype is allowed too."""
 
 
 def loop_over_samples(
-    model: nn.Module, loss: Callable[..., Tensor], *batch: Any, batch_dim: int = 0
+    model: nn.Module,
+    loss: Callable[..., Tensor],
+    *batch: Any,
+    batch_dim: int = 0,
+    dtype: torch.dtype = torch.float64,
 ) -> dict[str, Tensor]:
     """Per-sample gradients, one ordinary backward pass a sample, in fp64.
 
@@ -27,7 +32,8 @@ def loop_over_samples(
         model: not changed; a copy in fp64 does the work. Not wrapped by dpfast or Opacus.
         loss: ``loss(model, *batch)``, the scalar loss of a batch; it is called with batches of one sample, so it
             may be a sum or a mean over samples.
-        batch: tensors (or trees of them) with N samples in dimension ``batch_dim``; floats are converted to fp64.
+        batch: tensors (or trees of them) with N samples in dimension ``batch_dim``; floats are converted to ``dtype``.
+        dtype: of the copy.
 
     Returns:
         {name: (N, *shape)} for every trainable parameter, zeros where a sample does not reach it.
@@ -37,9 +43,9 @@ def loop_over_samples(
     >>> {k: tuple(g.shape) for k, g in loop_over_samples(layer, lambda m, x: m(x).sum(), x).items()}
     {'weight': (4, 2, 3), 'bias': (4, 2)}
     """
-    model = copy.deepcopy(model).double()
+    model = copy.deepcopy(model).to(dtype)
     names = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    batch = _converted(batch, torch.float64)
+    batch = _converted(batch, dtype)
     num_samples = next(x for x in _tensors(batch)).shape[batch_dim]
     gradients: dict[str, list[Tensor]] = {name: [] for name in names}
     for i in range(num_samples):
@@ -55,6 +61,7 @@ def loop_over_samples(
 
 
 _FP32_ANSWER = 1e-6  # norms and clip factors are given in fp32
+_SMALL = 1e-2  # a parameter's gradients below this share of all are compared with that share
 _SLACK = 1e-3  # how much more than exact factors a proven bound may clip
 
 
@@ -106,15 +113,24 @@ def _takes_nothing(module: nn.Module, batch: tuple) -> bool:
 
 
 def _check_batch(module: nn.Module, batch: tuple, batch_dim: int, where: str) -> None:
-    tolerance = TOLERANCES[next(module.parameters()).dtype]
+    dtype = next(module.parameters()).dtype
+    tolerance = TOLERANCES[dtype]
     exact = loop_over_samples(module, separable_loss, *batch, batch_dim=batch_dim)
     norms = norms_of(exact)
+    size = float(norms.norm()) + 1e-30
+    if dtype.itemsize == 2:
+        low = loop_over_samples(module, separable_loss, *batch, batch_dim=batch_dim, dtype=dtype)
+        lost = [
+            float((low[name].double() - g).norm()) / max(float(g.norm()), _SMALL * size) for name, g in exact.items()
+        ]
+        tolerance = max(tolerance, 2.0 * max(lost))
     options = {"batch_first": batch_dim == 0, "loss_reduction": "sum"}
 
     def compare(what: str, actual: Tensor | None, expected: Tensor) -> None:
         assert actual is not None, f"{what} ({where}): missing"
         assert actual.shape == expected.shape, f"{what} ({where}): {tuple(actual.shape)}, not {tuple(expected.shape)}"
-        error = relative_error(actual, expected)
+        difference = float((actual.double() - expected).norm())
+        error = difference / max(float(expected.norm()), _SMALL * size) if difference else 0.0
         assert error <= tolerance, f"{what} ({where}): relative error {error:.1e} is above {tolerance:.0e}"
 
     wrapped = GradSampleModule(copy.deepcopy(module), **options)
@@ -123,7 +139,6 @@ def _check_batch(module: nn.Module, batch: tuple, batch_dim: int, where: str) ->
     )
     separable_loss(wrapped, *batch).backward()
     summed = {name: g.sum(0) for name, g in exact.items()}
-    size = sum(float(s.square().sum()) for s in summed.values()) ** 0.5 + 1e-30
     for name, p in wrapped._module.named_parameters():
         if p.requires_grad:
             compare(f"grad_sample of {name}", p.grad_sample, exact[name])
@@ -135,7 +150,8 @@ def _check_batch(module: nn.Module, batch: tuple, batch_dim: int, where: str) ->
     compare("norms", wrapped.get_norm_sample(), norms)
     coefficients = wrapped.get_clipping_coef().double()
     share = coefficients / (wrapped.max_grad_norm / norms).clamp(max=1.0)
-    assert (share >= 1.0 - _SLACK - tolerance).all() and (share <= 1.0 + tolerance).all(), f"clip factors ({where})"
+    one = 4.0 * tolerance  # a single sample may be further off than all of them together
+    assert (share >= 1.0 - _SLACK - one).all() and (share <= 1.0 + one).all(), f"clip factors ({where}): {share}"
     for name, p in wrapped._module.named_parameters():
         if p.requires_grad:
             compare(f"clipped sum of {name}", p.grad, torch.einsum("n,n...->...", coefficients, exact[name]))

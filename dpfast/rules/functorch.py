@@ -59,7 +59,10 @@ def functorch(
     if not any(candidates):
         raise UnsupportedModuleError(f"it has no rule, and no input of it has {n} samples. {_WAYS_OUT}")
     try:
-        per_parameter = _checked(run, candidates, backprops) if sum(candidates) > 1 else run(candidates, backprops)[0]
+        if sum(candidates) > 1:
+            per_parameter = _checked(run, candidates, activations.followed, backprops)
+        else:
+            per_parameter, _ = run(candidates, backprops)
     except UnsupportedModuleError:
         raise
     except Exception as error:
@@ -124,12 +127,17 @@ class _Run:
         return grad(loss, has_aux=True)(self.own)
 
 
-def _checked(run: _Run, candidates: list[bool], backprops: list[Tensor]) -> dict[str, Tensor]:
-    """Takes apart those inputs whose samples, run one by one, give the batch's outputs and summed gradients."""
+def _checked(run: _Run, candidates: list[bool], followed: list[bool], backprops: list[Tensor]) -> dict[str, Tensor]:
+    """Takes apart those inputs whose samples, run one by one, give the batch's outputs and summed gradients.
+
+    The first input, and one that a gradient goes through, comes from the samples and is never shared.
+    """
     gradients, outputs = run.whole(backprops)
-    places = [i for i, yes in enumerate(candidates) if yes]
+    followed = followed or [False] * len(candidates)
+    places = [i for i, yes in enumerate(candidates) if yes][1:]
+    places = [i for i in places if not followed[i]]
     problem: Exception | None = None
-    for shared in itertools.chain.from_iterable(itertools.combinations(places, k) for k in range(len(places))):
+    for shared in itertools.chain.from_iterable(itertools.combinations(places, k) for k in range(len(places) + 1)):
         try:
             found, repeated = run([yes and i not in shared for i, yes in enumerate(candidates)], backprops)
         except Exception as error:

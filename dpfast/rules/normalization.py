@@ -114,8 +114,8 @@ def _by_channel(
     n, channels = inputs.shape[:2]
     positions = inputs.shape[2:].numel()
     grouped = inputs.to(torch.float64).reshape(n, num_groups, channels // num_groups * positions)
-    mean, variance = grouped.mean(-1, keepdim=True), grouped.var(-1, keepdim=True, correction=0)
-    normalized = ((grouped - mean) * torch.rsqrt(variance + eps)).to(dtype)
+    centred = grouped - grouped.mean(-1, keepdim=True)
+    normalized = (centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)).to(dtype)
     rows = normalized.reshape(n, channels, positions).mT
     error = normalized.new_full((n, positions), bounds.gamma(4, dtype))
     return _factors(layer, rows, backprops.to(dtype).reshape(n, channels, positions).mT, error)

@@ -1,4 +1,4 @@
-"""Hugging Face models of tiny sizes with random weights: {name: (build, inputs of n samples)}; nothing is downloaded."""
+"""Hugging Face models of tiny sizes with random weights, and inputs of n samples; nothing is downloaded."""
 
 import torch
 from torch import nn
@@ -46,7 +46,14 @@ def roberta():
 
 def distilbert():
     config = transformers.DistilBertConfig(
-        **_TEXT, dim=12, n_layers=2, n_heads=2, hidden_dim=20, dropout=0.0, attention_dropout=0.0, seq_classif_dropout=0.0
+        **_TEXT,
+        dim=12,
+        n_layers=2,
+        n_heads=2,
+        hidden_dim=20,
+        dropout=0.0,
+        attention_dropout=0.0,
+        seq_classif_dropout=0.0,
     )
     return transformers.DistilBertForSequenceClassification(config)
 
@@ -80,7 +87,13 @@ def t5():
 
 def opt():
     config = transformers.OPTConfig(
-        **_TEXT, hidden_size=12, word_embed_proj_dim=12, ffn_dim=20, num_hidden_layers=2, num_attention_heads=2, dropout=0.0
+        **_TEXT,
+        hidden_size=12,
+        word_embed_proj_dim=12,
+        ffn_dim=20,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        dropout=0.0,
     )
     return transformers.OPTForCausalLM(config)
 
