@@ -1,0 +1,131 @@
+"""Where each way wins: time and memory of one-pass clipping over the plain step against T, N and width, and the
+measured crossover of the direct and the Gram norm beside that of ``cost.py``.
+
+    python benchmarks/scaling.py        # a few minutes on one CPU thread; writes docs/scaling.png
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+from workloads import Gpt, language_losses
+
+import dpfast
+from dpfast import cost, ops
+
+PICTURE = Path(__file__).resolve().parents[1] / "docs" / "scaling.png"
+ROUNDS = 5
+STEPS = {  # what varies -> its values and (N, T, width) of each
+    "T": [(t, (max(1, 1024 // t), t, 128)) for t in (64, 128, 256, 512, 1024, 2048)],
+    "N": [(n, (n, 128, 128)) for n in (1, 4, 16, 32)],
+    "width": [(d, (8, 128, d)) for d in (64, 128, 256, 512)],
+}
+NORMS = [(128, 128), (256, 256), (256, 1024), (256, 8)]  # D, P
+
+
+def _interleaved(calls: list[Callable[[], None]]) -> list[list[float]]:
+    for call in calls:
+        call()
+    seconds: list[list[float]] = [[] for _ in calls]
+    for _ in range(ROUNDS):
+        for call, own in zip(calls, seconds, strict=True):
+            start = time.process_time()
+            call()
+            own.append(time.process_time() - start)
+    return seconds
+
+
+def step_ratio(n: int, t: int, d: int) -> tuple[float, float]:
+    """(time, peak memory) of forward and one-pass backward over the plain ones; a block and head of 256 words."""
+    torch.manual_seed(0)
+    model = Gpt(256, d, 1, t, heads=4)
+    batch = tuple(torch.randint(0, 256, (n, t)) for _ in range(2))
+    wrapped = dpfast.GradSampleModuleFastGradientClipping(copy.deepcopy(model))
+
+    def step(module: nn.Module) -> None:
+        module.zero_grad(set_to_none=True)
+        language_losses(module, *batch).mean().backward()
+
+    plain, private = _interleaved([lambda: step(model), lambda: step(wrapped)])
+    ratio = statistics.median(y / x for x, y in zip(plain, private, strict=True))
+    parameters = sum(p.numel() * p.element_size() for p in model.parameters())
+    peaks = [parameters + _peak(lambda module=module: step(module)) for module in (model, wrapped)]
+    return ratio, peaks[1] / peaks[0]
+
+
+def _peak(call: Callable[[], None]) -> int:
+    """Bytes of tensors that ``call`` holds at most, kept gradients included."""
+    empty = dpfast.buffers.empty
+
+    def watched(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)  # the profiler sees no other memory
+
+    dpfast.buffers.empty = watched
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+            call()
+    finally:
+        dpfast.buffers.empty = empty
+    now = peak = 0
+    events = [e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"]
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak
+
+
+def crossover(d: int, p: int) -> tuple[list[int], list[float]]:
+    """(T, time of the Gram norm / time of the direct norm)."""
+    positions = [t for t in (16, 32, 64, 128, 256, 512, 1024) if t * max(d, p) <= 2**19]
+    ratios = []
+    for t in positions:
+        a, b = torch.randn(4, t, d), torch.randn(4, t, p)
+        gram, direct = _interleaved(
+            [lambda a=a, b=b: ops.sq_norm(a, b, way="gram"), lambda a=a, b=b: ops.sq_norm(a, b, way="direct")]
+        )
+        ratios.append(statistics.median(x / y for x, y in zip(gram, direct, strict=True)))
+    return positions, ratios
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    figure, axes = plt.subplots(1, 4, figsize=(15, 3.6), layout="constrained")
+    for axis, (name, points) in zip(axes, STEPS.items(), strict=False):
+        values = [value for value, _ in points]
+        ratios = [step_ratio(*sizes) for _, sizes in points]
+        for i, label in enumerate(("time", "peak memory")):
+            axis.plot(values, [r[i] for r in ratios], marker="o", label=label)
+        for value, (seconds, memory) in zip(values, ratios, strict=True):
+            print(f"{name} = {value}: time {seconds:.2f}, memory {memory:.2f} of plain", flush=True)
+        axis.axhline(1.0, color="black", linewidth=0.8)
+        axis.set(xscale="log", xlabel=name, ylim=(0.8, None), title=f"one-pass / plain against {name}")
+        axis.set_xticks(values, values, minor=False)
+        axis.minorticks_off()
+        axis.legend()
+    for i, (d, p) in enumerate(NORMS):
+        positions, ratios = crossover(d, p)
+        model = 2 * d * p / (d + p)
+        measured = next((t for t, r in zip(positions, ratios, strict=True) if r >= 1.0), None)
+        taken = [cost.norm_way(t, d, p) for t in positions]
+        print(f"D, P = {d}, {p}: Gram costs as much as direct from T = {measured}, model T = {model:.0f}; {taken}")
+        axes[3].plot(positions, ratios, marker="o", color=f"C{i}", label=f"{d}×{p}")
+        axes[3].axvline(model, color=f"C{i}", linestyle=":")
+    axes[3].axhline(1.0, color="black", linewidth=0.8)
+    axes[3].set(xscale="log", yscale="log", xlabel="T", title="Gram / direct norm (dotted: cost.py's crossover)")
+    axes[3].legend(title="D×P")
+    figure.savefig(PICTURE, dpi=130)
+
+
+if __name__ == "__main__":
+    main()
