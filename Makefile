@@ -35,6 +35,8 @@ lint: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m pytest benchmarks --benchmark-only
+	$(BIN)/python benchmarks/step.py
+	$(BIN)/python benchmarks/report.py
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
