@@ -1,5 +1,6 @@
 """install() and uninstall(): what stands in Opacus's registries, and what Opacus's modules give with it."""
 
+import re
 import subprocess
 import sys
 import warnings
@@ -15,7 +16,8 @@ from opacus_cases import opacus_example
 from torch import nn
 
 import dpfast.opacus
-from dpfast.errors import DpfastWarning, InputError
+from dpfast.errors import DpfastWarning, InputError, MissingDependencyError
+from dpfast.opacus import _supported
 from dpfast.testing import clipped_sum, loop_over_samples, norms_of, relative_error
 
 C = 0.5
@@ -227,20 +229,25 @@ def test_rules_and_samplers_of_users():
 # --- Opacus that is missing, or unknown ---
 
 
-@pytest.mark.parametrize(
-    ("opacus", "message"),
-    [
-        ("raise ImportError('No module named opacus')", "No module named opacus"),
-        ("__version__ = '1.5.3'", "1.5.3 is installed"),
-        ("__version__ = '2.0.0'", "2.0.0 is installed"),
-    ],
-)
-def test_opacus_missing_or_unknown(tmp_path, opacus, message):
-    (tmp_path / "opacus.py").write_text(opacus)
+@pytest.mark.parametrize("version", ["1.5.3", "2.0.0", "1.7.0", "0.13"])
+def test_opacus_of_an_unknown_version(version):
+    with pytest.raises(MissingDependencyError, match=rf"{re.escape(version)} is installed.*'dpfast\[opacus\]'"):
+        _supported.check(version)
+
+
+@pytest.mark.parametrize("version", ["1.5.4", "1.6.0", "1.6.1+local"])
+def test_opacus_of_a_known_version(version):
+    _supported.check(version)
+
+
+def test_opacus_missing(tmp_path):
+    (tmp_path / "opacus.py").write_text("raise ImportError('No module named opacus')")
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import dpfast; import dpfast.opacus"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     last = run.stderr.strip().splitlines()[-1]
-    assert "MissingDependencyError" in last and message in last and "pip install 'dpfast[opacus]'" in last
+    assert "MissingDependencyError" in last and "No module named opacus" in last
+    assert "pip install 'dpfast[opacus]'" in last
+    assert issubclass(MissingDependencyError, ImportError) and issubclass(MissingDependencyError, dpfast.DpfastError)
 
 
 def test_opacus_takes_ours_for_wrapped_modules():
