@@ -8,7 +8,9 @@ keeps the inputs through autograd's own saved tensors: activation checkpointing,
 
 from __future__ import annotations
 
+import functools
 import inspect
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,6 +46,22 @@ def taps_suspended() -> Iterator[None]:
         yield
     finally:
         _local.suspended = before
+
+
+def never_compiled(function: Callable) -> Callable:
+    """As ``torch.compiler.disable``, which imports much (Triton too), from the time that something is compiled."""
+    disabled: list[Callable] = []
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))
+        return disabled[0](*args, **kwargs)
+
+    call._torchdynamo_disable = True
+    return call
 
 
 def suspended() -> bool:
@@ -109,7 +127,7 @@ class TappedForward:
         self.tap = tap
         self.replaced = replaced
 
-    @torch.compiler.disable
+    @never_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.tap.module
         return self.tap.run(self.replaced or type(module).forward.__get__(module), args, kwargs)

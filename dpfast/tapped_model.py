@@ -40,6 +40,7 @@ from dpfast.tap import (
     Tap,
     TappedForward,
     in_backward,
+    never_compiled,
     suspended,
     taps_suspended,
 )
@@ -168,7 +169,7 @@ class TappedModel:
 
     # --- the forward pass ---
 
-    @torch.compiler.disable
+    @never_compiled
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if suspended():
             return
@@ -178,7 +179,7 @@ class TappedModel:
         first = next(tensors, None)
         _running.push(self, None if first is None else first.shape[dim])
 
-    @torch.compiler.disable
+    @never_compiled
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """Opens the step when the outermost backward pass reaches the model's output, before any checkpointed
         region inside starts a backward pass of its own."""
