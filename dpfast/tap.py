@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from dpfast.errors import UnsupportedModuleError
+from dpfast.errors import InputError, UnsupportedModuleError
 from dpfast.factors import Factor
 from dpfast.registry import (
     Activations,
@@ -110,6 +110,9 @@ class Receiver(Protocol):
     def batch_size(self) -> int | None:
         """How many samples the model's input has, in the pass that runs in this thread; None: not known."""
 
+    def is_input(self, x: Tensor) -> bool:
+        """Whether ``x`` is, or is a view of, a tensor that the model was called with."""
+
     def receive(self, record: Record, activations: Activations, backprops: tuple) -> None:
         """One use of the tap's module has been differentiated."""
 
@@ -184,6 +187,12 @@ class Tap:
         if n is None or n == 1 or len(tensors) != 1 or not self.module.weight.requires_grad:
             return args, kwargs
         x = leaves[tensors[0]]
+        ambiguous = x.dim() == 1 and x.shape[0] == n and n > 1 and not self.taps.is_input(x)
+        if ambiguous and bool((x.diff() == 1).all()):
+            raise InputError(
+                f"{self.layer}: its input {tuple(x.shape)} counts up by one and is as long as the batch: positions "
+                "that the model broadcasts, or samples? Give positions as (1, T), samples as an input of the model"
+            )
         if x.dim() < 2 or x.dim() <= dim or x.shape[dim] != 1:
             return args, kwargs
         leaves[tensors[0]] = x.expand(*x.shape[:dim], n, *x.shape[dim + 1 :])

@@ -175,9 +175,10 @@ class TappedModel:
             return
         self._guard_parameters()
         dim = self.batch_dim
-        tensors = (x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dim() > dim)
-        first = next(tensors, None)
-        _running.push(self, None if first is None else first.shape[dim])
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        sizes = (x.shape[dim] for x in tensors if x.dim() > dim)
+        _running.inputs = {_storage(x) for x in tensors}
+        _running.push(self, next(sizes, None))
 
     @never_compiled
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -203,6 +204,10 @@ class TappedModel:
         step = self._steps.get(in_backward())
         running = set(self._steps.values()) if step is None else {step}
         return running.pop().batch_size if len(running) == 1 else None
+
+    def is_input(self, x: Tensor) -> bool:
+        """Whether ``x`` is, or is a view of, a tensor that the model was last called with in this thread."""
+        return _storage(x) in _running.inputs
 
     # --- nothing escapes ---
 
@@ -352,11 +357,19 @@ def _forget_compiled_code() -> None:
         dynamo.reset()
 
 
+def _storage(x: Tensor) -> int:
+    try:
+        return x.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # a tensor subclass without storage of its own
+        return id(x)
+
+
 class _Running(threading.local):
     """The batch sizes of the forward passes that run in this thread, innermost last."""
 
     def __init__(self) -> None:
         self.sizes: dict[int, list[int | None]] = {}
+        self.inputs: set[int] = set()
 
     def push(self, model: TappedModel, size: int | None) -> None:
         self.sizes.setdefault(id(model), []).append(size)

@@ -76,6 +76,22 @@ def test_table_of_one_row_is_expanded_to_the_batch_and_nothing_else():
         wrapped(x, torch.arange(6)).square().sum().backward()
 
 
+def test_positions_as_long_as_the_batch_are_not_taken_for_samples():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(6, 4)
+
+        def forward(self, x, labels=None):
+            return x + self.table(torch.arange(6) if labels is None else labels)
+
+    wrapped, labels = clipping(Model()), torch.arange(6)
+    with pytest.raises(InputError, match=r"table \(Embedding\): its input \(6,\) counts up by one"):
+        wrapped(torch.randn(6, 6, 4))
+    wrapped(torch.randn(6, 4), labels).sum().backward()
+    assert wrapped.get_norm_sample().shape == (6,)
+
+
 # --- free parameters ---
 
 
