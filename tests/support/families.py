@@ -143,7 +143,8 @@ FAMILIES = {
         ("sum, padding_idx", nn.EmbeddingBag(7, 3, mode="sum", padding_idx=2), (_indices(6),)),
         ("mean, padding_idx", nn.EmbeddingBag(7, 3, mode="mean", padding_idx=2), (_indices(6),)),
         ("max", nn.EmbeddingBag(7, 3, mode="max"), (_indices(6),)),
-        ("offsets, weights, an empty bag", Bags(padding_idx=2), (_indices(4), torch.tensor([3, 0, 4, 1, 2]), _floats(4))),
+        ("offsets, weights, an empty bag", Bags(padding_idx=2),
+         (_indices(4), torch.tensor([3, 0, 4, 1, 2]), _floats(4))),
     ]),
     "nn.LayerNorm": ("layer_norm", lambda: [
         ("over two dimensions", nn.LayerNorm((3, 4)), (_floats(6, 3, 4),)),
