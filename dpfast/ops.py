@@ -10,8 +10,7 @@ from __future__ import annotations
 import importlib
 import os
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -21,6 +20,7 @@ from torch import Tensor
 from dpfast import bounds, cost, reference
 from dpfast.bounds import SquaredNorm
 from dpfast.errors import BackendError, DpfastWarning, InputError
+from dpfast.reference import exact_arithmetic
 
 Backend = Literal["auto", "triton", "reference"]
 _BACKENDS = ("auto", "triton", "reference")
@@ -101,16 +101,6 @@ def backend_report(device: torch.device) -> tuple[str, str]:
     return chosen, _why_not_on(device) or (
         "the einsum path is faster than an interpreter" if device.type == "cpu" else "Triton runs here"
     )
-
-
-@contextmanager
-def exact_arithmetic() -> Iterator[None]:
-    """Autocast off: our own arithmetic must not be rounded to 16 bits."""
-    with ExitStack() as stack:
-        for device in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
-        yield
 
 
 # --- the ops ------------------------------------------------------------------------------------------------------

@@ -11,6 +11,9 @@ size follows from T, D and P, and matrix products whose result could depend on t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -33,6 +36,16 @@ how the samples lie in memory (seen with MKL 2024.2; the tests watch it)."""
 
 _WORTH_A_CALL = 2**17
 """Multiply-adds from which a narrow product gets a call of its own rather than rows of zeros."""
+
+
+@contextmanager
+def exact_arithmetic() -> Iterator[None]:
+    """Autocast off: our own arithmetic must not be rounded to 16 bits."""
+    with ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
 
 
 def compute_dtype(*tensors: Tensor) -> torch.dtype:
