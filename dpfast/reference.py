@@ -1,4 +1,4 @@
-"""Products and sums in plain torch: what is right, in any dtype up to fp64, and the CPU's path.
+"""The einsum path: what is right, in any dtype up to fp64, and the CPU's path.
 
 All functions take ``activations`` (N, T, D) and ``backprops`` (N, T, P) and work on the outer products
 ``G_n = Σ_t b_nt a_ntᵀ`` (P, D). They accumulate in fp32, or in fp64 where an input is fp64. A norm never holds
@@ -11,9 +11,11 @@ size follows from T, D and P, and matrix products whose result could depend on t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import lru_cache
 
+import opt_einsum
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -53,6 +55,16 @@ def compute_dtype(*tensors: Tensor) -> torch.dtype:
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
+@lru_cache(maxsize=4096)
+def _expression(equation: str, *shapes: tuple[int, ...]) -> Callable[..., Tensor]:
+    return opt_einsum.contract_expression(equation, *shapes)
+
+
+def contract(equation: str, *operands: Tensor) -> Tensor:
+    """``opt_einsum.contract``, its path planned once for each equation and shapes."""
+    return _expression(equation, *(tuple(x.shape) for x in operands))(*operands, backend="torch")
+
+
 def grad_sample(activations: Tensor, backprops: Tensor, *, scale: float = 1.0) -> Tensor:
     """``scale · Σ_t b_nt a_ntᵀ`` of shape (N, P, D), in fp32 or fp64."""
     dtype = compute_dtype(activations, backprops)
@@ -86,10 +98,9 @@ def weighted_sum(activations: Tensor, backprops: Tensor, coefficients: Tensor) -
         activations = activations * c
     else:
         backprops = backprops * c
-    activations, backprops = activations.flatten(0, 1), backprops.flatten(0, 1)
-    if activations.shape[1] < min(BATCH_INVARIANT_FROM, backprops.shape[1]):  # as in _batched_product
-        return torch.mm(activations.mT, backprops).mT.contiguous()
-    return torch.mm(backprops.mT, activations)
+    if activations.shape[-1] < min(BATCH_INVARIANT_FROM, backprops.shape[-1]):  # as in _batched_product
+        return contract("ntp,ntd->dp", backprops, activations).mT.contiguous()
+    return contract("ntd,ntp->pd", activations, backprops).contiguous()
 
 
 def weighted_bias_sum(backprops: Tensor, coefficients: Tensor) -> Tensor:
