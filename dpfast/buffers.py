@@ -50,7 +50,7 @@ def _block(size: int) -> mmap.mmap:
 
 
 def _is_idle(i: int) -> bool:
-    return sys.getrefcount(_blocks[i]) <= 2  # the list's reference and the argument's
+    return sys.getrefcount(_blocks[i]) <= _REFERENCES_WHEN_IDLE
 
 
 def _new_block(size: int) -> mmap.mmap:
@@ -60,6 +60,15 @@ def _new_block(size: int) -> mmap.mmap:
         return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(f"dpfast cannot allocate memory for {size} bytes of per-sample gradients") from error
+
+
+def _references_of_a_list_item() -> int:
+    """The list's reference and the argument's; asked, because it is the interpreter's business how many that is."""
+    probe = [mmap.mmap(-1, 1)]
+    return sys.getrefcount(probe[0])
+
+
+_REFERENCES_WHEN_IDLE = _references_of_a_list_item()
 
 
 def release() -> None:
