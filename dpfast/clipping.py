@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -181,6 +182,26 @@ def safe_factors(factors: Tensor, norms: Tensor, threshold: float) -> Tensor:
     most = torch.where(norms <= threshold, most.clamp(min=1.0), most)  # 1 is exact: nothing is rounded
     safe = torch.minimum(factors, most).clamp(min=0.0)
     return torch.where(torch.isfinite(norms) & torch.isfinite(factors), safe, 0.0)
+
+
+class ClipFactors(Tensor):
+    """Clip factors (N,) that are about to weight per-sample losses: multiplying anything but one value a sample is
+    an error. A loss of shape (N, 1) would broadcast with them to (N, N), and every sample would be weighted by the
+    factors of all, beyond C."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            shapes = {tuple(x.shape) for x in args if isinstance(x, Tensor) and x.dim() > 0}
+            if func in _PRODUCTS and len(shapes) > 1:
+                raise InputError(
+                    f"clip factors and losses of shapes {' and '.join(map(str, sorted(shapes)))} would broadcast; "
+                    "give one loss a sample, (N,): reduce or squeeze all dimensions but the first"
+                )
+            return func(*args, **(kwargs or {}))
+
+
+_PRODUCTS = {torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__, Tensor.mul_}
 
 
 def check_threshold(value: float, name: str = "max_grad_norm") -> float:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from dpfast.accumulation import Left, leave, left_in
 from dpfast.bounds import SquaredNorm
 from dpfast.clipping import (
+    ClipFactors,
     ConstantFlatClipper,
     ConstantPerLayerClipper,
     NormClipper,
@@ -119,10 +120,11 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
         """The clip factors c (N,) fp32 of the last backward pass, (P, N) for P parameters clipped one by one.
 
         Raises:
-            StateError: before any backward pass.
+            StateError: before any backward pass. InputError: with two passes, when they are multiplied with losses
+                of any shape but (N,).
         """
         self._last_norms()
-        return self._clip_factors
+        return self._clip_factors.as_subclass(ClipFactors) if self.passes == 2 else self._clip_factors
 
     @property
     def per_sample_gradient_norms(self) -> Tensor:

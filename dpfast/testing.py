@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from dpfast.errors import InputError
 from dpfast.factors import Factor
 from dpfast.fast_gradient_clipping import GradSampleModuleFastGradientClipping
 from dpfast.grad_sample_module import GradSampleModule
@@ -38,6 +39,9 @@ def loop_over_samples(
     Returns:
         {name: (N, *shape)} for every trainable parameter, zeros where a sample does not reach it.
 
+    Raises:
+        InputError: the loss is not a scalar.
+
     >>> import torch.nn.functional as F
     >>> layer, x = nn.Linear(3, 2), torch.ones(4, 3)
     >>> {k: tuple(g.shape) for k, g in loop_over_samples(layer, lambda m, x: m(x).sum(), x).items()}
@@ -51,7 +55,10 @@ def loop_over_samples(
     for i in range(num_samples):
         sample = tree_map(lambda x, i=i: x.narrow(batch_dim, i, 1) if isinstance(x, Tensor) else x, batch)
         model.zero_grad(set_to_none=True)
-        loss(model, *sample).backward()
+        value = loss(model, *sample)
+        if value.dim() != 0:
+            raise InputError(f"the loss has shape {tuple(value.shape)}, not that of a scalar; reduce it by mean or sum")
+        value.backward()
         for name, p in names.items():
             gradients[name].append(torch.zeros_like(p) if p.grad is None else p.grad.clone())
     return {

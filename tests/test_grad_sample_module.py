@@ -318,3 +318,5 @@ def test_loss_that_is_not_scalar_leaves_the_model_usable():
     assert model[0].weight.grad_sample is None
     mean_loss(wrapped, x, y).backward()
     assert model[0].weight.grad_sample is not None
+    with pytest.raises(InputError, match=r"shape \(1,\), not that of a scalar"):  # ours, where we are handed the loss
+        loop_over_samples(Mlp(), lambda m, x, y: F.cross_entropy(m(x), y, reduction="none"), x, y)

@@ -67,6 +67,23 @@ def test_a_loss_of_another_shape_does_not_break_the_bound():
     assert_gradients({n: p.grad for n, p in model.named_parameters()}, clipped_sum(gradients, C))
 
 
+@pytest.mark.parametrize("left", [True, False])
+def test_two_passes_refuse_losses_of_another_shape(left):
+    """Opacus's own criterion multiplies factors [N] and losses [N, 1] into [N, N]."""
+    model = nn.Linear(4, 1)
+    x, y = torch.randn(6, 4) * 10, torch.randn(6, 1)
+    wrapped = dpfast.GradSampleModuleFastGradientClipping(model, max_grad_norm=C, passes=2)
+    criterion = DPLossFastGradientClipping(wrapped, optimizer_for(wrapped), nn.MSELoss())
+    with pytest.raises(dpfast.DpfastError, match=r"\(6,\) and \(6, 1\) would broadcast"):
+        criterion(wrapped(x), y).backward()
+    losses = F.mse_loss(wrapped(x), y, reduction="none")
+    factors = wrapped.get_clipping_coef()
+    with pytest.raises(dpfast.DpfastError, match="squeeze"):
+        factors * losses if left else losses * factors
+    products = (factors * losses.squeeze(1), 2.0 * factors, factors * torch.tensor(2.0), factors[torch.tensor([0])])
+    assert all(type(product) is torch.Tensor for product in products)
+
+
 def test_physical_batches_smaller_than_the_logical_one():
     model, x, y = example("mlp", 12)
     before = copy.deepcopy(model.state_dict())

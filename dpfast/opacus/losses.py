@@ -17,7 +17,7 @@ class ClippedLossTensor(DPTensorFastGradientClipping):
     weighted by the factors of all.
 
     Raises:
-        InputError: more than one loss a sample.
+        InputError: losses of any other shape.
     """
 
     def __init__(self, module: Any, optimizer: Any, loss_per_sample: Tensor, loss_reduction: str = "mean"):
@@ -73,17 +73,17 @@ class ClippedLoss(DPLossFastGradientClipping):
             shape: (N, T, ...) where inputs and targets are flattened to N·T rows: losses are then reduced per sample.
 
         Raises:
-            InputError: more than one loss a sample.
+            InputError: the criterion gives losses of any shape but (N,).
         """
         loss = super().__call__(*args, shape=shape, **kwargs)
         return ClippedLossTensor(loss.module, loss.optimizer, loss.loss_per_sample, loss.loss_reduction)
 
 
 def one_a_sample(losses: Tensor) -> Tensor:
-    """(N,) from (N,) or (N, 1, ...). Raises InputError for any other shape."""
-    if losses.dim() == 0 or losses.numel() != losses.shape[0]:
+    """The losses. Raises InputError where they are not (N,)."""
+    if losses.dim() != 1:
         raise InputError(
-            f"a loss of shape {tuple(losses.shape)} is not one loss a sample, (N,); reduce all dimensions but the "
-            "first, and leave the first to dpfast"
+            f"a loss of shape {tuple(losses.shape)} is not one loss a sample, (N,); reduce or squeeze all dimensions "
+            "but the first, and leave the first to dpfast"
         )
-    return losses.reshape(losses.shape[0])
+    return losses

@@ -38,11 +38,13 @@ def clipped(model):
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_a_loss_of_one_column(reduction):
-    """(N, 1): Opacus's broadcasts to (N, N) and lets one sample's factor scale the others."""
+    """(N, 1): Opacus's broadcasts to (N, N) and lets one sample's factor scale the others. Here it is an error."""
     model, x, y = nn.Linear(4, 1), torch.randn(6, 4) * 10, torch.randn(6, 1)
     exact = clipped_sum(loop_over_samples(model, lambda m, x, y: (m(x) - y).square().sum(), x, y), C)
     module, _, criterion = private(model, nn.MSELoss(reduction=reduction), reduction)
-    loss = criterion(module(x), y)
+    with pytest.raises(InputError, match=r"\(6, 1\) is not one loss a sample.*squeeze"):
+        criterion(module(x), y)
+    loss = criterion(module(x).squeeze(1), y.squeeze(1))
     assert isinstance(loss, ClippedLossTensor) and loss.loss_per_sample.shape == (6,)
     loss.backward()
     assert_gradients(clipped(model), exact)
@@ -78,16 +80,17 @@ def test_more_than_one_loss_a_sample():
 @pytest.mark.skipif(not NEW, reason="Opacus 1.5.4's loss has no arithmetic")
 def test_arithmetic_stays_one_loss_a_sample():
     model, x, y = nn.Linear(4, 1), torch.randn(6, 4), torch.randn(6, 1)
-    weights = torch.rand(6, 1)
+    weights = torch.rand(6)
 
     def weighted(m, x, y, w):
-        return ((m(x) - y).square() * w / 2 + (m(x) - y).abs()).sum()
+        difference = (m(x) - y).squeeze(1)
+        return (difference.square() * w / 2 + difference.abs()).sum()
 
     exact = clipped_sum(loop_over_samples(model, weighted, x, y, weights), C)
     module, _, criterion = private(model, nn.MSELoss())
-    squared = criterion(module(x), y)
+    squared = criterion(module(x).squeeze(1), y.squeeze(1))
     criterion.criterion = nn.L1Loss()
-    loss = squared * weights / 2 + criterion(module(x), y) + 0.0
+    loss = squared * weights / 2 + criterion(module(x).squeeze(1), y.squeeze(1)) + 0.0
     assert isinstance(loss, ClippedLossTensor)
     assert isinstance(-(1 - loss) - loss, ClippedLossTensor)
     with pytest.raises(InputError, match=r"\(6, 6\)"):
@@ -99,6 +102,6 @@ def test_arithmetic_stays_one_loss_a_sample():
 def test_an_empty_batch():
     model = nn.Linear(4, 1)
     module, optimizer, criterion = private(model, nn.MSELoss())
-    criterion(module(torch.empty(0, 4)), torch.empty(0, 1)).backward()
+    criterion(module(torch.empty(0, 4)).squeeze(1), torch.empty(0)).backward()
     optimizer.step()
     assert (model.weight.grad == 0).all()
