@@ -12,7 +12,7 @@ import dpfast
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Downward only: a module may import those to its right (DESIGN of the house in ARCHITECTURE.md).
+# Downward only: a module may import those below it in this list (the rooms are described in ARCHITECTURE.md).
 ORDER = [
     ["__main__", "opacus.engine", "autograd_grad_sample", "testing", "explain"],
     ["opacus.losses", "opacus.optimizers", "opacus.samplers", "opacus._supported"],
