@@ -49,10 +49,10 @@ def samples_of_attention(layer: nn.Module) -> int:
 
 @register_fault(_ATTENTION)
 def fault_of_attention(layer: nn.Module) -> str | None:
-    """With batch_first its projections see samples first, and ``out_proj`` positions first."""
-    if not layer.batch_first:
+    """With batch_first its projections see samples first, and what adds a bias to keys and values positions first."""
+    if not (layer.batch_first and layer.add_bias_kv):
         return None
     return (
-        "with batch_first=True one of its layers takes positions for samples; use nn.MultiheadAttention, which needs "
-        "no replacement here, or batch_first=False"
+        "with batch_first=True and add_bias_kv=True one of its layers takes positions for samples; use "
+        "nn.MultiheadAttention, which needs no replacement here, or batch_first=False"
     )
