@@ -183,7 +183,7 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
             )
         if not self.use_ghost_clipping:
             factor = factor.materialized()
-        clips_alone = isinstance(self._norm_clipper, ConstantPerLayerClipper)
+        clips_alone = type(self._norm_clipper) is ConstantPerLayerClipper  # a subclass may need all norms
         if not (only_use and (clips_alone or self.passes == 2)):
             entry.factors.append(factor.kept())
             return
