@@ -199,3 +199,13 @@ def row_sum(backprops: Tensor) -> Dense:
     sums = reference.row_sq_norm(rows).sqrt().sum(-1)
     error = bounds.chain_error(sums, terms=rows.shape[1], numel=rows.shape[2], dtype=reference.compute_dtype(rows))
     return Dense(reference.bias_grad_sample(rows), error=error)
+
+
+def channel_sum(backprops: Tensor, row_norms: Tensor) -> Dense:
+    """The gradients of a bias by channel: ``g_n = Σ_t b_nct`` from contiguous backprops (N, C, T) and their norms over
+    T, (N, C). The error follows from ``Σ_t |b_nct| <= √T ‖b_nc‖``."""
+    block = reference.sum_block(backprops.shape[2])
+    blocks = backprops.unflatten(2, (-1, block)) if block else backprops.unsqueeze(2)
+    error = bounds.gamma(block + 1, backprops.dtype) * backprops.shape[2] ** 0.5 * row_norms
+    sums = blocks.sum(-1).sum(-1, dtype=torch.float64).to(backprops.dtype)
+    return Dense(sums, error=error.norm(dim=1))

@@ -159,13 +159,21 @@ def sum_blocks(x: Tensor) -> Tensor:
     return x.sum(-1)
 
 
+def sum_block(length: int) -> int:
+    """Into blocks of how many terms a sum of ``length`` is cut whose error is to be small: the largest divisor up to
+    64, or no cut where that is less than 8."""
+    block = next(b for b in range(min(64, max(1, length)), 0, -1) if length % b == 0)
+    return block if block >= 8 else length
+
+
 def dense_sq_norm(values: Tensor, error: Tensor | None = None) -> SquaredNorm:
     """‖v_n‖² of values (N, ...), which themselves may be off by ``error`` (N,) in L2 norm."""
     n, dtype = values.shape[0], compute_dtype(values)
-    if values.dim() <= 2:
-        rows = values.view(n, 1, 1) if values.dim() == 1 else values.unsqueeze(1)
-    else:
-        rows = values.flatten(1, -2)
+    width, dims = 1, values.dim()
+    while dims > 1 and (width == 1 or width * values.shape[dims - 1] <= SUM_BLOCK):  # rows of 3 would be slow
+        dims -= 1
+        width *= values.shape[dims]
+    rows = values.reshape(n, values.shape[1:dims].numel(), width)
     total = sum_blocks(row_sq_norm(rows))
     width = min(rows.shape[-1], SUM_BLOCK)
     return bounds.dense(total, width=width, numel=rows.shape[1] * rows.shape[2], dtype=dtype, error=error)

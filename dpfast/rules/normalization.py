@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from dpfast import bounds
 from dpfast.errors import UnsupportedModuleError
-from dpfast.factors import Dense, Factor
-from dpfast.reference import compute_dtype, row_sq_norm
+from dpfast.factors import Dense, Factor, channel_sum
+from dpfast.reference import compute_dtype, row_norm, row_sq_norm, sum_block
 from dpfast.registry import Activations, register_rule
 
 
@@ -109,13 +109,53 @@ def instance_norm(layer: nn.InstanceNorm2d, activations: Activations, backprops:
 def _by_channel(
     layer: nn.Module, inputs: Tensor, backprops: Tensor, num_groups: int, eps: float
 ) -> dict[nn.Parameter, Factor]:
-    """Statistics over the channels of a group and all positions, in fp64; weight and bias by channel."""
+    """Statistics over the channels of a group and all positions; weight and bias by channel.
+
+    Numerics:
+        x̂ as torch computes it is brought to mean 0 and variance 1 - ε once more, in fp64 and by two numbers a group:
+        with mean m and mean square q of x̂, ``G = (Σ_t b x̂ - m Σ_t b) / √(q - m² + ε·rstd²)``. So torch's statistics
+        need not be exact, only its products; all sums are of short blocks (:func:`reference.sums`).
+    """
     dtype = compute_dtype(inputs, backprops)
     n, channels = inputs.shape[:2]
     positions = inputs.shape[2:].numel()
-    grouped = inputs.to(torch.float64).reshape(n, num_groups, channels // num_groups * positions)
-    centred = grouped - grouped.mean(-1, keepdim=True)
-    normalized = (centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)).to(dtype)
-    rows = normalized.reshape(n, channels, positions).mT
-    error = normalized.new_full((n, positions), bounds.gamma(4, dtype))
-    return _factors(layer, rows, backprops.to(dtype).reshape(n, channels, positions).mT, error)
+    backprops = backprops.to(dtype).reshape(n, channels, positions).contiguous()
+    norm_b, chain = row_norm(backprops), sum_block(positions)
+    factors: dict[nn.Parameter, Factor] = {}
+    if layer.weight is not None and layer.weight.requires_grad:
+        x = inputs.to(dtype).contiguous()
+        x, mean, rstd = torch.native_group_norm(x, None, None, n, channels, positions, num_groups, eps)
+        x = x.reshape(n, channels, positions)
+        by_group = (n, num_groups, channels // num_groups)
+        squares, totals = (s.view(by_group) for s in _sums_of_products(x, x))
+        size = max(1, by_group[2] * positions)
+        m, q = (s.sum(-1, keepdim=True) / size for s in (totals, squares))
+        again = torch.rsqrt(q - m.square() + eps * rstd.double().square().unsqueeze(-1))
+        products, bias_sums = (s.view(by_group) for s in _sums_of_products(x, backprops))
+        values = (products - m * bias_sums) * again
+        # Of the sums over blocks, m and q among them, and of x̂ = x·rstd - mean·rstd, whose two terms may cancel.
+        cancelled = (mean * rstd).abs().double().unsqueeze(-1)
+        relative = bounds.gamma(chain + 12, dtype) + bounds.gamma(4, dtype) * cancelled
+        row_products = norm_b.view(by_group) * (squares.sqrt() + positions**0.5)
+        error = relative * ((row_products + bias_sums.abs()) * again + 2.0 * values.abs())
+        factors[layer.weight] = Dense(values.view(n, channels).to(dtype), error=error.flatten(1).norm(dim=1))
+    if layer.bias is not None and layer.bias.requires_grad:
+        factors[layer.bias] = channel_sum(backprops, norm_b)
+    return factors
+
+
+def _sums_of_products(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """``Σ_t x_nct y_nct`` and ``Σ_t y_nct``, (N, C) in fp64, each added in blocks (``reference.sum_block``).
+
+    A group norm's backward gives just these for weight and bias where mean is 0 and rstd 1; every block is a channel.
+    """
+    n, channels, positions = x.shape
+    block = sum_block(positions)
+    rows = n * channels * (positions // max(1, block))
+    if rows == 0:
+        return tuple(x.new_zeros(2, n, channels, dtype=torch.float64))
+    none, one = x.new_zeros(1, 1), x.new_ones(1, 1)
+    _, *found = torch.ops.aten.native_group_norm_backward(
+        *(y, x, none, one, x.new_ones(rows), 1, rows, block, 1), [False, True, True]
+    )
+    return tuple(s.view(n, channels, -1).sum(-1, dtype=torch.float64) for s in found)

@@ -1,0 +1,120 @@
+"""Convolutions and group norms on a CPU: each sample has its own numbers, and errors stay within what is said."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from dpfast.registry import Activations, find_rule
+from dpfast.rules.convolution import CHAIN, TOGETHER
+
+CONVOLUTIONS = {
+    "3x3": (lambda: nn.Conv2d(3, 32, 3, padding=1), (3, 12, 12)),
+    "strided, dilated, leftovers": (lambda: nn.Conv2d(5, 7, 3, padding=2, stride=2, dilation=2), (5, 14, 11)),
+    "groups": (lambda: nn.Conv2d(8, 16, 3, padding=1, groups=4), (8, 9, 7)),
+    "1x1": (lambda: nn.Conv2d(32, 16, 1), (32, 6, 6)),
+    "more positions than one call adds": (lambda: nn.Conv2d(4, 6, 3, padding=1), (4, 47, 40)),
+    "one dimension, long": (lambda: nn.Conv1d(6, 8, 5, padding=2), (6, 3000)),
+    "three dimensions": (lambda: nn.Conv3d(3, 4, 3, padding=1), (3, 5, 6, 7)),
+    "transposed": (
+        lambda: nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1, output_padding=1, dilation=2),
+        (4, 7, 8),
+    ),
+}
+NORMS = {
+    "group norm": (lambda: nn.GroupNorm(2, 6), (6, 8, 9)),
+    "prime number of positions": (lambda: nn.GroupNorm(3, 6), (6, 101)),
+    "no positions at all": (lambda: nn.GroupNorm(2, 16), (16,)),
+    "instance norm": (lambda: nn.InstanceNorm2d(5, affine=True), (5, 33, 32)),
+}
+
+
+def factors(layer, x, backprops):
+    """{name: Dense} of the layer's own rule."""
+    found = find_rule(layer)(layer, Activations([x]), backprops)
+    return {name: found[p].materialized() for name, p in layer.named_parameters()}
+
+
+def exact(layer, x, backprops):
+    """The same from autograd in fp64, a sample at a time."""
+    layer = copy.deepcopy(layer).double()
+    grads = []
+    for x_n, b_n in zip(x.double(), backprops.double(), strict=True):
+        output = layer(x_n.unsqueeze(0))
+        grads.append(torch.autograd.grad(output, list(layer.parameters()), b_n.unsqueeze(0)))
+    return {
+        name: torch.stack(g) for (name, _), g in zip(layer.named_parameters(), zip(*grads, strict=True), strict=True)
+    }
+
+
+def assert_within_stated_error(layer, x, backprops, looseness):
+    found, truth = factors(layer, x, backprops), exact(layer, x, backprops)
+    for name, values in truth.items():
+        off = (found[name].values.double() - values).flatten(1).norm(dim=1)
+        assert (off <= found[name].error).all(), name
+        size = values.flatten(1).norm(dim=1)
+        assert (found[name].error <= looseness * size).all(), (name, (found[name].error / size).max())
+
+
+@pytest.mark.parametrize("case", [*CONVOLUTIONS, *NORMS])
+def test_error_is_what_is_said(case):
+    make, shape = {**CONVOLUTIONS, **NORMS}[case]
+    torch.manual_seed(0)
+    layer, x = make(), torch.randn(5, *shape)
+    backprops = torch.randn_like(layer(x)) + 0.5
+    assert_within_stated_error(layer, x, backprops, looseness=5e-3)
+
+
+@pytest.mark.parametrize("mean", [0.0, 30.0, 1e3])
+@pytest.mark.parametrize("deviation", [0.0, 1e-3, 1.0])
+def test_group_norm_of_bright_and_of_even_images(mean, deviation):
+    """Sums of squares would cancel here; a blank image must not lose its sample. What fp32 keeps of x - mean is the
+    floor: a few u·mean·rstd an entry, for as many entries as there are."""
+    torch.manual_seed(0)
+    layer, x = nn.GroupNorm(2, 6), mean + deviation * torch.randn(4, 6, 16, 16)
+    backprops = torch.randn_like(x) + 0.5
+    found, truth = factors(layer, x, backprops), exact(layer, x, backprops)
+    rstd = (deviation**2 + layer.eps) ** -0.5
+    for name, values in truth.items():
+        off = (found[name].values.double() - values).flatten(1).norm(dim=1)
+        floor = 2.0**-24 * mean * rstd * 16 * backprops.flatten(1).norm(dim=1)
+        assert (off <= found[name].error).all(), name
+        assert (found[name].error <= 1e-3 * values.flatten(1).norm(dim=1) + 5e-3 + 10 * floor).all(), name
+
+
+@pytest.mark.parametrize("case", CONVOLUTIONS)
+def test_same_bits_in_every_batch(case):
+    make, shape = CONVOLUTIONS[case]
+    torch.manual_seed(0)
+    layer, x = make(), torch.randn(2 * TOGETHER + 1, *shape)
+    backprops = torch.randn_like(layer(x))
+    whole = factors(layer, x, backprops)["weight"]
+    for n in range(1, 2 * TOGETHER + 1):
+        order = torch.randperm(len(x))[:n]
+        part = factors(layer, x[order], backprops[order])["weight"]
+        assert torch.equal(part.values, whole.values[order]), n
+        assert torch.equal(part.error, whole.error[order]), n
+
+
+@pytest.mark.parametrize("case", CONVOLUTIONS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_bad_sample_stays_alone(case, bad):
+    make, shape = CONVOLUTIONS[case]
+    torch.manual_seed(0)
+    layer, x = make(), torch.randn(TOGETHER, *shape)
+    backprops = torch.randn_like(layer(x))
+    before = factors(layer, x, backprops)["weight"]
+    x[3, 0].fill_(bad)
+    backprops[5, -1].fill_(bad)
+    after = factors(layer, x, backprops)["weight"]
+    others = [n for n in range(TOGETHER) if n not in (3, 5)]
+    assert torch.equal(after.values[others], before.values[others])
+    norms = after.sq_norm().upper
+    assert norms[others].isfinite().all() and not norms[[3, 5]].isfinite().any()
+
+
+def test_long_sums_are_cut():
+    layer = nn.Conv2d(4, 6, 3, padding=1)
+    product = find_rule(layer)(layer, Activations([torch.randn(1, 4, 47, 40)]), torch.randn(1, 6, 47, 40))[layer.weight]
+    assert product._blocks == 2 and product._block * 40 <= CHAIN
