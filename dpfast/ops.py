@@ -7,7 +7,6 @@ The backend is chosen by what can run where the tensors are; the way by their sh
 
 from __future__ import annotations
 
-import importlib
 import os
 import warnings
 from collections.abc import Callable
@@ -17,25 +16,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dpfast import bounds, cost, reference
+from dpfast import cost, kernel_norms, reference
 from dpfast.bounds import SquaredNorm
 from dpfast.errors import BackendError, DpfastWarning, InputError
+from dpfast.kernel_norms import import_kernels
 from dpfast.reference import exact_arithmetic
 
 Backend = Literal["auto", "triton", "reference"]
 _BACKENDS = ("auto", "triton", "reference")
 _FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _OLDEST_GPU = (8, 0)
-_TILE_SUM = 512  # a kernel sums a tile of at most 256 by 256 entries row by row, then the rows
-
-
-@lru_cache(maxsize=1)
-def _import_kernels():
-    """(the kernels package, None), or (None, why it cannot be used)."""
-    try:
-        return importlib.import_module("dpfast.kernels"), None
-    except Exception as error:  # a broken Triton fails in many ways; each means the reference
-        return None, f"{type(error).__name__}: {error}"
 
 
 def kernels_interpreted() -> bool:
@@ -46,7 +36,7 @@ def kernels_interpreted() -> bool:
 @lru_cache(maxsize=64)
 def _why_not_on(device: torch.device) -> str | None:
     """Why the kernels cannot run on ``device``; None where they can."""
-    kernels, problem = _import_kernels()
+    kernels, problem = import_kernels()
     if kernels is None:
         return f"Triton is not usable ({problem})"
     if device.type == "cpu":
@@ -112,7 +102,7 @@ def _grad_sample(
     with exact_arithmetic():
         backend = choose_backend(backend, activations.device, reference.compute_dtype(activations, backprops))
         if backend == "triton":
-            kernels, _ = _import_kernels()
+            kernels, _ = import_kernels()
             result = kernels.outer_product(
                 _unit_last_stride(activations),
                 _unit_last_stride(backprops),
@@ -141,41 +131,10 @@ def _sq_norm(activations: Tensor, backprops: Tensor, way: str, backend: str) -> 
     with exact_arithmetic():
         backend = choose_backend(backend, activations.device, reference.compute_dtype(activations, backprops))
         if backend == "triton":
-            norm = _kernel_sq_norm(_unit_last_stride(activations), _unit_last_stride(backprops), way)
+            norm = kernel_norms.sq_norm(_unit_last_stride(activations), _unit_last_stride(backprops), way)
         else:
             norm = _REFERENCE_NORMS[way](activations, backprops)
         return norm.value, norm.upper
-
-
-def _kernel_sq_norm(activations: Tensor, backprops: Tensor, way: str) -> SquaredNorm:
-    """The kernels' sums, made into a norm and its bound."""
-    kernels, _ = _import_kernels()
-    (_, t, d), p = activations.shape, backprops.shape[-1]
-    sq_a, sq_b = kernels.row_sq_norm(activations).double(), kernels.row_sq_norm(backprops).double()
-    if way == "rank_one":
-        return bounds.rank_one(sq_a.sum(-1), sq_b.sum(-1), d=d, p=p, width=max(d, p), dtype=torch.float32)
-    norm_a, norm_b = sq_a.sqrt(), sq_b.sqrt()
-    row_products = (norm_a * norm_b).sum(-1)
-    if way == "direct":
-        total = kernels.outer_norm(activations, backprops).sq_norm.double()
-        error = bounds.direct_error(row_products, positions=t, numel=p * d, dtype=torch.float32, by_kernel=True)
-        return bounds.dense(total, width=_TILE_SUM, numel=p * d, dtype=torch.float32, error=error)
-    sums = kernels.gram_norm(
-        activations, backprops, row_norm_activations=norm_a.float(), row_norm_backprops=norm_b.float()
-    )
-    return bounds.gram(
-        sums.sq_norm.double(),
-        sums.bound_activations.double(),
-        sums.bound_backprops.double(),
-        sums.bound_product.double(),
-        sum_a=norm_a.sum(-1),
-        sum_b=norm_b.sum(-1),
-        row_products=row_products,
-        shape=(t, d, p),
-        row=_TILE_SUM,
-        dtype=torch.float32,
-        by_kernel=True,
-    )
 
 
 _REFERENCE_NORMS = {
@@ -200,7 +159,7 @@ def _weighted_sum(
     with exact_arithmetic():
         backend = choose_backend(backend, activations.device, reference.compute_dtype(activations, backprops))
         if backend == "triton":
-            kernels, _ = _import_kernels()
+            kernels, _ = import_kernels()
             result = kernels.weighted_sum(
                 _unit_last_stride(activations), _unit_last_stride(backprops), coefficients.float(), bias=bias
             )
