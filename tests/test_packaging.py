@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ORDER = [
     ["__main__", "opacus.engine", "autograd_grad_sample", "testing", "explain"],
     ["opacus.losses", "opacus.optimizers", "opacus.samplers", "opacus._supported"],
+    ["opacus.backward"],
     ["info", "opacus_optimizer", "fast_gradient_clipping", "per_sample_gradient_clipper"],
     ["grad_sample_module"],
     ["tapped_model", "clipping"],
@@ -29,6 +30,7 @@ ORDER = [
     ["factors"],
     ["ops"],
     ["reference", "cost", "kernel_norms"],
+    ["products"],
     ["bounds", "accumulation", "buffers", "dropped"],
     ["errors"],
 ]

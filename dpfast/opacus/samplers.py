@@ -1,4 +1,4 @@
-"""install() and uninstall(): dpfast's grad samplers and norm samplers in Opacus's registries."""
+"""install() and uninstall(): dpfast's grad samplers and norm samplers in Opacus's registries, one backward pass."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from dpfast import registry
 from dpfast.errors import DpfastWarning, InputError
 from dpfast.factors import Factor
 from dpfast.grad_sample_module import GradSampleModule
+from dpfast.opacus import backward
 from dpfast.registry import Activations, Rule
 from dpfast.rules.linear import compute_linear_grad_sample, linear
 
@@ -70,11 +71,16 @@ _NORM_SAMPLERS = _Installed("norm sampler", OpacusGhostModule.NORM_SAMPLERS)
 
 
 def install(output_dtype: OutputDtype = "backprops") -> None:
-    """Registers dpfast's samplers with Opacus, for every layer that dpfast has a rule for now.
+    """Registers dpfast's samplers with Opacus, for every layer that dpfast has a rule for now, and spares ghost
+    clipping its second backward pass.
 
     They work at once, also in models that exist: Opacus looks samplers up in the backward pass. Calling again
     takes in the rules that were registered since and changes ``output_dtype``. A sampler that another library has
     registered is replaced with one warning, and :func:`uninstall` puts it back.
+
+    Where each trainable parameter belongs to a layer with a rule of dpfast's that the loss uses once, Opacus's
+    ``loss.backward()`` of ghost clipping takes the clipped sum from the first backward pass (``opacus/backward.py``
+    says what it takes for unusual and leaves to Opacus).
 
     Args:
         output_dtype: dtype of ``p.grad_sample``. Sums are taken in fp32 (fp64 for fp64 inputs) in every case and
@@ -91,6 +97,7 @@ def install(output_dtype: OutputDtype = "backprops") -> None:
     """
     if output_dtype not in ("backprops", "float32", "param"):
         raise InputError(f"output_dtype={output_dtype!r} must be 'backprops', 'float32' or 'param'")
+    backward.install()
     owners: dict[str, str] = {}
     for key, rule in registry.RULES.items():
         cls = _imported(key) if isinstance(key, str) else key
@@ -114,12 +121,13 @@ def install(output_dtype: OutputDtype = "backprops") -> None:
 
 
 def uninstall() -> None:
-    """Puts back what stood in Opacus's registries before :func:`install`. Safe to call twice.
+    """Puts back Opacus's two backward passes and what stood in its registries before :func:`install`. Safe to call twice.
 
     A sampler that somebody has registered over dpfast's since is left where it is.
     """
     _GRAD_SAMPLERS.restore()
     _NORM_SAMPLERS.restore()
+    backward.uninstall()
 
 
 def _imported(name: str) -> type[nn.Module] | None:
@@ -142,8 +150,9 @@ def _norm_sampler(key: type[nn.Module] | str, rule: Rule) -> Sampler:
     def sampler(layer: nn.Module, activations: list[Tensor], backprops: Tensor) -> dict[nn.Parameter, Tensor]:
         factors = rule(layer, Activations(activations), backprops)
         double = backprops.dtype == torch.float64
-        return {p: _norm(factor, double) for p, factor in factors.items()}
+        return {p: _norm(backward.keep(p, factor), double) for p, factor in factors.items()}
 
+    sampler.keeps_factors = True
     return sampler
 
 

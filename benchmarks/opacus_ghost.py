@@ -1,0 +1,92 @@
+"""A step of Opacus's own pipelines, as they are and with ``dpfast.opacus.install()``.
+
+    python benchmarks/opacus_ghost.py [gpt lora cnn long mlp] [--modes ghost hooks] [--rounds 9]
+
+One thread, CPU time. The clipped gradients are compared before anything is timed. Both take turns, round after round;
+the figure is the median over rounds of (as it is / with dpfast) within a round, so above 1 is faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import os
+import statistics
+import sys
+import time
+import warnings
+
+import torch
+from legs import build
+from step import STEADY
+from workloads import WORKLOADS, Workload
+
+import dpfast.opacus
+from dpfast.testing import relative_error
+
+TOLERANCE = 1e-3  # dpfast's norms are upper ends, so its clip factors are lower by up to that; never higher
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("workloads", nargs="*", default=["gpt", "lora", "cnn"])
+    parser.add_argument("--modes", nargs="*", default=["ghost", "hooks"], choices=["ghost", "hooks"])
+    parser.add_argument("--rounds", type=int, default=9)
+    options = parser.parse_args()
+    if sys.platform == "linux" and not STEADY.keys() <= os.environ.keys():  # as in step.py
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **STEADY})
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    for name in options.workloads:
+        for mode in options.modes:
+            print(f"{name:5s} {mode}: {measure(WORKLOADS[name], 'opacus ' + mode, options.rounds)}", flush=True)
+
+
+def measure(workload: Workload, mode: str, rounds: int) -> str:
+    torch.manual_seed(0)
+    model, batch = workload.build(), workload.batch()
+    error = max(
+        relative_error(ours, theirs)
+        for ours, theirs in zip(
+            *(clipped(workload, mode, model, batch, install) for install in (True, False)), strict=True
+        )
+    )
+    if not error <= TOLERANCE:
+        return f"the clipped gradients differ by {error:.1e}: not timed"
+    steps = {install: build(mode, copy.deepcopy(model), workload, 1.0) for install in (True, False)}
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    gc.disable()
+    for i in range(rounds + 1):
+        for install in (True, False) if i % 2 else (False, True):
+            seconds[install].append(timed(steps[install], batch, install))
+        gc.collect()
+    gc.enable()
+    with_dpfast, without = seconds[True][1:], seconds[False][1:]  # the first round warms up
+    low, ratio, high = statistics.quantiles([y / x for x, y in zip(with_dpfast, without, strict=True)], n=4)
+    return (
+        f"{1e3 * statistics.median(without):7.1f} ms as it is, {1e3 * statistics.median(with_dpfast):7.1f} ms with "
+        f"dpfast: {ratio:.2f} times as fast ({low:.2f} to {high:.2f}), gradients differ by {error:.0e}"
+    )
+
+
+def clipped(workload: Workload, mode: str, model: torch.nn.Module, batch: tuple, install: bool) -> list[torch.Tensor]:
+    """The clipped gradients of a step without noise."""
+    own = copy.deepcopy(model)
+    timed(build(mode, own, workload, 0.0), batch, install)
+    return [p.grad for p in own.parameters() if p.requires_grad]
+
+
+def timed(step, batch: tuple, install: bool) -> float:
+    """Seconds of CPU time."""
+    if install:
+        dpfast.opacus.install()
+    start = time.process_time()
+    step(*batch)
+    taken = time.process_time() - start
+    dpfast.opacus.uninstall()
+    return taken
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""Opacus's ghost clipping in one backward pass: the second is replaced by sums over what the first has seen.
+
+``DPTensorFastGradientClipping.backward`` runs a whole backward pass for the norms, throws its gradients away, and runs
+another one for the clipped sum. While dpfast is installed, the first pass goes down to the lowest module hooks and no
+further, so no weight gradient is computed in it; and where every gradient that the second would find is that of a layer
+whose norm came from a rule, the rule's factors give the clipped sum at once (book-keeping, as in dpfast's own modules).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from opacus.grad_sample import GradSampleModuleFastGradientClipping as OpacusGhostModule
+from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node
+from torch.nn.modules._functions import BackwardHookFunction
+
+from dpfast.errors import StateError
+from dpfast.factors import Factor
+
+_OPACUS = DPTensorFastGradientClipping.backward
+_KEPT: dict[nn.Parameter, list[Factor]] = {}
+"""The parameters of the backward passes that run now, in any thread, and the factors of each."""
+
+
+def install() -> None:
+    """Puts ours in the place of Opacus's ``backward``; where somebody else's stands there, that stays."""
+    if DPTensorFastGradientClipping.backward is _OPACUS:
+        DPTensorFastGradientClipping.backward = _backward
+
+
+def uninstall() -> None:
+    """Puts Opacus's back, unless somebody has put another there since. Safe to call twice."""
+    if DPTensorFastGradientClipping.backward is _backward:
+        DPTensorFastGradientClipping.backward = _OPACUS
+
+
+def keep(parameter: nn.Parameter, factor: Factor) -> Factor:
+    """Keeps the factor until the clipped sum, where the pass that runs will ask for it. Returns the form to take the
+    norm of."""
+    kept = _KEPT.get(parameter)
+    if kept is None:
+        return factor
+    kept.append(factor.kept())
+    return kept[-1]
+
+
+def _backward(self: DPTensorFastGradientClipping) -> None:
+    """Leaves ``Σ_n c_n g_n`` in ``p.grad``, as Opacus's does, which takes over wherever anything is unusual."""
+    module, losses = self.module, self.loss_per_sample
+    graph = None
+    if self.loss_reduction in ("mean", "sum") and losses.requires_grad and _is_opacus(module):
+        loss = losses.mean(dim=0) if self.loss_reduction == "mean" else losses.sum(dim=0)
+        graph = _survey(loss.grad_fn, set(module._module.parameters()))
+    if graph is None:
+        _OPACUS(self)
+        return
+    parameters = _all_from_rules(graph, module, losses)
+    with _keeping(parameters or ()) as kept:
+        torch.autograd.grad(loss, graph.lowest, retain_graph=parameters is None)
+    _check_complete(module, kept)
+    self.optimizer.zero_grad()
+    factors = module.get_clipping_coef()
+    if parameters is not None:
+        _leave_sums(kept, factors)
+        return
+    module.disable_hooks()
+    try:
+        (factors.to(losses.device) * losses).sum().backward()
+    finally:
+        module.enable_hooks()
+
+
+def _is_opacus(module: Any) -> bool:
+    """Whether Opacus's own hooks run, and no reducer of torch's hangs on the parameters."""
+    theirs = OpacusGhostModule.capture_backprops_hook
+    return (
+        getattr(type(module), "capture_backprops_hook", None) is theirs
+        and module.hooks_enabled
+        and not any(isinstance(m, nn.parallel.DistributedDataParallel) for m in module._module.modules())
+    )
+
+
+@dataclass
+class _Graph:
+    """What one walk over autograd's graph has found."""
+
+    lowest: list[GradientEdge] = field(default_factory=list)
+    """An edge under every module hook that has no other under it: a pass to these runs all hooks, and nothing else
+    below them."""
+    leaves: list[Node] = field(default_factory=list)
+    parents: dict[Node, list[Node]] = field(default_factory=dict)
+    """One entry for every use of a node's result; the nodes stay alive, so that they can be told apart."""
+
+
+def _survey(root: Node, parameters: set[nn.Parameter]) -> _Graph | None:
+    """The graph under ``root``; None where it has nodes that may hide others (checkpointed regions, compiled code, any
+    function of a user's), or leaves that see Opacus's first pass: with hooks of their own, or other than the module's
+    parameters, where the gradients of both passes add up."""
+    graph = _Graph(parents={root: []})
+    hook_under: dict[Node, bool] = {}
+    stack = [(root, False)]
+    while stack:
+        node, children_are_done = stack.pop()
+        if node in hook_under:
+            continue
+        following = [(child, i) for child, i in node.next_functions if child is not None]
+        if children_are_done:
+            hook_under[node] = any(_is_hook(child) or hook_under[child] for child, _ in following)
+            if _is_hook(node) and not hook_under[node]:
+                graph.lowest.append(GradientEdge(*following[0]))
+            for child, _ in following:
+                graph.parents.setdefault(child, []).append(node)
+            continue
+        if hasattr(node, "variable"):
+            leaf = node.variable
+            if leaf not in parameters or leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
+                return None
+            graph.leaves.append(node)
+        elif not _is_hook(node) and (isinstance(node, BackwardCFunction) or type(node).__name__ == "CppFunction"):
+            return None
+        stack.append((node, True))
+        stack.extend((child, False) for child, _ in following if child not in hook_under)
+    return graph if graph.lowest else None
+
+
+def _is_hook(node: Node) -> bool:
+    """The identity that torch puts before and behind a module with a full backward hook."""
+    return isinstance(node, BackwardCFunction) and type(node)._forward_cls is BackwardHookFunction
+
+
+def _all_from_rules(graph: _Graph, module: Any, losses: Tensor) -> list[nn.Parameter] | None:
+    """The parameters under the loss, where a rule's factors will stand for all that a second pass would find: every
+    leaf is a parameter that one call of its own module uses, and nothing else. None otherwise."""
+    owners = {p: m for m in module._module.modules() for p in m.parameters(recurse=False)}
+    dim = 0 if module.batch_first else 1
+    parameters = [leaf.variable for leaf in graph.leaves]
+    for p, leaf in zip(parameters, graph.leaves, strict=True):
+        owner = owners.get(p)
+        sampler = module.NORM_SAMPLERS.get(type(owner)) if module.use_ghost_clipping else None
+        calls = getattr(owner, "activations", ())
+        one_row_a_loss = len(calls) == 1 and losses.shape == calls[0][0].shape[dim : dim + 1]
+        if not (getattr(sampler, "keeps_factors", False) and one_row_a_loss and _used_once(leaf, graph)):
+            return None
+    return parameters
+
+
+def _used_once(leaf: Node, graph: _Graph) -> bool:
+    """Whether there is a single way from the leaf to the module hook above it."""
+    node = leaf
+    while not _is_hook(node):
+        if len(graph.parents[node]) != 1:
+            return False
+        node = graph.parents[node][0]
+    return True
+
+
+@contextmanager
+def _keeping(parameters: Iterable[nn.Parameter]) -> Iterator[dict[nn.Parameter, list[Factor]]]:
+    kept = {p: [] for p in parameters}
+    _KEPT.update(kept)
+    try:
+        yield kept
+    finally:
+        for p in kept:
+            del _KEPT[p]
+
+
+def _check_complete(module: Any, kept: dict[nn.Parameter, list[Factor]]) -> None:
+    missing = [name for name, p in module._module.named_parameters() if p in kept and len(kept[p]) != 1]
+    if missing:
+        raise StateError(
+            f"{', '.join(missing)}: used by another module than its own, where its gradient cannot be clipped; call "
+            "its own module instead, or freeze it"
+        )
+
+
+@torch.no_grad()
+def _leave_sums(kept: dict[nn.Parameter, list[Factor]], factors: Tensor) -> None:
+    """``p.grad += Σ_n c_n g_n``; what is kept is freed parameter by parameter."""
+    for p, of_p in kept.items():
+        total = of_p.pop().weighted_sum(factors.to(p.device, torch.float64)).to(p.dtype)
+        p.grad = total if p.grad is None else p.grad.add_(total)
