@@ -6,7 +6,7 @@ more than :data:`WORKSPACE_BYTES` of intermediate results (or one tile, where on
 
 A sample's numbers never depend on the batch it stands in: the loops below go over samples or over blocks whose
 size follows from T, D and P, and matrix products whose result could depend on the batch's size
-(:func:`_batched_product`) are taken one sample at a time.
+(``products.batched``) are taken so that it does not.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpfast import bounds, buffers
+from dpfast import bounds, products
 from dpfast.bounds import SquaredNorm
 
 WORKSPACE_BYTES = 32 * 2**20
@@ -31,13 +31,6 @@ GRAM_TILE = 128
 
 SUM_BLOCK = 1024
 """The longest run of terms that one fp32 sum of squares adds up (see ``bounds``)."""
-
-BATCH_INVARIANT_FROM = 16
-"""Below this many rows or columns torch.bmm's routine, and with it the last bits, depends on the batch's size and on
-how the samples lie in memory (seen with MKL 2024.2; the tests watch it)."""
-
-_WORTH_A_CALL = 2**17
-"""Multiply-adds from which a narrow product gets a call of its own rather than rows of zeros."""
 
 
 @contextmanager
@@ -73,10 +66,10 @@ def grad_sample(activations: Tensor, backprops: Tensor, *, scale: float = 1.0) -
     if t == 1:
         return (backprops.mT * scale) * activations if scale != 1.0 else backprops.mT * activations
     block = bounds.CHAIN_BLOCK  # short chains of additions: see bounds.direct_error
-    out = _batched_product(backprops[:, :block].mT, activations[:, :block], scale=scale)
+    out = products.batched(backprops[:, :block].mT, activations[:, :block], scale=scale)
     for start in range(block, t, block):
         positions = slice(start, start + block)
-        _batched_product(backprops[:, positions].mT, activations[:, positions], scale=scale, add_to=out)
+        products.batched(backprops[:, positions].mT, activations[:, positions], scale=scale, add_to=out)
     return out
 
 
@@ -93,14 +86,33 @@ def weighted_sum(activations: Tensor, backprops: Tensor, coefficients: Tensor) -
         activations.to(dtype), backprops.to(dtype), coefficients=coefficients
     )
     c = coefficients.to(dtype)[:, None, None]
+    d, p = activations.shape[-1], backprops.shape[-1]
+    if products.by_onednn(p, c.numel() * activations.shape[1], d, like=activations):
+        return _transposed_product(backprops, activations, c)
     # The scaled copy is made of the smaller operand.
-    if activations.shape[-1] <= backprops.shape[-1]:
+    if d <= p:
         activations = activations * c
     else:
         backprops = backprops * c
-    if activations.shape[-1] < min(BATCH_INVARIANT_FROM, backprops.shape[-1]):  # as in _batched_product
+    if d < min(products.BATCH_INVARIANT_FROM, p):  # as in products
         return contract("ntp,ntd->dp", backprops, activations).mT.contiguous()
     return contract("ntd,ntp->pd", activations, backprops).contiguous()
+
+
+def _transposed_product(x: Tensor, y: Tensor, c: Tensor) -> Tensor:
+    """``Σ_n c_n Σ_t x_nt y_ntᵀ`` by oneDNN, which wants rows of length N·T: copied a workspace at a time."""
+    c = c.expand(-1, x.shape[1], -1).reshape(-1)
+    x, y = x.reshape(c.numel(), -1), y.reshape(c.numel(), -1)
+    rows = max(1024, WORKSPACE_BYTES // (x.element_size() * (x.shape[1] + y.shape[1])))
+    total = None
+    for x_i, y_i, c_i in zip(x.mT.split(rows, 1), y.mT.split(rows, 1), c.split(rows), strict=True):
+        if y.shape[1] <= x.shape[1]:
+            y_i = torch.mul(y_i, c_i, out=x.new_empty(y_i.shape))
+        else:
+            x_i = torch.mul(x_i, c_i, out=x.new_empty(x_i.shape))
+        part = products.onednn(x_i, y_i)
+        total = part if total is None else total.add_(part)
+    return total
 
 
 def weighted_bias_sum(backprops: Tensor, coefficients: Tensor) -> Tensor:
@@ -221,8 +233,8 @@ def gram_sq_norm(activations: Tensor, backprops: Tensor) -> SquaredNorm:
     activations, backprops = activations.to(dtype), backprops.to(dtype)
     n, t, d = activations.shape
     norm_a, norm_b = row_norm(activations), row_norm(backprops)
-    missing = -t % BATCH_INVARIANT_FROM
-    if missing:  # rows of zeros, so that no tile is narrower than what _batched_product needs
+    missing = -t % products.BATCH_INVARIANT_FROM
+    if missing:  # rows of zeros, so that no tile is narrower than what products.batched needs
         activations, backprops = (F.pad(x, (0, 0, 0, missing)) for x in (activations, backprops))
         norm_a, norm_b = (F.pad(x, (0, missing)) for x in (norm_a, norm_b))
     sums = activations.new_zeros(4, n, dtype=torch.float64)
@@ -253,10 +265,10 @@ def gram_sq_norm(activations: Tensor, backprops: Tensor) -> SquaredNorm:
 def gram_tile(x: Tensor, y: Tensor) -> Tensor:
     """x_n y_nᵀ, its inner products added in blocks (see bounds.gram)."""
     block = bounds.DOT_BLOCK
-    out = _batched_product(x[..., :block], y[..., :block].mT)
+    out = products.batched(x[..., :block], y[..., :block].mT)
     for start in range(block, x.shape[-1], block):
         features = slice(start, start + block)
-        _batched_product(x[..., features], y[..., features].mT, add_to=out)
+        products.batched(x[..., features], y[..., features].mT, add_to=out)
     return out
 
 
@@ -268,27 +280,3 @@ def _gram_tile_sums(a: Tensor, b: Tensor, a_row: Tensor, a_col: Tensor, b_row: T
     by_b = (a * b_col.to(a.dtype)[:, None, :]).sum(-1) * b_row
     by_both = a.mul_(b).sum(-1).double()
     return torch.stack([product, by_a.sum(-1), by_b.sum(-1), by_both.sum(-1)])
-
-
-def _batched_product(x: Tensor, y: Tensor, *, scale: float = 1.0, add_to: Tensor | None = None) -> Tensor:
-    """``scale · x_n y_n`` (n, r, k)·(n, k, c), the same bits for a sample in whatever batch it stands."""
-    n, r, k = x.shape
-    c = y.shape[-1]
-    if min(n, r, k, c) == 0:
-        return x.new_zeros(n, r, c) if add_to is None else add_to
-    if min(r, c) >= BATCH_INVARIANT_FROM:
-        out, beta = (buffers.empty((n, r, c), x.dtype, x.device), 0.0) if add_to is None else (add_to, 1.0)
-        return torch.baddbmm(out, x, y, beta=beta, alpha=scale, out=out)
-    if r * k * c >= _WORTH_A_CALL:
-        # Each into memory of its own: written into a slice, the last bit depends on the slice's alignment. A narrow
-        # result is taken with its short side as rows, in which MKL is 3 times as fast.
-        if c < r:
-            products = torch.stack([torch.mm(y_n.mT, x_n.mT).mT for x_n, y_n in zip(x, y, strict=True)])
-        else:
-            products = torch.stack([torch.mm(x_n, y_n) for x_n, y_n in zip(x, y, strict=True)])
-    else:
-        x, y = F.pad(x, (0, 0, 0, -r % BATCH_INVARIANT_FROM)), F.pad(y, (0, -c % BATCH_INVARIANT_FROM))
-        products = torch.bmm(x, y)[:, :r, :c].contiguous()
-    if scale != 1.0:
-        products.mul_(scale)
-    return products if add_to is None else add_to.add_(products)

@@ -17,7 +17,7 @@ ORDER = [
     ["__main__", "opacus.engine", "autograd_grad_sample", "testing", "explain"],
     ["opacus.losses", "opacus.optimizers", "opacus.samplers", "opacus._supported"],
     ["opacus.backward"],
-    ["info", "opacus_optimizer", "fast_gradient_clipping", "per_sample_gradient_clipper"],
+    ["info", "fast_gradient_clipping", "per_sample_gradient_clipper"],
     ["grad_sample_module"],
     ["tapped_model", "clipping"],
     ["rules.opacus_layers"],
