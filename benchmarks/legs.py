@@ -7,18 +7,26 @@ gradient in ``p.grad``. Every private leg and ``plain+noise`` add noise of the s
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import warnings
 from collections.abc import Callable, Iterator
 
 import torch
-from opacus import grad_sample as opacus_modules
-from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
-from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
+from noisy_sgd import NoisySgd, two_backwards
 from torch import Tensor, nn
 from workloads import Workload
 
 import dpfast
-from dpfast.opacus_optimizer import DPOptimizerFast
+
+if importlib.util.find_spec("opacus"):
+    from opacus import grad_sample as opacus_modules
+    from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
+    from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
+
+    from dpfast.opacus import DPOptimizerFast
+else:  # its own legs are left out, dpfast's take an optimizer of a few lines
+    opacus_modules = DPTensorFastGradientClipping = None
+    DPOptimizer = DPOptimizerFast = NoisySgd
 
 C = 1.0
 LEARNING_RATE = 1e-4
@@ -35,9 +43,10 @@ PRIVATE = (
 )
 
 
-def leg(name: str) -> Callable:
+def leg(name: str, *, by_opacus: bool = False) -> Callable:
     def register(build: Callable) -> Callable:
-        LEGS[name] = build
+        if opacus_modules or not by_opacus:
+            LEGS[name] = build
         return build
 
     return register
@@ -92,19 +101,22 @@ def _two_backwards(wrapped: nn.Module, optimizer: DPOptimizer, workload: Workloa
     def step(*batch: Tensor) -> None:
         optimizer.zero_grad(set_to_none=True)
         losses = workload.losses(wrapped, *batch)
-        DPTensorFastGradientClipping(wrapped, optimizer, losses, "mean").backward()
+        if DPTensorFastGradientClipping is None:
+            two_backwards(wrapped, losses)
+        else:
+            DPTensorFastGradientClipping(wrapped, optimizer, losses, "mean").backward()
         optimizer.step()
 
     return step
 
 
-@leg("opacus hooks")
+@leg("opacus hooks", by_opacus=True)
 def opacus_hooks(model: nn.Module, workload: Workload, sigma: float) -> Step:
     wrapped = opacus_modules.GradSampleModule(model)
     return _one_backward(wrapped, _private(DPOptimizer, model, sigma, len(workload.batch()[0])), workload)
 
 
-@leg("opacus ghost")
+@leg("opacus ghost", by_opacus=True)
 def opacus_ghost(model: nn.Module, workload: Workload, sigma: float) -> Step:
     wrapped = opacus_modules.GradSampleModuleFastGradientClipping(model, max_grad_norm=C, use_ghost_clipping=True)
     optimizer = _private(DPOptimizerFastGradientClipping, model, sigma, len(workload.batch()[0]))
@@ -133,7 +145,7 @@ def _float_then_contract() -> Iterator[None]:
         samplers[nn.Linear] = before
 
 
-@leg("float-then-contract")
+@leg("float-then-contract", by_opacus=True)
 def float_then_contract(model: nn.Module, workload: Workload, sigma: float) -> Step:
     inner = opacus_hooks(model, workload, sigma)
 

@@ -1,4 +1,4 @@
-"""Optimizers that add noise to what dpfast's one-pass and two-pass modules have clipped."""
+"""Optimizers that add noise to clipped sums: Opacus's for any of them, faster, and those bound to a dpfast module."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from opacus.optimizers import DPOptimizerFastGradientClipping
 from opacus.optimizers.ddpoptimizer_fast_gradient_clipping import DistributedDPOptimizerFastGradientClipping
-from torch import optim
+from opacus.optimizers.optimizer import _check_processed_flag, _generate_noise, _mark_as_processed
+from torch import Tensor, optim
 
 from dpfast.accumulation import held_by
 from dpfast.clipping import ConstantFlatClipper, ConstantPerLayerClipper, check_threshold
@@ -15,7 +16,82 @@ from dpfast.errors import InputError, StateError
 from dpfast.fast_gradient_clipping import GradSampleModuleFastGradientClipping
 
 
-class _BoundToModule(DPOptimizerFastGradientClipping):
+class DPOptimizerFast(DPOptimizerFastGradientClipping):
+    """``DPOptimizerFastGradientClipping`` with the same noise from the same generator, in fewer passes over memory.
+
+    Takes clipped sums from ``p.grad``: dpfast's one-pass and two-pass modules leave them there, and Opacus's loss of
+    ghost clipping does. Args: as Opacus's class.
+
+    The sum is ``p.grad`` itself where one backward pass makes a step, not a deep copy of it. The noise is Opacus's
+    (``secure_mode`` too), drawn parameter by parameter in its order; it is added and divided by the batch size for
+    all parameters at once. Differs where Opacus would let the promise slip: a gradient is taken once (``p.grad`` is
+    None after a skipped step, so a forgotten ``zero_grad`` adds nothing twice), and a parameter that the step did not
+    use gets noise all the same.
+
+    Raises:
+        StateError: ``step()`` where no parameter has a gradient.
+    """
+
+    _passes = 0
+
+    @property
+    def accumulated_iterations(self) -> int:
+        """The most backward passes of a one-pass module that a sub-step of the current step has taken together; 1
+        before any. The accountant and the division by the batch size read it."""
+        return max(self._passes, 1)
+
+    @torch.no_grad()
+    def accumulate(self) -> None:
+        """Moves ``p.grad`` to ``p.summed_grad``, or adds it there."""
+        params = self.params
+        if params and all(p.grad is None for p in params):
+            raise StateError("no parameter has a gradient: no backward pass since the last step")
+        left = held_by(params)
+        if left is not None:
+            self._passes = max(self._passes, left.passes)
+        for p in params:
+            grad = torch.zeros_like(p) if p.grad is None else p.grad
+            p.grad = None
+            p.summed_grad = grad if p.summed_grad is None else p.summed_grad.add_(grad)
+
+    @torch.no_grad()
+    def add_noise(self) -> None:
+        """Adds Gaussian noise of standard deviation ``noise_multiplier · max_grad_norm``. Leaves the result in
+        ``p.grad``."""
+        params = self.params
+        for p in params:
+            _check_processed_flag(p.summed_grad)
+        std = getattr(self, "_adjusted_noise_multiplier", self.noise_multiplier) * self.max_grad_norm
+        noised = [self._noise(p.summed_grad, std) for p in params]
+        if params:
+            torch._foreach_add_(noised, [p.summed_grad for p in params])
+        for p, grad in zip(params, noised, strict=True):
+            p.grad = grad.view_as(p)
+            _mark_as_processed(p.summed_grad)
+
+    def _noise(self, summed_grad: Tensor, std: float) -> Tensor:
+        """Opacus's, in the layout of the gradient and its dtype (Opacus 1.5.4 draws fp32 whatever the gradient is)."""
+        noise = _generate_noise(std, summed_grad, generator=self.generator, secure_mode=self.secure_mode)
+        if noise.stride() == summed_grad.stride():
+            return noise.to(summed_grad.dtype)
+        return torch.empty_like(summed_grad).copy_(noise)
+
+    @torch.no_grad()
+    def scale_grad(self) -> None:
+        """Divides by the expected batch size, times the backward passes taken, where the loss is a mean."""
+        if self.loss_reduction == "mean" and self.params:
+            divisor = self.expected_batch_size * self.accumulated_iterations
+            torch._foreach_div_([p.grad for p in self.params], divisor)
+
+    def pre_step(self, closure: Any = None) -> bool:
+        """Takes the gradients; adds noise and scales unless the step is to be skipped. As in Opacus."""
+        full_step = super().pre_step(closure)
+        if full_step:
+            self._passes = 0
+        return full_step
+
+
+class _BoundToModule(DPOptimizerFast):
     """The module clips, this optimizer adds the noise: both must mean the same C.
 
     ``max_grad_norm`` is the module's: a scheduler that sets it changes both. The noise of a step is that of the
@@ -66,11 +142,6 @@ class TwoPassOptimizer(_BoundToModule):
 class OnePassOptimizer(_BoundToModule):
     """Noise for a module of one pass, whose ``loss.backward()`` has left ``p.grad = Σ_n c_n g_n``.
 
-    Differs from Opacus's ``DPOptimizerFastGradientClipping`` where that would let the promise slip:
-    a gradient is taken once (``p.grad`` is None after a skipped step, so a forgotten ``zero_grad`` adds nothing
-    twice), and several backward passes before one step count as several in ``accumulated_iterations``, which the
-    accountant and the division by the batch size read.
-
     Args:
         module: a ``GradSampleModuleFastGradientClipping(passes=1)``.
         max_grad_norm: C; with per-layer clipping ‖(C_p)‖, see PrivacyEngine. Others: as in Opacus.
@@ -79,15 +150,6 @@ class OnePassOptimizer(_BoundToModule):
         StateError: ``step()`` without a backward pass since the last one.
     """
 
-    def __init__(self, optimizer: optim.Optimizer, *, module: GradSampleModuleFastGradientClipping, **options: Any):
-        self._passes = 0
-        super().__init__(optimizer, module=module, **options)
-
-    @property
-    def accumulated_iterations(self) -> int:
-        """The most backward passes that a sub-step of the current step has taken together; 1 before any."""
-        return max(self._passes, 1)
-
     def accumulate(self) -> None:
         """Moves ``p.grad`` to ``p.summed_grad``, or adds it there."""
         left = held_by(self.params)
@@ -95,27 +157,20 @@ class OnePassOptimizer(_BoundToModule):
             raise StateError(
                 "p.grad does not hold clipped gradients: no backward pass of the dpfast module since the last step"
             )
-        for p in self.params:
-            grad = torch.zeros_like(p) if p.grad is None else p.grad
-            p.grad = None
-            p.summed_grad = grad if p.summed_grad is None else p.summed_grad.add_(grad)
+        super().accumulate()
         if left is not None:
-            self._passes = max(self._passes, left.passes)
             self._taken = max(self._taken, left.sensitivity)
 
-    def pre_step(self, closure: Any = None) -> bool:
-        """Takes the gradients; adds noise and scales unless the step is to be skipped. As in Opacus."""
-        full_step = super().pre_step(closure)
-        if full_step:
-            self._passes = 0
-        return full_step
+
+class _DistributedFast(DistributedDPOptimizerFastGradientClipping, DPOptimizerFast):
+    """Opacus's class in front: only where it asks for noise, on worker 0, is ours added."""
 
 
-class DistributedOnePassOptimizer(OnePassOptimizer, DistributedDPOptimizerFastGradientClipping):
+class DistributedOnePassOptimizer(OnePassOptimizer, _DistributedFast):
     """:class:`OnePassOptimizer` where each worker clips its samples and worker 0 adds the noise, as in Opacus."""
 
 
-class DistributedTwoPassOptimizer(TwoPassOptimizer, DistributedDPOptimizerFastGradientClipping):
+class DistributedTwoPassOptimizer(TwoPassOptimizer, _DistributedFast):
     """:class:`TwoPassOptimizer` where each worker clips its samples and worker 0 adds the noise, as in Opacus."""
 
 

@@ -121,7 +121,8 @@ def install(output_dtype: OutputDtype = "backprops") -> None:
 
 
 def uninstall() -> None:
-    """Puts back Opacus's two backward passes and what stood in its registries before :func:`install`. Safe to call twice.
+    """Puts back Opacus's two backward passes and what stood in its registries before :func:`install`. Safe to
+    call twice.
 
     A sampler that somebody has registered over dpfast's since is left where it is.
     """

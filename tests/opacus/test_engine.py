@@ -13,7 +13,8 @@ from opacus.optimizers import DPOptimizer
 from opacus.schedulers import ExponentialGradClip, ExponentialNoise
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from opacus.validators.errors import UnsupportedModuleError
-from opacus_cases import loader, opacus_example
+from opacus_cases import PRIVATE_C as C
+from opacus_cases import loader, opacus_example, private, train, weights
 from torch import nn
 
 import dpfast
@@ -21,49 +22,10 @@ from dpfast.errors import InputError, StateError
 from dpfast.opacus import PrivacyEngine
 from dpfast.testing import clipped_sum, loop_over_samples
 
-C = 0.5
 MODES = ["dpfast", "dpfast_two_pass", "dpfast_materialize"]
 HAS_WRAP_MODEL = hasattr(opacus.grad_sample, "GradSampleHooks")
 
 pytestmark = pytest.mark.filterwarnings("ignore:Secure RNG", "ignore:Full backward hook", "ignore:Optimal order")
-
-
-def private(mode, name="mlp", engine=None, sigma=0.0, model=None, max_grad_norm=C, seed=1, **options):
-    """(engine, model, optimizer, loss function, data loader), everything seeded; mode None is Opacus's engine."""
-    model = opacus_example(name)[0] if model is None else model
-    if engine is None:
-        engine = opacus.PrivacyEngine(accountant="rdp") if mode is None else PrivacyEngine(accountant="rdp")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    torch.manual_seed(seed)  # the sampler's
-    made = engine.make_private(
-        module=model,
-        optimizer=optimizer,
-        data_loader=loader(name),
-        noise_multiplier=sigma,
-        max_grad_norm=max_grad_norm,
-        noise_generator=torch.Generator().manual_seed(seed),
-        **({} if mode is None else {"grad_sample_mode": mode}),
-        **options,
-    )
-    module, optimizer, *criterion, data_loader = made
-    return engine, module, optimizer, criterion[0] if criterion else nn.CrossEntropyLoss(), data_loader
-
-
-def train(module, optimizer, criterion, batches, zero_first=True):
-    sizes = []
-    for x, y in batches:
-        if zero_first:
-            optimizer.zero_grad()
-        criterion(module(x), y).backward()
-        optimizer.step()
-        if not zero_first:
-            optimizer.zero_grad()
-        sizes.append(len(y))
-    return sizes
-
-
-def weights(module):
-    return {name.removeprefix("_module."): p.detach().clone() for name, p in module.named_parameters()}
 
 
 def trained_by_opacus(name="mlp", sigma=0.0, **options):
@@ -346,33 +308,6 @@ def test_per_layer_clipping_of_a_parameter_that_the_optimizer_lacks():
             max_grad_norm=[1.0] * 5,
             clipping="per_layer",
         )
-
-
-def test_secure_mode_needs_what_opacus_needs():
-    pytest.importorskip("torch")
-    try:
-        import torchcsprng  # noqa: F401
-    except ImportError:
-        with pytest.raises(ImportError, match="torchcsprng"):
-            PrivacyEngine(secure_mode=True)
-
-
-def test_secure_noise_is_added(monkeypatch):
-    """Opacus's secure noise, with a generator in the place of torchcsprng's."""
-    engine = PrivacyEngine()
-    engine.secure_mode, engine.secure_rng = True, torch.Generator().manual_seed(3)
-    model, x, y = opacus_example("mlp")
-    module, optimizer, _ = engine.make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
-        data_loader=loader("mlp"),
-        noise_multiplier=1.0,
-        max_grad_norm=C,
-    )
-    assert optimizer.secure_mode and optimizer.generator is engine.secure_rng
-    before = copy.deepcopy(weights(module))
-    train(module, optimizer, nn.CrossEntropyLoss(), [(x, y)])
-    assert all(not torch.equal(p, before[name]) for name, p in weights(module).items())
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -1,6 +1,5 @@
 """One-pass and two-pass optimizers: what they take, how often, and for how much noise."""
 
-import opacus
 import pytest
 import torch
 from cases import assert_gradients, mean_loss, sum_loss
@@ -152,7 +151,6 @@ def test_closures():
     assert_gradients(gradients(model), exact)
 
 
-@pytest.mark.skipif(opacus.__version__ < "1.6", reason="Opacus 1.5.4 makes its noise in fp32, for fp32 parameters")
 @pytest.mark.parametrize("cls", [OnePassOptimizer, TwoPassOptimizer])
 def test_low_precision_parameters(cls):
     model = nn.Linear(8, 4).to(torch.bfloat16)

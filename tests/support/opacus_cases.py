@@ -1,9 +1,12 @@
-"""Models that Opacus's own hooks can take (nothing in place, no tied weights), and a data set."""
+"""Models that Opacus's own hooks can take (nothing in place, no tied weights), a data set, and training."""
 
+import opacus
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
+from dpfast.opacus import PrivacyEngine
 
 
 class Block(nn.Module):
@@ -38,3 +41,45 @@ def opacus_example(name, n=6, magnitude=1.0):
 def loader(name, n=24, batch_size=6):
     _, x, y = opacus_example(name, n)
     return DataLoader(TensorDataset(x, y), batch_size=batch_size)
+
+
+PRIVATE_C = 0.5
+
+
+def private(mode, name="mlp", engine=None, sigma=0.0, model=None, max_grad_norm=PRIVATE_C, seed=1, **options):
+    """(engine, model, optimizer, loss function, data loader), everything seeded; mode None is Opacus's engine,
+    seed None leaves the noise to it."""
+    model = opacus_example(name)[0] if model is None else model
+    if engine is None:
+        engine = opacus.PrivacyEngine(accountant="rdp") if mode is None else PrivacyEngine(accountant="rdp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    torch.manual_seed(1 if seed is None else seed)  # the sampler's
+    made = engine.make_private(
+        module=model,
+        optimizer=optimizer,
+        data_loader=loader(name),
+        noise_multiplier=sigma,
+        max_grad_norm=max_grad_norm,
+        noise_generator=None if seed is None else torch.Generator().manual_seed(seed),
+        **({} if mode is None else {"grad_sample_mode": mode}),
+        **options,
+    )
+    module, optimizer, *criterion, data_loader = made
+    return engine, module, optimizer, criterion[0] if criterion else nn.CrossEntropyLoss(), data_loader
+
+
+def train(module, optimizer, criterion, batches, zero_first=True):
+    sizes = []
+    for x, y in batches:
+        if zero_first:
+            optimizer.zero_grad()
+        criterion(module(x), y).backward()
+        optimizer.step()
+        if not zero_first:
+            optimizer.zero_grad()
+        sizes.append(len(y))
+    return sizes
+
+
+def weights(module):
+    return {name.removeprefix("_module."): p.detach().clone() for name, p in module.named_parameters()}
