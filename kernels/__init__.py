@@ -3,18 +3,24 @@
 A kernel knows nothing of modules, hooks or privacy. Each file holds one kernel and, below it, its launcher.
 """
 
+from ._tiles import CHAIN
 from .gram_norm import GramNormResult, gram_norm
+from .grouped_norm import GroupedNormResult, grouped_outer_norm, groups
 from .outer_norm import OuterNormResult, outer_norm
 from .outer_product import OuterProductResult, outer_product
 from .row_sq_norm import row_sq_norm
 from .weighted_sum import WeightedSumResult, weighted_sum
 
 __all__ = [
+    "CHAIN",
     "GramNormResult",
+    "GroupedNormResult",
     "OuterNormResult",
     "OuterProductResult",
     "WeightedSumResult",
     "gram_norm",
+    "grouped_outer_norm",
+    "groups",
     "outer_norm",
     "outer_product",
     "row_sq_norm",

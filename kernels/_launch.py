@@ -149,8 +149,11 @@ class Compiled:
     shared_memory: int
 
 
-def specialize(kernel, arguments: dict) -> tuple[dict[str, str], dict[str, object], list[str]]:
-    """(signature, constexprs, aligned names) that the just-in-time compiler derives from `arguments`."""
+def specialize(kernel, arguments: dict) -> tuple[dict, dict[str, object], list]:
+    """(signature, constexprs, aligned) that the just-in-time compiler derives from `arguments`.
+
+    `aligned` holds names, and (name, i) of what is aligned in a tuple of tensors.
+    """
     signature, constexprs, aligned = {}, {}, []
     for parameter in kernel.params:
         name, value = parameter.name, arguments[parameter.name]
@@ -158,9 +161,10 @@ def specialize(kernel, arguments: dict) -> tuple[dict[str, str], dict[str, objec
             signature[name], constexprs[name] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[name] = _POINTERS[value.dtype]
-            # A meta tensor has no address; the allocator's are multiples of 512.
-            offset = value.storage_offset() * value.element_size()
-            aligned += [name] * (offset % 16 == 0)
+            aligned += [name] * _is_aligned(value)
+        elif isinstance(value, tuple):
+            signature[name] = tuple(_POINTERS[x.dtype] for x in value)
+            aligned += [(name, i) for i, x in enumerate(value) if _is_aligned(x)]
         elif isinstance(value, float):
             signature[name] = "fp32"
         elif value == 1 and not parameter.do_not_specialize:
@@ -171,6 +175,11 @@ def specialize(kernel, arguments: dict) -> tuple[dict[str, str], dict[str, objec
     return signature, constexprs, aligned
 
 
+def _is_aligned(tensor: torch.Tensor) -> bool:
+    """A meta tensor has no address; the allocator's are multiples of 512."""
+    return tensor.storage_offset() * tensor.element_size() % 16 == 0
+
+
 def compile_ahead(
     kernel, signature: dict, constexprs: dict, target: GPUTarget, tile: Tile, aligned: list[str]
 ) -> Compiled:
@@ -178,7 +187,8 @@ def compile_ahead(
 
     `kernel` must be a JITFunction: Triton imported without TRITON_INTERPRET.
     """
-    attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    paths = (name if isinstance(name, tuple) else (name,) for name in aligned)
+    attributes = {(kernel.arg_names.index(name), *i): [["tt.divisibility", 16]] for name, *i in paths}
     source = ASTSource(kernel, signature, constexprs, attributes)
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     compiled = triton.compile(source, target=target, options=options)
