@@ -68,7 +68,17 @@ class OuterProduct:
         return Dense(self.materialize(), error=reference.outer_product_error(self.activations, self.backprops))
 
     def kept(self) -> Factor:
-        return self.materialized() if cost.keeps(self.activations.shape[1], *self.shape) else self
+        return self.materialized() if self.keeps else self
+
+    @property
+    def keeps(self) -> bool:
+        """Whether :meth:`kept` writes the gradients."""
+        return cost.keeps(self.activations.shape[1], *self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the inputs."""
+        return self.activations.nbytes + self.backprops.nbytes
 
 
 class Lookup:
@@ -163,11 +173,13 @@ class Dense:
     Args:
         values: (N, *shape). Kept, not copied; never written to.
         error: how far ``values`` may be from the exact gradients, in L2 norm, (N,) fp64; None: not at all.
+        norm: their norms, where these are known already.
     """
 
-    def __init__(self, values: Tensor, error: Tensor | None = None):
+    def __init__(self, values: Tensor, error: Tensor | None = None, norm: SquaredNorm | None = None):
         self.values = values
         self.error = error
+        self._norm = norm
         self.shape = values.shape[1:]
 
     @property
@@ -179,7 +191,7 @@ class Dense:
         return values * scale if scale != 1.0 or values is self.values else values
 
     def sq_norm(self) -> SquaredNorm:
-        return reference.dense_sq_norm(self.values, self.error)
+        return self._norm or reference.dense_sq_norm(self.values, self.error)
 
     def weighted_sum(self, coefficients: Tensor) -> Tensor:
         return reference.weighted_rows(self.values, coefficients)

@@ -22,6 +22,7 @@ from dpfast.factors import Dense, Factor
 from dpfast.grad_sample_module import GradSampleModule
 from dpfast.merge import merge
 from dpfast.tapped_model import Step
+from dpfast.waiting import Waiting
 
 
 def create_norm_sample(*, param: nn.Parameter, grad_sample: Tensor, max_batch_len: int) -> None:
@@ -176,7 +177,7 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
         if not step.gathered:
             self._start_step()
         entry = step.gathered.setdefault(parameter, _Gathered())
-        if entry.norm is not None:
+        if entry.closed:
             raise StateError(
                 f"parameter {self._name(parameter)} was used again after its norm had been taken; in one backward "
                 "pass, call the model in one thread, and not while another of its steps is under way"
@@ -184,11 +185,16 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
         if not self.use_ghost_clipping:
             factor = factor.materialized()
         clips_alone = type(self._norm_clipper) is ConstantPerLayerClipper  # a subclass may need all norms
-        if not (only_use and (clips_alone or self.passes == 2)):
+        entry.closed = only_use and (clips_alone or self.passes == 2)
+        if step.waiting is None:
+            step.waiting = Waiting(keep=self.passes == 1)
+        if only_use and not clips_alone and step.waiting.wants(factor):
+            step.waiting.add(factor, entry.receive)
+        elif entry.closed:
+            entry.norm = factor.sq_norm()
+        else:
             entry.factors.append(factor.kept())
-            return
-        entry.norm = factor.sq_norm()
-        if clips_alone:
+        if clips_alone and entry.closed:
             limit = self._norm_clipper.flat_values[self._places[parameter]]
             norm = entry.norm.upper.sqrt() * self._scale(step)
             entry.clip_factors = safe_factors((limit / norm).clamp(max=1.0), norm, limit).float()
@@ -196,6 +202,8 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
 
     def on_finish(self, step: Step) -> None:
         self._start_step()
+        if step.waiting is not None:
+            step.waiting.take()
         scale, clipper = self._scale(step), self._clipper()
         entries = [step.gathered.pop(p, None) for p in self._places]
         for entry in entries:
@@ -250,8 +258,16 @@ class _Gathered:
     def __init__(self) -> None:
         self.factors: list[Factor] = []
         self.norm: SquaredNorm | None = None
+        self.closed = False  # whether the norm has been taken, or waits to be, for good
         self.clip_factors: Tensor | None = None
         self.total: Tensor | None = None
+
+    def receive(self, result: Dense | SquaredNorm) -> None:
+        """What became of a factor that waited."""
+        if isinstance(result, Dense):
+            self.factors.append(result)
+        else:
+            self.norm = result
 
     def clip(self, factor: Factor, scale: float) -> None:
         """Takes the clipped sum; what the factor keeps is freed with it."""

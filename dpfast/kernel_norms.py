@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +29,8 @@ def sq_norm(activations: Tensor, backprops: Tensor, way: str) -> SquaredNorm:
     """The kernels' sums, made into a norm and its bound."""
     kernels, _ = import_kernels()
     (_, t, d), p = activations.shape, backprops.shape[-1]
+    if way == "direct" and groups(t, d, p):
+        return grouped([(activations, backprops)])[0].norm
     sq_a, sq_b = kernels.row_sq_norm(activations).double(), kernels.row_sq_norm(backprops).double()
     if way == "rank_one":
         return bounds.rank_one(sq_a.sum(-1), sq_b.sum(-1), d=d, p=p, width=max(d, p), dtype=torch.float32)
@@ -52,3 +56,38 @@ def sq_norm(activations: Tensor, backprops: Tensor, way: str) -> SquaredNorm:
         dtype=torch.float32,
         by_kernel=True,
     )
+
+
+class Direct(NamedTuple):
+    """‖G_n‖², how far the computed G_n may be from the exact ones in L2 norm, (N,) fp64, and G (N, P, D) where kept."""
+
+    norm: SquaredNorm
+    error: Tensor
+    grad_sample: Tensor | None
+
+
+def groups(t: int, d: int, p: int) -> bool:
+    """Whether pairs of this shape are for :func:`grouped`; the kernels must be there."""
+    return import_kernels()[0].groups(t, d, p)
+
+
+def grouped(pairs: Sequence[tuple[Tensor, Tensor]], *, keep: bool = False) -> list[Direct]:
+    """The direct norms of many (activations, backprops), the launches as few as there are shapes and layouts."""
+    kernels, _ = import_kernels()
+    alike: dict[tuple, list[int]] = {}
+    for i, pair in enumerate(pairs):
+        layout = ((x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0) for x in pair)
+        alike.setdefault(tuple(layout), []).append(i)
+    answers: dict[int, Direct] = {}
+    for members in alike.values():
+        activations, backprops = zip(*(pairs[i] for i in members), strict=True)
+        sums = kernels.grouped_outer_norm(activations, backprops, keep=keep)
+        (_, t, d), p = activations[0].shape, backprops[0].shape[-1]
+        # Squares of less than the smallest normal number count as nothing in the kernel.
+        products = (sums.sq_products.double() + sums.tiles * bounds.smallest_normal(torch.float32)).sqrt()
+        error = bounds.direct_error(products, positions=t, numel=p * d, dtype=torch.float32, by_kernel=True)
+        norms = bounds.dense(sums.sq_norm.double(), width=_TILE_SUM, numel=p * d, dtype=torch.float32, error=error)
+        for j, i in enumerate(members):
+            norm = SquaredNorm(norms.value[j], norms.upper[j])
+            answers[i] = Direct(norm, error[j], None if sums.grad_sample is None else sums.grad_sample[j])
+    return [answers[i] for i in range(len(pairs))]

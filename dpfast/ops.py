@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from dpfast import cost, kernel_norms, reference
 from dpfast.bounds import SquaredNorm
 from dpfast.errors import BackendError, DpfastWarning, InputError
-from dpfast.kernel_norms import import_kernels
+from dpfast.kernel_norms import Direct, import_kernels
 from dpfast.reference import exact_arithmetic
 
 Backend = Literal["auto", "triton", "reference"]
@@ -292,6 +292,24 @@ def certified_sq_norm(
             f"way={way!r} does not exist for T = {t}; use 'auto', 'gram', 'direct', or 'rank_one' for T = 1"
         )
     return SquaredNorm(*_call(_sq_norm_op, _sq_norm, activations, backprops, way, backend))
+
+
+def groups(activations: Tensor, backprops: Tensor) -> bool:
+    """Whether direct norms of such pairs (N, T, ·) are better taken many at once (:func:`grouped_direct`): thin ones,
+    where kernels run."""
+    backend = choose_backend("auto", activations.device, reference.compute_dtype(activations, backprops))
+    t, d, p = activations.shape[1], activations.shape[2], backprops.shape[2]
+    return backend == "triton" and kernel_norms.groups(t, d, p)
+
+
+def grouped_direct(pairs: Sequence[tuple[Tensor, Tensor]], *, keep: bool = False) -> list[Direct]:
+    """Norms, and with ``keep`` the gradients, of many pairs that :func:`groups` says yes to.
+
+    Pairs of one shape and layout share their launches. Each has the bits it has alone: those of
+    :func:`certified_sq_norm` with ``way="direct"``.
+    """
+    with exact_arithmetic():
+        return kernel_norms.grouped([(_unit_last_stride(a), _unit_last_stride(b)) for a, b in pairs], keep=keep)
 
 
 def sq_norm(activations: Tensor, backprops: Tensor, *, way: str = "auto", backend: Backend = "auto") -> Tensor:

@@ -54,6 +54,7 @@ class Step:
         self.num_samples: int | None = None  # that the layers saw
         self.first_layer = ""
         self.gathered: dict[nn.Parameter, Any] = {}
+        self.waiting: Any = None  # what the mode takes together
 
 
 class Mode(Protocol):

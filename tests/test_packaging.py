@@ -26,7 +26,7 @@ ORDER = [
         *("tap", "rules.convolution", "rules.embedding", "rules.functorch", "rules.linear", "rules.normalization"),
         "rules.refused",
     ],
-    ["registry", "merge", "reshaped"],
+    ["registry", "merge", "reshaped", "waiting"],
     ["factors"],
     ["ops"],
     ["reference", "cost", "kernel_norms"],
