@@ -6,6 +6,7 @@ written unless asked for. A parameter that is used more than once has a list of 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -13,6 +14,9 @@ from torch import Tensor
 
 from dpfast import bounds, cost, ops, reference
 from dpfast.bounds import SquaredNorm
+
+STACKED_BYTES = 2**18
+"""Dense factors of at most so many bytes are stacked for their norms: a copy costs less than calls of their own."""
 
 
 class Factor(Protocol):
@@ -196,11 +200,35 @@ class Dense:
     def weighted_sum(self, coefficients: Tensor) -> Tensor:
         return reference.weighted_rows(self.values, coefficients)
 
+    @property
+    def stacks(self) -> bool:
+        """Whether its norm is better taken with those of others (:func:`sq_norms`)."""
+        return self._norm is None and self.values.is_contiguous() and self.values.nbytes <= STACKED_BYTES
+
     def materialized(self) -> Dense:
         return self
 
     def kept(self) -> Factor:
         return self
+
+
+def sq_norms(factors: Sequence[Factor]) -> list[SquaredNorm]:
+    """Every factor's ``sq_norm()``, the same bits; small dense ones of one shape (biases, layer norms) in one go."""
+    norms: dict[int, SquaredNorm] = {}
+    alike: dict[tuple, list[int]] = {}
+    for i, factor in enumerate(factors):
+        if isinstance(factor, Dense) and factor.stacks:
+            v = factor.values
+            alike.setdefault((v.shape, v.dtype, v.device, factor.error is None), []).append(i)
+        else:
+            norms[i] = factor.sq_norm()
+    for (shape, _, _, exact), members in alike.items():
+        values = torch.cat([factors[i].values for i in members])
+        error = None if exact else torch.cat([factors[i].error for i in members])
+        together = reference.dense_sq_norm(values, error)
+        parts = zip(*(x.split(shape[0]) if shape[0] else [x] * len(members) for x in together), strict=True)
+        norms.update(zip(members, map(SquaredNorm._make, parts), strict=True))
+    return [norms[i] for i in range(len(factors))]
 
 
 def row_sum(backprops: Tensor) -> Dense:

@@ -18,7 +18,7 @@ from dpfast.clipping import (
 )
 from dpfast.dropped import DroppedSamples
 from dpfast.errors import InputError, StateError
-from dpfast.factors import Dense, Factor
+from dpfast.factors import Dense, Factor, sq_norms
 from dpfast.grad_sample_module import GradSampleModule
 from dpfast.merge import merge
 from dpfast.tapped_model import Step
@@ -206,10 +206,11 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
             step.waiting.take()
         scale, clipper = self._scale(step), self._clipper()
         entries = [step.gathered.pop(p, None) for p in self._places]
-        for entry in entries:
-            if entry is not None and entry.norm is None:
-                entry.factors = [merge(entry.factors)]
-                entry.norm = entry.factors[0].sq_norm()
+        without = [e for e in entries if e is not None and e.norm is None]
+        for entry in without:
+            entry.factors = [merge(entry.factors)]
+        for entry, norm in zip(without, sq_norms([e.factors[0] for e in without]), strict=True):
+            entry.norm = norm
         self._norms = _total_norm([e.norm for e in entries if e is not None], scale)
         if clipper.is_per_layer:
             unused = torch.zeros_like(self._norms.upper)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from dpfast.factors import Dense, Lookup, OuterProduct, row_sum
+from dpfast.factors import STACKED_BYTES, Dense, Lookup, OuterProduct, row_sum, sq_norms
 from dpfast.merge import Tied, merge
 from dpfast.testing import relative_error
 
@@ -169,3 +169,37 @@ def test_large_tables_are_never_written_out_for_norms_and_sums():
     factor = Lookup(indices, rows, 1_000_000)
     assert factor.sq_norm().value.shape == (64,)
     assert factor.weighted_sum(torch.ones(64)).shape == (1_000_000, 250)
+
+
+@settings(max_examples=60)
+@given(
+    n=st.integers(0, 4),
+    shapes=st.lists(
+        st.sampled_from([(), (7,), (256,), (2000,), (3, 5), (40, 33), (9, 3, 3, 3)]), min_size=1, max_size=9
+    ),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
+    data=st.data(),
+)
+def test_norms_taken_together_have_the_bits_of_each(n, shapes, dtype, data):
+    factors = []
+    for shape in shapes:
+        values = torch.randn(n, *shape).to(dtype)
+        kind = data.draw(st.sampled_from(["exact", "with error", "strided", "outer product", "summed"]))
+        if kind == "outer product":
+            factors.append(OuterProduct(torch.randn(n, 4, 3).to(dtype), torch.randn(n, 4, 2).to(dtype)))
+        elif kind == "summed":
+            factors.append(row_sum(torch.randn(n, 4, 17).to(dtype)))
+        else:
+            values = values.mT if kind == "strided" and len(shape) == 2 else values
+            error = torch.rand(n, dtype=torch.float64) if kind == "with error" else None
+            factors.append(Dense(values, error=error))
+    for factor, together in zip(factors, sq_norms(factors), strict=True):
+        alone = factor.sq_norm()
+        assert torch.equal(together.value, alone.value)
+        assert torch.equal(together.upper, alone.upper)
+
+
+def test_large_dense_factors_are_not_copied_for_their_norms(monkeypatch):
+    large = [Dense(torch.randn(2, STACKED_BYTES // 8 + 1)) for _ in range(2)]
+    monkeypatch.setattr(torch, "cat", None)
+    assert len(sq_norms(large)) == 2
