@@ -88,18 +88,24 @@ def chain_error(row_sums: Tensor, *, terms: int, numel: int, dtype: torch.dtype)
     return _SLOP * gamma(terms, dtype) * row_sums + terms * smallest_normal(dtype) * numel**0.5
 
 
+def kernel_terms(terms: int, chain: int) -> float:
+    """As :func:`blocked_terms`, for a kernel that adds ``chain`` terms in a tensor core, then chain by chain."""
+    return TENSOR_CORE * min(terms, chain) + -(-terms // chain)
+
+
 def direct_error(
-    row_products: Tensor, *, positions: int, numel: int, dtype: torch.dtype, by_kernel: bool = False
+    row_products: Tensor, *, positions: int, numel: int, dtype: torch.dtype, kernel_chain: int | None = None
 ) -> Tensor:
     """``‖Ĝ − G‖ ≤ γ·S`` for G = Σ_t b_t a_tᵀ.
 
-    The reference adds in blocks of :data:`CHAIN_BLOCK` positions, then block by block; a kernel in one chain.
+    The reference adds in blocks of :data:`CHAIN_BLOCK` positions, then block by block; a kernel in chains of
+    ``kernel_chain`` on tensor cores, then chain by chain.
     """
-    if by_kernel:
-        chain = gamma(TENSOR_CORE * positions, dtype)
+    if kernel_chain is None:
+        error = gamma_matmul(blocked_terms(positions, CHAIN_BLOCK), dtype)
     else:
-        chain = gamma_matmul(blocked_terms(positions, CHAIN_BLOCK), dtype)
-    return _SLOP * chain * row_products + 2.0 * positions * smallest_normal(dtype) * numel**0.5
+        error = gamma(kernel_terms(positions, kernel_chain), dtype)
+    return _SLOP * error * row_products + 2.0 * positions * smallest_normal(dtype) * numel**0.5
 
 
 def rank_one(sq_a: Tensor, sq_b: Tensor, *, d: int, p: int, width: int, dtype: torch.dtype) -> SquaredNorm:
@@ -121,7 +127,7 @@ def gram(
     shape: tuple[int, int, int],
     row: int,
     dtype: torch.dtype,
-    by_kernel: bool = False,
+    kernel_chain: int | None = None,
 ) -> SquaredNorm:
     """Bound of Σ_tt' (a_t·a_t')(b_t·b_t') from its computed value.
 
@@ -134,13 +140,13 @@ def gram(
         row_products: S, (N,).
         shape: (T, D, P).
         row: the longest sum over products of Gram entries that was taken in ``dtype``.
-        by_kernel: the Gram matrices come from tensor cores.
+        kernel_chain: the Gram matrices come from tensor cores, in chains of so many features; None for the reference.
     """
     t, d, p = shape
-    if by_kernel:
-        gamma_d, gamma_p = gamma(TENSOR_CORE * (d + 1), dtype), gamma(TENSOR_CORE * (p + 1), dtype)
-    else:
+    if kernel_chain is None:
         gamma_d, gamma_p = (gamma_matmul(blocked_terms(k, DOT_BLOCK) + 1, dtype) for k in (d, p))
+    else:
+        gamma_d, gamma_p = (gamma(kernel_terms(k, kernel_chain) + 1, dtype) for k in (d, p))
     error = gamma_d * by_a + gamma_p * by_b + gamma(row + 3, dtype) * by_both
     error = error + gamma_d * gamma_p * row_products.square()
     underflow = 2.0 * smallest_normal(dtype) * (d * sum_b.square() + p * sum_a.square() + 4.0 * t * t)

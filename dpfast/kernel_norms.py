@@ -38,7 +38,9 @@ def sq_norm(activations: Tensor, backprops: Tensor, way: str) -> SquaredNorm:
     row_products = (norm_a * norm_b).sum(-1)
     if way == "direct":
         total = kernels.outer_norm(activations, backprops).sq_norm.double()
-        error = bounds.direct_error(row_products, positions=t, numel=p * d, dtype=torch.float32, by_kernel=True)
+        error = bounds.direct_error(
+            row_products, positions=t, numel=p * d, dtype=torch.float32, kernel_chain=kernels.CHAIN
+        )
         return bounds.dense(total, width=_TILE_SUM, numel=p * d, dtype=torch.float32, error=error)
     sums = kernels.gram_norm(
         activations, backprops, row_norm_activations=norm_a.float(), row_norm_backprops=norm_b.float()
@@ -54,7 +56,7 @@ def sq_norm(activations: Tensor, backprops: Tensor, way: str) -> SquaredNorm:
         shape=(t, d, p),
         row=_TILE_SUM,
         dtype=torch.float32,
-        by_kernel=True,
+        kernel_chain=kernels.CHAIN,
     )
 
 
@@ -85,7 +87,7 @@ def grouped(pairs: Sequence[tuple[Tensor, Tensor]], *, keep: bool = False) -> li
         (_, t, d), p = activations[0].shape, backprops[0].shape[-1]
         # Squares of less than the smallest normal number count as nothing in the kernel.
         products = (sums.sq_products.double() + sums.tiles * bounds.smallest_normal(torch.float32)).sqrt()
-        error = bounds.direct_error(products, positions=t, numel=p * d, dtype=torch.float32, by_kernel=True)
+        error = bounds.direct_error(products, positions=t, numel=p * d, dtype=torch.float32, kernel_chain=sums.chain)
         norms = bounds.dense(sums.sq_norm.double(), width=_TILE_SUM, numel=p * d, dtype=torch.float32, error=error)
         for j, i in enumerate(members):
             norm = SquaredNorm(norms.value[j], norms.upper[j])

@@ -18,6 +18,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ._tiles import Tile
 
@@ -159,6 +160,8 @@ def specialize(kernel, arguments: dict) -> tuple[dict, dict[str, object], list]:
         name, value = parameter.name, arguments[parameter.name]
         if parameter.is_constexpr or value is None:
             signature[name], constexprs[name] = "constexpr", value
+        elif isinstance(value, TensorDescriptor):
+            signature[name] = f"tensordesc<{_POINTERS[value.base.dtype][1:]}{list(value.block_shape)}>"
         elif isinstance(value, torch.Tensor):
             signature[name] = _POINTERS[value.dtype]
             aligned += [name] * _is_aligned(value)

@@ -1,4 +1,4 @@
-"""Sum what the tiles of a sample left behind: the second stage of every norm.
+"""Sum what the programs of a sample left behind: the second stages of norms and of sums split over T.
 
     out[r, n] = Σ_i partials[n, r·L + i],   0 <= i < L
 
@@ -17,6 +17,7 @@ from ._launch import launch
 from ._tiles import Tile
 
 _TILE = Tile(0, 0, 0, 256, 4, 1, "from static analysis: two values a thread")
+_PARTS_TILE = Tile(0, 0, 0, 1024, 4, 1, "from static analysis: eight values a thread, 16-byte loads")
 
 
 @triton.jit
@@ -74,3 +75,79 @@ def sum_partials(partials: torch.Tensor, length: int) -> tuple[torch.Tensor, ...
         BLOCK_K=_TILE.BLOCK_K,
     )
     return out.unbind(0)
+
+
+@triton.jit(do_not_specialize=["parts", "first_n", "slots", "first_slot"])
+def _add_parts_kernel(
+    parts_ptr,  # (samples · parts, length)
+    out_ptr,  # (N, length)
+    partials_ptr,  # (N, slots)
+    parts,
+    length,
+    scale,
+    first_n,
+    slots,
+    first_slot,
+    WRITE: tl.constexpr,
+    NORM: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    blocks = tl.cdiv(length, BLOCK_K)
+    pid = tl.program_id(0)
+    pid_n = (pid // blocks).to(tl.int64)
+    block = pid % blocks
+    offs_k = block * BLOCK_K + tl.arange(0, BLOCK_K)
+    mask = offs_k < length
+    part_ptr = parts_ptr + pid_n * parts * length
+    acc = tl.zeros((BLOCK_K,), tl.float32)
+    for i in range(parts):
+        acc += tl.load(part_ptr + tl.cast(i, tl.int64) * length + offs_k, mask=mask, other=0.0)
+    acc *= scale
+    n = first_n + pid_n
+    if WRITE:
+        tl.store(out_ptr + n * length + offs_k, acc.to(out_ptr.dtype.element_ty), mask=mask)
+    if NORM:
+        tl.store(partials_ptr + n * slots + first_slot + block, tl.sum(acc * acc, axis=0))
+
+
+def part_blocks(length: int) -> int:
+    """How many partial squared norms `add_parts` leaves of a sample's `length` numbers."""
+    return triton.cdiv(length, _PARTS_TILE.BLOCK_K)
+
+
+def add_parts(
+    workspace: torch.Tensor,
+    parts: int,
+    scale: float,
+    out: torch.Tensor | None,
+    partials: torch.Tensor | None,
+    first: int,
+    count: int,
+    first_slot: int,
+) -> None:
+    """Samples [first, first + count): add the parts of each, in sequence in fp32, and scale the sum.
+
+    Args:
+        workspace: (at least count · parts, ...) fp32, contiguous, a sample's parts next to each other.
+        out: (N, ...), contiguous; where the sums go, or None.
+        partials: (N, slots) fp32; slots [first_slot, first_slot + part_blocks) get the sums' squares; or None.
+    """
+    length = workspace[0].numel()
+    launch(
+        _add_parts_kernel,
+        count * part_blocks(length),
+        _PARTS_TILE,
+        workspace.device,
+        parts_ptr=workspace,
+        out_ptr=out,
+        partials_ptr=partials,
+        parts=parts,
+        length=length,
+        scale=float(scale),
+        first_n=first,
+        slots=0 if partials is None else partials.shape[1],
+        first_slot=first_slot,
+        WRITE=out is not None,
+        NORM=partials is not None,
+        BLOCK_K=_PARTS_TILE.BLOCK_K,
+    )

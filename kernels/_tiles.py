@@ -1,29 +1,18 @@
 """Which tile a kernel runs with: a pure function of verb, T, D, P, dtype and architecture.
 
 Never of N, so that a sample's norm is bitwise the same in whatever batch it stands, and never measured at
-run time. The table below comes from static analysis (the compiler's own counts of registers, spills and
-shared memory, and the tensor-core instruction it chose); the tests compile every row for every architecture
-and hold those facts. Benchmarks on real hardware may replace a row; its `source` then says so.
-
-Rules behind the rows
-- Output tiles are 128 wide, or 64 where the dimension is at most 64: 64 rows is the smallest tile that
-  warpgroup MMA takes, so thin layers (LoRA) keep the native instruction and waste only masked lanes.
-- 16-bit operands are reduced 64 at a time (32 on sm_80, whose row must also fit the 99 KiB of sm_86, sm_89
-  and sm_120), so that the stages in flight cover the latency of a load within shared memory.
-- Weighted sums take up to seven stages on NVIDIA: the factor is loaded ahead of the rows that its zero masks, and
-  the compiler gives each of the two loads half of them.
-- Rows whose length is no multiple of 16 are loaded element by element and take smaller tiles.
-- fp32 operands are IEEE: fused multiply-adds on the ordinary cores, where a 64×64 tile by 16 is what fits
-  the registers without a spill.
+run time. The rows, and what they say of themselves, are data in `_tile_rows`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import re
+from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
 
 import torch
+
+from ._tile_rows import TABLE
 
 VERBS = ("row_sq_norm", "outer_product", "outer_norm", "gram_norm", "weighted_sum")
 ARCHES = ("sm_80", "sm_90", "sm_100", "gfx942")
@@ -35,6 +24,14 @@ SHARED_MEMORY_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 *
 # the order of addition must not change between two devices of one architecture.
 _MULTIPROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304, "interpreter": 6}
 
+# Positions (of outer products) or features (of inner products) that the kernels behind norms add in one
+# accumulator before they start the next: the bounds of their errors grow with it (docs/bounds.md). Every
+# BLOCK_T and BLOCK_K of these kernels divides it.
+CHAIN = 128
+
+# What the parts of a T that is split may take at a time: it stays in the L2 cache of every architecture here.
+WORKSPACE_BYTES = 32 * 2**20
+
 # At or below this many positions a weighted sum reduces over rows of several samples at once.
 _FLAT_MAX_T = 63
 
@@ -45,7 +42,8 @@ class Tile:
 
     BLOCK_T, BLOCK_D and BLOCK_P block the dimension of that name; BLOCK_K blocks the features that a Gram
     tile reduces over. A block a verb does not use is 0. `layout` matters to weighted sums only: "per_sample"
-    weights each sample's fp32 sum, "flat" weights the rows.
+    weights each sample's fp32 sum, "flat" weights the rows. PART is the least number of positions of a part
+    where outer products are split over T; 0 never splits. TMA loads through tensor descriptors where strides allow.
     """
 
     BLOCK_T: int
@@ -56,70 +54,51 @@ class Tile:
     num_stages: int
     source: str
     layout: str = "per_sample"
+    PART: int = 0
+    TMA: bool = False
 
 
 @dataclass(frozen=True)
-class _Family:
-    """The largest tiles of one architecture, from which the thin ones follow."""
+class Row:
+    """One row of the table: the tile of every shape that meets all `conditions`, (name, relation, number) each."""
 
-    outer_product: Tile
-    outer_norm: Tile
-    gram_norm: Tile
-    weighted_sum: Tile
-    weighted_rows: Tile
+    conditions: tuple[tuple[str, str, int], ...]
+    tile: Tile
 
-
-def _static(BLOCK_T: int, BLOCK_D: int, BLOCK_P: int, BLOCK_K: int, warps: int, stages: int, why: str) -> Tile:
-    return Tile(BLOCK_T, BLOCK_D, BLOCK_P, BLOCK_K, warps, stages, f"from static analysis: {why}")
+    def fits(self, T: int, D: int, P: int) -> bool:
+        sizes = {"T": T, "D": D, "P": P, "DP": D * P}
+        relations = {"<=": int.__le__, ">=": int.__ge__, "%": lambda size, step: size % step == 0}
+        return all(relations[relation](sizes[name], number) for name, relation, number in self.conditions)
 
 
-_SIXTEEN_BIT = {
-    "sm_80": _Family(
-        outer_product=_static(32, 128, 128, 0, 8, 4, "HMMA, 64 KiB of stages"),
-        outer_norm=_static(32, 128, 128, 0, 8, 4, "HMMA, 64 KiB of stages"),
-        gram_norm=_static(128, 0, 0, 32, 8, 4, "HMMA, two accumulators of 64 registers"),
-        weighted_sum=_static(32, 128, 128, 0, 8, 7, "HMMA, two accumulators of 64 registers"),
-        weighted_rows=_static(32, 64, 128, 0, 8, 7, "HMMA, room for the parts of fp16"),
-    ),
-    "sm_90": _Family(
-        outer_product=_static(64, 128, 128, 0, 8, 3, "HGMMA, two programs fit one multiprocessor"),
-        outer_norm=_static(64, 256, 128, 0, 8, 4, "HGMMA 64x256, 192 KiB of stages"),
-        gram_norm=_static(128, 0, 0, 64, 8, 4, "HGMMA, two accumulators of 64 registers"),
-        weighted_sum=_static(64, 128, 128, 0, 8, 7, "HGMMA, two accumulators of 64 registers"),
-        weighted_rows=_static(32, 128, 128, 0, 8, 7, "HGMMA, the weighted operand from registers"),
-    ),
-    "sm_100": _Family(
-        outer_product=_static(64, 128, 128, 0, 8, 3, "UTCHMMA, accumulator in tensor memory"),
-        outer_norm=_static(64, 256, 128, 0, 8, 4, "UTCHMMA, accumulator in tensor memory"),
-        gram_norm=_static(128, 0, 0, 64, 8, 4, "UTCHMMA, both accumulators in tensor memory"),
-        weighted_sum=_static(64, 128, 128, 0, 8, 7, "UTCHMMA, a sample's sum in tensor memory"),
-        weighted_rows=_static(32, 128, 128, 0, 8, 5, "UTCHMMA, seven stages spill in fp16"),
-    ),
-    "gfx942": _Family(
-        outer_product=_static(64, 128, 128, 0, 8, 2, "mfma, 32 KiB of local memory"),
-        outer_norm=_static(64, 128, 128, 0, 8, 2, "mfma, 32 KiB of local memory"),
-        gram_norm=_static(128, 0, 0, 64, 8, 2, "mfma, two accumulators of 32 registers"),
-        weighted_sum=_static(64, 128, 128, 0, 8, 2, "mfma, two accumulators of 32 registers"),
-        weighted_rows=_static(32, 128, 128, 0, 8, 2, "mfma, 16 KiB of local memory"),
-    ),
-}
+def _parse(table: str) -> dict[tuple[str, str, str], tuple[Row, ...]]:
+    """{(verb, architecture, "16-bit" or "fp32"): rows in the table's order}."""
+    rows: dict[tuple[str, str, str], tuple[Row, ...]] = {}
+    for line in table.strip().splitlines():
+        if not line.strip() or line.startswith("#"):
+            continue
+        fields, source = line.split(" | ")
+        verb, arches, dtype, when, blocks, warps, stages, part, load = fields.split()
+        verb, _, layout = verb.partition(":")
+        sizes = {"T": 0, "D": 0, "P": 0, "K": 0} | {
+            name: int(size) for name, size in re.findall(r"([TDPK])(\d+)", blocks)
+        }
+        tile = Tile(
+            *sizes.values(),
+            num_warps=int(warps),
+            num_stages=int(stages),
+            source=source.strip(),
+            layout=layout or "per_sample",
+            PART=int(part),
+            TMA=load == "tma",
+        )
+        conditions = tuple((n, r, int(x)) for n, r, x in re.findall(r"([TDP]+)(<=|>=|%)(\d+)", when))
+        for arch in arches.split(","):
+            rows[verb, arch, dtype] = (*rows.get((verb, arch, dtype), ()), Row(conditions, tile))
+    return rows
 
-_FP32 = _Family(
-    outer_product=_static(16, 64, 64, 0, 8, 3, "IEEE multiply-adds, 16 accumulators a thread"),
-    outer_norm=_static(16, 64, 64, 0, 8, 3, "IEEE multiply-adds, 16 accumulators a thread"),
-    gram_norm=_static(64, 0, 0, 16, 8, 3, "IEEE multiply-adds, twice 16 accumulators a thread"),
-    weighted_sum=_static(16, 64, 64, 0, 8, 3, "IEEE multiply-adds, twice 16 accumulators a thread"),
-    weighted_rows=_static(16, 64, 64, 0, 8, 3, "IEEE multiply-adds, 16 accumulators a thread"),
-)
 
-# Small blocks, so that small inputs have several tiles of each kind. No hardware is described here.
-_INTERPRETER = _Family(
-    outer_product=_static(32, 64, 64, 0, 4, 1, "interpreter"),
-    outer_norm=_static(32, 64, 64, 0, 4, 1, "interpreter"),
-    gram_norm=_static(32, 0, 0, 64, 4, 1, "interpreter"),
-    weighted_sum=_static(32, 64, 64, 0, 4, 1, "interpreter"),
-    weighted_rows=_static(32, 64, 64, 0, 4, 1, "interpreter"),
-)
+ROWS = _parse(TABLE)
 
 
 def family(arch: str) -> str:
@@ -138,92 +117,40 @@ def family(arch: str) -> str:
 
 @lru_cache(maxsize=4096)
 def tile(verb: str, T: int, D: int, P: int, dtype: torch.dtype, arch: str) -> Tile:
-    """The tile of `verb` on inputs of T positions, D in-features and P out-features.
+    """The tile of `verb` on inputs of T positions, D in-features and P out-features: the first row that fits.
 
     `dtype` is the dtype the products are taken in: float32 for mixed pairs. For "row_sq_norm", D is the
     length of a row and P is ignored.
     """
     if verb not in VERBS:
         raise ValueError(f"no verb {verb!r}: one of {', '.join(VERBS)}")
-    arch = family(arch)
-    if verb == "row_sq_norm":
-        why = "4096 elements a program, 32 a thread"
-        return _static(64, 64, 0, 0, 4, 2, why) if D <= 64 else _static(8, 512, 0, 0, 4, 2, why)
-    rows = _rows(arch, dtype)
-    # The compiler vectorizes rows whose length it knows to be a multiple of 16, and keeps one 64-bit address
-    # an element of the others, which the widest 16-bit tiles have no registers for. Thin rows are few enough.
-    scattered = dtype != torch.float32 and any(size % 16 != 0 and size > 64 for size in (D, P))
-    if verb == "gram_norm":
-        aligned = D % 16 == P % 16 == 0
-        return _short(rows.gram_norm if aligned else _scattered(rows.gram_norm), T)
-    if verb == "weighted_sum" and T <= _FLAT_MAX_T:
-        widest = replace(rows.weighted_rows, layout="flat")
-    else:
-        widest = getattr(rows, verb)
-    return _thin(_scattered(widest), D, P) if scattered else _thin(widest, D, P)
+    rows = ROWS[verb, family(arch), "fp32" if dtype == torch.float32 else "16-bit"]
+    return next(row.tile for row in rows if row.fits(T, D, P))
 
 
-def _rows(arch: str, dtype: torch.dtype) -> _Family:
-    if arch == "interpreter":
-        return _INTERPRETER
-    return _FP32 if dtype == torch.float32 else _SIXTEEN_BIT[arch]
+def split(tile: Tile, T: int, D: int, P: int, arch: str) -> tuple[int, int]:
+    """(parts, positions of a part) of a sample's outer product; a multiple of CHAIN, so that the last may be shorter.
 
-
-def _scattered(widest: Tile) -> Tile:
-    """At most 4096 elements of an operand a step, over eight warps."""
-    return replace(
-        widest,
-        BLOCK_T=widest.BLOCK_T if widest.BLOCK_K else min(widest.BLOCK_T, 32),
-        BLOCK_D=min(widest.BLOCK_D, 64),
-        BLOCK_K=min(widest.BLOCK_K, 32),
-        num_stages=min(widest.num_stages, 3),
-        num_warps=8,
-    )
-
-
-def _thin(widest: Tile, D: int, P: int) -> Tile:
-    """Blocks of 64 where a dimension is at most 64.
-
-    Four warps where that leaves at most 64×128 elements and rows of multiples of 16, see `tile`.
+    As many parts as `splits` asks for, each at least PART long, all of them within WORKSPACE_BYTES.
     """
-    block_d = min(widest.BLOCK_D, 64) if D <= 64 else widest.BLOCK_D
-    block_p = min(widest.BLOCK_P, 64) if P <= 64 else widest.BLOCK_P
-    thin = replace(widest, BLOCK_D=block_d, BLOCK_P=block_p)
-    if D % 16 != 0 or P % 16 != 0:
-        both = block_d * block_p <= 64 * 64
-        return replace(thin, num_stages=2) if both else thin
-    narrowed = thin != widest and block_d * block_p <= 64 * 128
-    return replace(thin, num_warps=4) if narrowed else thin
+    chains = max(1, -(-T // CHAIN))
+    most = 1
+    if tile.PART:
+        most = min(T // tile.PART, WORKSPACE_BYTES // (4 * P * (D + 1)))
+    tiles = -(-D // tile.BLOCK_D) * -(-P // tile.BLOCK_P)
+    part = -(-chains // splits(tiles, most, arch)) * CHAIN
+    return max(1, -(-T // part)), part
 
 
-def _short(widest: Tile, T: int) -> Tile:
-    """Gram blocks of 32 or 64 where a sample has no more positions than that."""
-    for block in (32, 64):
-        if T <= block < widest.BLOCK_T:
-            return replace(widest, BLOCK_T=block, num_warps=4)
-    return widest
-
-
-def distinct(verb: str, dtype: torch.dtype, arch: str) -> dict[Tile, tuple[int, int, int]]:
-    """Every tile that `tile` can return for this verb, dtype and architecture, with a (T, D, P) it is for."""
-    tiles = {}
-    features = (4096, 64, 4095, 33)
-    for T, D, P in product((1024, 48, 16), features, features):
-        tiles.setdefault(tile(verb, T, D, P, dtype, arch), (T, D, P))
-    return tiles
-
-
-def splits(programs: int, steps: int, arch: str) -> int:
-    """Into how many parts to split a reduction of `steps` steps done by `programs` independent programs.
+def splits(programs: int, most: int, arch: str) -> int:
+    """Into how many parts, at most `most`, to split a reduction done by `programs` independent programs.
 
     The smallest number that keeps at least 9 of 10 multiprocessors busy over the whole launch, or the
-    best up to one wave (or four parts): every part costs a write and a read of the result. Each part keeps
-    at least four steps.
+    best up to one wave (or four parts): every part costs a write and a read of the result.
     """
     width = _MULTIPROCESSORS[family(arch)]
-    most = max(1, min(max(4, width // programs), steps // 4))
     best, best_share = 1, 0.0
-    for count in range(1, most + 1):
+    for count in range(1, max(1, min(most, max(4, width // programs))) + 1):
         waves = -(-programs * count // width)
         share = programs * count / (waves * width)
         if share >= 0.9:

@@ -8,10 +8,10 @@
 
 Tiling: one program a pair of position blocks (i, j), i >= j, of one sample; the T × T matrices exist only
 as such tiles in registers. Pairs off the diagonal count twice.
-Order of addition: every inner product is one fp32 accumulator handed to `tl.dot` as its third operand,
-`acc = dot(x_i, x_jᵀ, acc)`: K / BLOCK_K dots in sequence (K is D or P), each of BLOCK_K products in the
-hardware's order. The epilogue multiplies elementwise in fp32, sums a tile over j, then over i, doubles where
-i > j (exact), and pairs are summed in fp64 (`_partials`).
+Order of addition: every inner product in chains of `_tiles.CHAIN` features, each in one fp32 accumulator handed
+to `tl.dot` as its third operand, `acc = dot(x_i, x_jᵀ, acc)`, chains in sequence into a second one; within a
+chain BLOCK_K products at a time, in the hardware's order. The epilogue multiplies elementwise in fp32, sums a
+tile over j, then over i, doubles where i > j (exact), and pairs are summed in fp64 (`_partials`).
 Reference: `(einsum("ntd,nsd->nts", a, a) * einsum("ntp,nsp->nts", b, b)).sum((1, 2))`. Source: Li et al.,
 Large language models can be strong differentially private learners (2022), §4; e1 to e3 carry an
 a-posteriori bound of this kernel's rounding errors.
@@ -28,38 +28,42 @@ import triton.language as tl
 from . import _tiles
 from ._launch import arch_of, launch, validate, widens
 from ._partials import sum_partials, sum_tile
+from ._rows import load_rows, row_sources
 
 
 @triton.jit
 def _gram_tile(
-    x_ptr,  # one sample's (T, K)
+    x,  # (N, T, K), see `load_rows`
+    stride_xn,
     stride_xt,
-    offs_i,
-    offs_j,
+    n,
+    i,
+    j,
     T,
     K,
+    CHAIN: tl.constexpr,
+    TMA: tl.constexpr,
     WIDEN: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """x_i x_jᵀ in fp32, zero outside T."""
-    offs_k = tl.arange(0, BLOCK_K)
-    mask_i = offs_i < T
-    mask_j = offs_j < T
-    i_ptrs = x_ptr + offs_i[:, None] * stride_xt + offs_k[None, :]
-    j_ptrs = x_ptr + offs_j[:, None] * stride_xt + offs_k[None, :]
+    """x[n, i : i + BLOCK_T] x[n, j : j + BLOCK_T]ᵀ in fp32, zero outside T. CHAIN is 0 where one is enough."""
     acc = tl.zeros((BLOCK_T, BLOCK_T), tl.float32)
-    for start in range(0, K, BLOCK_K):
-        mask_k = offs_k < K - start
-        x_i = tl.load(i_ptrs, mask=mask_i[:, None] & mask_k[None, :], other=0.0)  # (BLOCK_T, BLOCK_K)
-        x_j = tl.load(j_ptrs, mask=mask_j[:, None] & mask_k[None, :], other=0.0)  # (BLOCK_T, BLOCK_K)
+    total = tl.zeros((BLOCK_T, BLOCK_T), tl.float32)
+    for k in range(0, K, BLOCK_K):
+        x_i = load_rows(x, stride_xn, stride_xt, n, i, k, T, K, TMA, BLOCK_T, BLOCK_K)
+        x_j = load_rows(x, stride_xn, stride_xt, n, j, k, T, K, TMA, BLOCK_T, BLOCK_K)
         if WIDEN:
             x_i = x_i.to(tl.float32)
             x_j = x_j.to(tl.float32)
-        # X X ᵀ += x_i x_jᵀ
+        # X Xᵀ += x_i x_jᵀ
         acc = tl.dot(x_i, tl.trans(x_j), acc, input_precision="ieee")
-        i_ptrs += BLOCK_K
-        j_ptrs += BLOCK_K
+        if CHAIN:  # noqa: SIM102 (see `outer_tile`)
+            if (k + BLOCK_K) % CHAIN == 0:
+                total += acc
+                acc = tl.zeros((BLOCK_T, BLOCK_T), tl.float32)
+    if CHAIN:
+        acc += total
     return acc
 
 
@@ -71,14 +75,14 @@ def _weighted_sum_tile(tile, r_i, r_j):
 
 @triton.jit(do_not_specialize=["T"])
 def _gram_norm_kernel(
-    a_ptr,
-    b_ptr,
+    a,  # activations (N, T, D), see `load_rows`
+    b,  # backprops (N, T, P)
     row_norm_a_ptr,
     row_norm_b_ptr,
     partials_ptr,
-    stride_an,  # activations (N, T, D)
+    stride_an,
     stride_at,
-    stride_bn,  # backprops (N, T, P)
+    stride_bn,
     stride_bt,
     stride_ran,  # row norms of activations (N, T)
     stride_rat,
@@ -90,6 +94,8 @@ def _gram_norm_kernel(
     P,
     BIAS: tl.constexpr,
     BOUND: tl.constexpr,
+    CHAIN: tl.constexpr,
+    TMA: tl.constexpr,
     WIDEN: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -98,7 +104,8 @@ def _gram_norm_kernel(
     tiles = tl.cdiv(T, BLOCK_T)
     pairs = tiles * (tiles + 1) // 2
     pid = tl.program_id(0)
-    pid_n = (pid // pairs).to(tl.int64)
+    n = pid // pairs
+    pid_n = n.to(tl.int64)
     pair = pid % pairs
     pid_i = ((tl.sqrt((8 * pair + 1).to(tl.float32)) - 1.0) * 0.5).to(tl.int32)
     pid_i = tl.where(pid_i * (pid_i + 1) // 2 > pair, pid_i - 1, pid_i)
@@ -109,10 +116,10 @@ def _gram_norm_kernel(
     partials_ptr += pid_n * stride_sn + pair
     count = tl.where(pid_i == pid_j, 1.0, 2.0)
 
-    a_ptr += pid_n * stride_an
-    b_ptr += pid_n * stride_bn
-    gram_b = _gram_tile(b_ptr, stride_bt, offs_i, offs_j, T, P, WIDEN, BLOCK_T, BLOCK_K)
-    gram_a = _gram_tile(a_ptr, stride_at, offs_i, offs_j, T, D, WIDEN, BLOCK_T, BLOCK_K)
+    i = pid_i * BLOCK_T
+    j = pid_j * BLOCK_T
+    gram_b = _gram_tile(b, stride_bn, stride_bt, n, i, j, T, P, CHAIN, TMA, WIDEN, BLOCK_T, BLOCK_K)
+    gram_a = _gram_tile(a, stride_an, stride_at, n, i, j, T, D, CHAIN, TMA, WIDEN, BLOCK_T, BLOCK_K)
 
     tl.store(partials_ptr, count * sum_tile(gram_a * gram_b))
     if BIAS:
@@ -193,14 +200,15 @@ def gram_norm(
             tile = _tiles.tile("gram_norm", T, D, P, dtype, arch_of(activations))
         tiles = triton.cdiv(T, tile.BLOCK_T)
         pairs = tiles * (tiles + 1) // 2
+        a, b, described = row_sources(tile, (activations, tile.BLOCK_K), (backprops, tile.BLOCK_K))
         partials = torch.empty((N, outputs * pairs), dtype=torch.float32, device=device)
         launch(
             _gram_norm_kernel,
             N * pairs,
             tile,
             device,
-            a_ptr=activations,
-            b_ptr=backprops,
+            a=a,
+            b=b,
             row_norm_a_ptr=row_norm_activations,
             row_norm_b_ptr=row_norm_backprops,
             partials_ptr=partials,
@@ -218,6 +226,8 @@ def gram_norm(
             P=P,
             BIAS=bias,
             BOUND=bound,
+            CHAIN=_tiles.CHAIN if max(D, P) > _tiles.CHAIN else 0,
+            TMA=described,
             WIDEN=widens(_gram_norm_kernel),
             BLOCK_T=tile.BLOCK_T,
             BLOCK_K=tile.BLOCK_K,

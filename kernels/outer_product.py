@@ -4,11 +4,14 @@
     g[n] = s Σ_t b[n, t]              (P,)
 
 Tiling: one program a tile of BLOCK_P × BLOCK_D of one sample's G, the tiles of a sample next to each other
-so that its rows stay in the L2 cache. A program walks T in steps of BLOCK_T; each step is one `tl.dot` that
-adds to the same fp32 accumulator. With a bias, BLOCK_P-wide column sums follow as further programs of the
-sample, so that no tile of G waits for them.
-Order of addition: T / BLOCK_T dots in sequence, each of BLOCK_T products in the hardware's order, then one
-product with the scale s. A tile's squares are summed over D, then over P; tiles are summed in fp64 (`_partials`).
+so that its rows stay in the L2 cache. A program walks T in steps of BLOCK_T, each one `tl.dot`. With a bias,
+BLOCK_P-wide column sums follow as further programs of the sample, so that no tile of G waits for them.
+Where a sample has few tiles and many positions, T is split into parts (`_tiles.split`): each part leaves its
+tiles in a workspace, and `_partials.add_parts` adds them.
+Order of addition: chains of `_tiles.CHAIN` positions, each in one fp32 accumulator (tensor cores cut off what
+does not fit it, so its error grows with its length), chains in sequence into a second one, parts in sequence,
+then one product with the scale s. Within a chain: BLOCK_T products at a time, in the hardware's order. A tile's
+squares are summed over one dim, then over the other; tiles are summed in fp64 (`_partials`).
 Reference: `einsum("ntp,ntd->npd", b, a)`. Source: Goodfellow, Efficient per-example gradient computations
 (2015), written out instead of its norm alone.
 """
@@ -23,92 +26,109 @@ import triton.language as tl
 
 from . import _tiles
 from ._launch import arch_of, launch, promote, validate, widens
-from ._partials import sum_partials, sum_tile
+from ._partials import add_parts, part_blocks, sum_partials, sum_tile
+from ._rows import load_rows, row_sources
 
 
 @triton.jit
 def outer_tile(
-    b_ptr,  # one sample's (T, P)
-    a_ptr,  # one sample's (T, D)
+    b,  # (N, T, P), see `load_rows`
+    a,  # (N, T, D)
+    stride_bn,
     stride_bt,
+    stride_an,
     stride_at,
-    offs_p,
-    offs_d,
+    n,
+    p,
+    d,
+    first_t,
+    last_t,
     T,
     D,
     P,
+    CHAIN: tl.constexpr,
+    TMA: tl.constexpr,
     WIDEN: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """One tile of G in fp32, zero outside (P, D)."""
-    offs_t = tl.arange(0, BLOCK_T).to(tl.int64)
-    mask_p = offs_p < P
-    mask_d = offs_d < D
-    b_ptrs = b_ptr + offs_t[:, None] * stride_bt + offs_p[None, :]
-    a_ptrs = a_ptr + offs_t[:, None] * stride_at + offs_d[None, :]
-    # In int64 before the product: a row stride may be as long as the whole batch.
-    block = tl.full((), BLOCK_T, tl.int64)
-    step_b = block * stride_bt
-    step_a = block * stride_at
+    """The tile of G[n] at (p, d) over positions [first_t, last_t), in fp32, zero outside (P, D).
 
-    acc = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
-    for start in range(0, T, BLOCK_T):
-        mask_t = offs_t < T - start
-        b = tl.load(b_ptrs, mask=mask_t[:, None] & mask_p[None, :], other=0.0)  # (BLOCK_T, BLOCK_P)
-        a = tl.load(a_ptrs, mask=mask_t[:, None] & mask_d[None, :], other=0.0)  # (BLOCK_T, BLOCK_D)
+    CHAIN is 0 where there is only one chain; first_t is a multiple of it, and last_t one of BLOCK_T or T.
+    """
+    # Warpgroup MMA and tcgen05 take 64 rows at least and 8 columns: a thin P goes to the columns.
+    THIN_P: tl.constexpr = BLOCK_P < 64 and BLOCK_P < BLOCK_D
+    ROWS: tl.constexpr = BLOCK_D if THIN_P else BLOCK_P
+    COLUMNS: tl.constexpr = BLOCK_P if THIN_P else BLOCK_D
+
+    acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for t in range(first_t, last_t, BLOCK_T):
+        b_rows = load_rows(b, stride_bn, stride_bt, n, t, p, T, P, TMA, BLOCK_T, BLOCK_P)
+        a_rows = load_rows(a, stride_an, stride_at, n, t, d, T, D, TMA, BLOCK_T, BLOCK_D)
         if WIDEN:
-            b = b.to(tl.float32)
-            a = a.to(tl.float32)
+            b_rows = b_rows.to(tl.float32)
+            a_rows = a_rows.to(tl.float32)
         # G += bᵀ a
-        acc = tl.dot(tl.trans(b), a, acc, input_precision="ieee")
-        b_ptrs += step_b
-        a_ptrs += step_a
-    return acc
+        if THIN_P:
+            acc = tl.dot(tl.trans(a_rows), b_rows, acc, input_precision="ieee")
+        else:
+            acc = tl.dot(tl.trans(b_rows), a_rows, acc, input_precision="ieee")
+        if CHAIN:  # noqa: SIM102 (one is known to the compiler, the other is not)
+            if (t + BLOCK_T) % CHAIN == 0:
+                total += acc
+                acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+    if CHAIN:
+        acc += total
+    return tl.trans(acc) if THIN_P else acc
 
 
 @triton.jit
 def column_sums(
-    b_ptr,  # one sample's (T, P)
+    b,  # (N, T, P), see `load_rows`
+    stride_bn,
     stride_bt,
-    offs_p,
+    n,
+    p,
+    first_t,
+    last_t,
     T,
     P,
+    TMA: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """Σ_t b[t] of one block of columns in fp32, zero outside P: T / BLOCK_T additions, then the block's."""
-    offs_t = tl.arange(0, BLOCK_T).to(tl.int64)
-    mask_p = offs_p < P
+    """Σ_t b[n, t] of one block of columns in fp32, zero outside P: T / BLOCK_T additions, then the block's."""
     acc = tl.zeros((BLOCK_T, BLOCK_P), tl.float32)
-    for start in range(0, T, BLOCK_T):
-        offs_row = start + offs_t
-        b_ptrs = b_ptr + offs_row[:, None] * stride_bt + offs_p[None, :]
-        acc += tl.load(b_ptrs, mask=(offs_row < T)[:, None] & mask_p[None, :], other=0.0).to(tl.float32)
+    for t in range(first_t, last_t, BLOCK_T):
+        acc += load_rows(b, stride_bn, stride_bt, n, t, p, T, P, TMA, BLOCK_T, BLOCK_P).to(tl.float32)
     return tl.sum(acc, axis=0)
 
 
-@triton.jit(do_not_specialize=["T"])
-def _outer_product_kernel(
-    a_ptr,
-    b_ptr,
-    out_ptr,
-    bias_ptr,  # (N, P)
-    partials_ptr,
-    stride_an,  # activations (N, T, D)
+@triton.jit(do_not_specialize=["T", "first_n", "parts", "part"])
+def _outer_kernel(
+    a,  # activations (N, T, D), see `load_rows`
+    b,  # backprops (N, T, P)
+    out_ptr,  # (N · parts, P, D)
+    bias_ptr,  # (N · parts, P)
+    partials_ptr,  # partial squared norms (N · parts, programs of a part)
+    stride_an,
     stride_at,
-    stride_bn,  # backprops (N, T, P)
+    stride_bn,
     stride_bt,
-    stride_gn,  # grad_sample (N, P, D)
-    stride_gp,
-    stride_sn,  # partial squared norms (N, programs of a sample)
     T,
     D,
     P,
+    first_n,
+    parts,
+    part,  # positions, a multiple of CHAIN
     scale,
+    WRITE: tl.constexpr,
     BIAS: tl.constexpr,
     NORM: tl.constexpr,
+    CHAIN: tl.constexpr,
+    TMA: tl.constexpr,
     WIDEN: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -121,31 +141,42 @@ def _outer_product_kernel(
     if BIAS:
         programs += tl.cdiv(P, BLOCK_P)
     pid = tl.program_id(0)
-    pid_n = (pid // programs).to(tl.int64)
+    row = pid // programs  # of the outputs
     pid_tile = pid % programs
-    b_ptr += pid_n * stride_bn
-    a_ptr += pid_n * stride_an
+    n = first_n + row // parts
+    first_t = row % parts * part
+    last_t = tl.minimum(first_t + part, T)
+    row = row.to(tl.int64)
 
     if pid_tile < tiles:
-        offs_p = (pid_tile // tiles_d).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
-        offs_d = (pid_tile % tiles_d).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
-        acc = outer_tile(b_ptr, a_ptr, stride_bt, stride_at, offs_p, offs_d, T, D, P, WIDEN, BLOCK_T, BLOCK_D, BLOCK_P)
-        acc *= scale
-        out_ptrs = out_ptr + pid_n * stride_gn + offs_p[:, None] * stride_gp + offs_d[None, :]
-        mask = (offs_p < P)[:, None] & (offs_d < D)[None, :]
-        tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
+        p = pid_tile // tiles_d * BLOCK_P
+        d = pid_tile % tiles_d * BLOCK_D
+        # fmt: off
+        acc = scale * outer_tile(
+            b, a, stride_bn, stride_bt, stride_an, stride_at, n, p, d, first_t, last_t, T, D, P,
+            CHAIN, TMA, WIDEN, BLOCK_T, BLOCK_D, BLOCK_P,
+        )
+        # fmt: on
+        if WRITE:
+            offs_p = p + tl.arange(0, BLOCK_P)
+            offs_d = d + tl.arange(0, BLOCK_D)
+            out_ptrs = out_ptr + row * P * D + offs_p.to(tl.int64)[:, None] * D + offs_d[None, :]
+            mask = (offs_p < P)[:, None] & (offs_d < D)[None, :]
+            tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
         if NORM:
-            tl.store(partials_ptr + pid_n * stride_sn + pid_tile, sum_tile(acc * acc))
+            tl.store(partials_ptr + row * programs + pid_tile, sum_tile(acc * acc))
     elif BIAS:
-        offs_p = (pid_tile - tiles).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
-        sums = column_sums(b_ptr, stride_bt, offs_p, T, P, BLOCK_T, BLOCK_P) * scale
-        tl.store(bias_ptr + pid_n * P + offs_p, sums.to(bias_ptr.dtype.element_ty), mask=offs_p < P)
+        p = (pid_tile - tiles) * BLOCK_P
+        sums = scale * column_sums(b, stride_bn, stride_bt, n, p, first_t, last_t, T, P, TMA, BLOCK_T, BLOCK_P)
+        if WRITE:
+            offs_p = p + tl.arange(0, BLOCK_P)
+            tl.store(bias_ptr + row * P + offs_p, sums.to(bias_ptr.dtype.element_ty), mask=offs_p < P)
         if NORM:
-            tl.store(partials_ptr + pid_n * stride_sn + pid_tile, tl.sum(sums * sums, axis=0))
+            tl.store(partials_ptr + row * programs + pid_tile, tl.sum(sums * sums, axis=0))
 
 
 class OuterProductResult(NamedTuple):
-    grad_sample: torch.Tensor
+    grad_sample: torch.Tensor | None
     bias_grad_sample: torch.Tensor | None
     sq_norm: torch.Tensor | None
     bias_sq_norm: torch.Tensor | None
@@ -175,9 +206,24 @@ def outer_product(
         fp32; None where not asked for. All fresh.
     Raises: ValueError where dtype, shape or layout is none of the above.
     Numerics: fp32 accumulation, one rounding to `out_dtype`; IEEE products of fp32.
-    Cost: 2·N·T·D·P FLOPs; writes N·P·D.
+    Cost: 2·N·T·D·P FLOPs; writes N·P·D. Where T is split, a workspace of at most `_tiles.WORKSPACE_BYTES`.
     Edge cases: N = 0 is empty; T = 0 gives zeros.
     """
+    return outer("outer_product", activations, backprops, True, bias, norm, scale, out_dtype, tile)
+
+
+def outer(
+    verb: str,
+    activations: torch.Tensor,
+    backprops: torch.Tensor,
+    write: bool,
+    bias: bool,
+    norm: bool,
+    scale: float,
+    out_dtype: torch.dtype,
+    tile: _tiles.Tile | None,
+) -> OuterProductResult:
+    """`outer_product` with the tile of `verb`; without `write` no gradient is stored or returned."""
     validate(activations, backprops)
     activations, backprops = promote(activations, backprops)
     N, T, D = activations.shape
@@ -187,46 +233,73 @@ def outer_product(
         # An empty sum, or nothing to sum into: D = 0 leaves the bias its value.
         sums = backprops.sum(1, dtype=torch.float32) * scale if bias else None
         return OuterProductResult(
-            torch.zeros((N, P, D), dtype=out_dtype, device=device),
-            sums.to(out_dtype) if bias else None,
+            torch.zeros((N, P, D), dtype=out_dtype, device=device) if write else None,
+            sums.to(out_dtype) if write and bias else None,
             torch.zeros(N, dtype=torch.float32, device=device) if norm else None,
             sums.square().sum(1) if bias and norm else None,
         )
+    arch = arch_of(activations)
     if tile is None:
-        tile = _tiles.tile("outer_product", T, D, P, activations.dtype, arch_of(activations))
+        tile = _tiles.tile(verb, T, D, P, activations.dtype, arch)
+    parts, part = _tiles.split(tile, T, D, P, arch)
     tiles_p = triton.cdiv(P, tile.BLOCK_P)
     tiles = tiles_p * triton.cdiv(D, tile.BLOCK_D)
     programs = tiles + (tiles_p if bias else 0)
-    out = torch.empty((N, P, D), dtype=out_dtype, device=device)
-    bias_out = torch.empty((N, P), dtype=out_dtype, device=device) if bias else None
-    partials = torch.empty((N, programs), dtype=torch.float32, device=device) if norm else None
-    launch(
-        _outer_product_kernel,
-        N * programs,
-        tile,
-        device,
-        a_ptr=activations,
-        b_ptr=backprops,
-        out_ptr=out,
-        bias_ptr=bias_out,
-        partials_ptr=partials,
-        stride_an=activations.stride(0),
-        stride_at=activations.stride(1),
-        stride_bn=backprops.stride(0),
-        stride_bt=backprops.stride(1),
-        stride_gn=out.stride(0),
-        stride_gp=out.stride(1),
-        stride_sn=programs,
-        T=T,
-        D=D,
-        P=P,
-        scale=float(scale),
-        BIAS=bias,
-        NORM=norm,
-        WIDEN=widens(_outer_product_kernel),
-        BLOCK_T=tile.BLOCK_T,
-        BLOCK_D=tile.BLOCK_D,
-        BLOCK_P=tile.BLOCK_P,
-    )
-    sums = sum_partials(partials, tiles) if norm else (None,)
+    a, b, described = row_sources(tile, (activations, tile.BLOCK_D), (backprops, tile.BLOCK_P))
+
+    def start(first: int, count: int, out, bias_out, partials, scale: float) -> None:
+        launch(
+            _outer_kernel,
+            count * parts * programs,
+            tile,
+            device,
+            a=a,
+            b=b,
+            out_ptr=out,
+            bias_ptr=bias_out,
+            partials_ptr=partials,
+            stride_an=activations.stride(0),
+            stride_at=activations.stride(1),
+            stride_bn=backprops.stride(0),
+            stride_bt=backprops.stride(1),
+            T=T,
+            D=D,
+            P=P,
+            first_n=first,
+            parts=parts,
+            part=part,
+            scale=scale,
+            WRITE=out is not None,
+            BIAS=bias,
+            NORM=partials is not None,
+            CHAIN=_tiles.CHAIN if T > _tiles.CHAIN else 0,
+            TMA=described,
+            WIDEN=widens(_outer_kernel),
+            BLOCK_T=tile.BLOCK_T,
+            BLOCK_D=tile.BLOCK_D,
+            BLOCK_P=tile.BLOCK_P,
+        )
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    out = empty(N, P, D, dtype=out_dtype) if write else None
+    bias_out = empty(N, P, dtype=out_dtype) if write and bias else None
+    if parts == 1:
+        run = tiles
+        partials = empty(N, programs) if norm else None
+        start(0, N, out, bias_out, partials, float(scale))
+    else:
+        run = part_blocks(P * D)
+        partials = empty(N, run + (part_blocks(P) if bias else 0)) if norm else None
+        group = min(N, max(1, _tiles.WORKSPACE_BYTES // (4 * parts * P * (D + bias))))
+        workspace = empty(group * parts, P, D)
+        bias_workspace = empty(group * parts, P) if bias else None
+        for first in range(0, N, group):
+            count = min(group, N - first)
+            start(first, count, workspace, bias_workspace, None, 1.0)
+            add_parts(workspace, parts, scale, out, partials, first, count, 0)
+            if bias:
+                add_parts(bias_workspace, parts, scale, bias_out, partials, first, count, run)
+    sums = sum_partials(partials, run) if norm else (None,)
     return OuterProductResult(out, bias_out, sums[0], sums[1] if bias and norm else None)

@@ -327,7 +327,7 @@ def weighted_sum(
     programs = tiles + (tiles_p if bias else 0)
     blocks = triton.cdiv(N * T, tile.BLOCK_T)
     steps = blocks if flat else N * triton.cdiv(T, tile.BLOCK_T)
-    splits = _tiles.splits(max(tiles, 1), steps, arch)
+    splits = _tiles.splits(max(tiles, 1), steps // 4, arch)  # a part keeps at least four steps
     out = torch.empty((splits, P, D), dtype=torch.float32, device=device)
     bias_out = torch.empty((splits, P), dtype=torch.float32, device=device) if bias else None
     if programs:

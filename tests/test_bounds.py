@@ -6,7 +6,7 @@ import pytest
 import torch
 from cases import exact_norms, hostile
 
-from dpfast import bounds, cost, ops, reference
+from dpfast import bounds, cost, kernel_norms, ops, reference
 from dpfast.factors import Lookup
 
 
@@ -42,12 +42,27 @@ def test_bounds_are_close_on_ordinary_data(t, d, p, dtype):
     assert 0.0 <= slack <= 1e-3, (way, slack)
 
 
-def test_the_kernels_bounds_hold_too():
-    a = hostile(2, 70, 20, 1.0, torch.float32, 0)
-    b = hostile(2, 70, 30, 1.0, torch.float32, 1)[:, :1].expand(2, 70, 30)
+@pytest.mark.parametrize(("t", "d", "p"), [(70, 20, 30), (300, 70, 80), (70, 300, 150)])
+def test_the_kernels_bounds_hold_too(t, d, p):
+    a = hostile(2, t, d, 1.0, torch.float32, 0)
+    b = hostile(2, t, p, 1.0, torch.float32, 1)[:, :1].expand(2, t, p)
     for way in ("direct", "gram"):
         norm = ops.certified_sq_norm(a, b, way=way, backend="triton")
         assert (norm.upper.sqrt() >= exact_norms(a, b)).all()
+
+
+def test_chains_keep_the_direct_ways_slack_small():
+    """S / ‖G‖ is about √T on ordinary data."""
+    one = torch.ones(1, dtype=torch.float64)
+
+    def slack(t, chain):
+        error = bounds.direct_error(one, positions=t, numel=1, dtype=torch.float32, kernel_chain=chain)
+        return error.item() * t**0.5
+
+    chain = kernel_norms.import_kernels()[0].CHAIN
+    assert slack(1024, chain) < 1.01e-3
+    assert slack(1024, 1024) > 7e-3
+    assert slack(100, chain) == slack(100, 100)
 
 
 def test_reduced_matmul_precision_widens_the_bound():

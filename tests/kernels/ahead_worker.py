@@ -7,6 +7,7 @@ compiled for as long as its process lives. Launchers are called on meta tensors 
 recorder, so that what is compiled is the very launch they would make, its flags and alignments included.
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -17,17 +18,29 @@ os.environ.pop("TRITON_INTERPRET", None)
 
 import torch
 
-import dpfast.kernels  # noqa: F401  (every verb's module, found in sys.modules below)
-from dpfast.kernels import _launch, _partials, _tiles
+import dpfast.kernels
+from dpfast.kernels import _launch, _tiles
 
 
-def record(job, tile):
-    """(kernel, arguments, tile) of the launch that the job's launcher makes."""
+@contextlib.contextmanager
+def recording(arch):
+    """Launches as a list of (kernel, arguments, tile), none of them made, for tensors said to be on `arch`."""
     launches = []
 
     def recorder(kernel, programs, tile, device, **arguments):
         launches.append((kernel, arguments, tile))
 
+    with contextlib.ExitStack() as stack:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("dpfast.kernels.") and module is not _launch:
+                for replaced, replacement in (("launch", recorder), ("arch_of", lambda tensor: arch)):
+                    if hasattr(module, replaced):
+                        stack.enter_context(mock.patch.object(module, replaced, replacement))
+        yield launches
+
+
+def record(job, tile):
+    """(kernel, arguments, tile) of the launch that the job's launcher makes."""
     N, T, D, P = 8, job["T"], job["D"], job["P"]
     dtype = getattr(torch, job["dtype"])
     a = torch.empty((N, T, D), dtype=dtype, device="meta")
@@ -39,16 +52,11 @@ def record(job, tile):
         row_norm = torch.empty((N, T), device="meta")
         options |= {"row_norm_activations": row_norm, "row_norm_backprops": row_norm}
     inputs = (a, b, torch.empty(N, device="meta")) if verb == "weighted_sum" else (a, b)
-    module = sys.modules[f"dpfast.kernels.{verb}"]
-    with (
-        mock.patch.object(module, "launch", recorder),
-        mock.patch.object(module, "arch_of", lambda tensor: job["arch"]),
-        mock.patch.object(_partials, "launch", recorder),
-    ):
+    with recording(job["arch"]) as launches:
         if verb == "row_sq_norm":
-            module.row_sq_norm(a)
+            dpfast.kernels.row_sq_norm(a)
         else:
-            getattr(module, verb)(*inputs, tile=tile, **options)
+            getattr(dpfast.kernels, verb)(*inputs, tile=tile, **options)
     return launches[0]
 
 

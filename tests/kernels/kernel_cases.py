@@ -1,6 +1,7 @@
 """Inputs, guards and oracles that the kernels' tests share."""
 
 import contextlib
+import functools
 import itertools
 from unittest import mock
 
@@ -114,6 +115,7 @@ def tiles(layouts=("per_sample",)):
         num_stages=st.just(2),
         source=st.just("test"),
         layout=st.sampled_from(layouts),
+        TMA=st.booleans(),
     )
 
 
@@ -136,3 +138,17 @@ def ordinary(dtypes, N=3, T=70, D=96, P=130):
 def empty_shapes():
     """Every (N, T, D, P) with at least one dim of size zero."""
     return [shape for shape in itertools.product((0, 2), (0, 3), (0, 5), (0, 4)) if 0 in shape]
+
+
+@functools.cache
+def shapes_of_rows(verb, arch, dtype):
+    """{(number of a row of the table, whether D and P are multiples of 16): a (T, D, P) that the row is for}."""
+    rows, shapes = _tiles.ROWS[verb, arch, dtype], {}
+    for aligned, features in (
+        (True, (4096, 128256, 1152, 256, 64, 32, 16)),
+        (False, (4095, 131071, 1153, 147, 63, 31, 13)),
+    ):
+        for T, D, P in itertools.product((4096, 512, 128, 48, 32, 16), features, features):
+            number = next(i for i, row in enumerate(rows) if row.fits(T, D, P))
+            shapes.setdefault((number, aligned), (T, D, P))
+    return shapes

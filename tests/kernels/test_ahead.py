@@ -1,7 +1,8 @@
 """What the compiler makes of every launch, for GPUs that are not here.
 
-For each kernel, dtype, architecture and tile of the table: it compiles, nothing spills, shared memory fits,
-16-bit inputs go to the architecture's own tensor-core instruction and fp32 to none that rounds to TF32.
+For each row of the tile table and each of its architectures: it compiles, nothing spills (spill instructions are
+counted: with LOCAL:0 a kernel may still have some), shared memory and registers fit, 16-bit inputs go to the
+architecture's own tensor-core instruction and fp32 to none that rounds to TF32.
 """
 
 import json
@@ -11,12 +12,11 @@ import subprocess
 import sys
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
-from itertools import product
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-import torch
+from kernel_cases import shapes_of_rows
 
 from dpfast.kernels import _tiles
 
@@ -27,48 +27,58 @@ TENSOR_CORES = {"sm_80": r"\bHMMA", "sm_90": r"\bHGMMA", "sm_100": r"\bUTC\w*MMA
 ANY_TENSOR_CORE = r"\b(?:HMMA|HGMMA|UTC\w*MMA|v_mfma\w*xf32)"
 
 
-def job(verb, dtype, arch, tile, shape, *, options=True):
-    T, D, P = shape
-    aligned = D % 16 == P % 16 == 0
-    return {
-        "verb": verb,
-        "T": T,
-        "D": D,
-        "P": P,
-        "dtype": dtype,
-        "arch": arch,
-        "tile": asdict(tile),
-        "options": options,
-        "aligned": aligned,
-    }
+# What stands for a row's dtype: fp16 compiles as bf16 does, but for the parts of a flat weighted sum.
+DTYPES = {("16-bit", "per_sample"): "bfloat16", ("16-bit", "flat"): "float16", ("fp32", "per_sample"): "float32"}
+DTYPES["fp32", "flat"] = "float32"
 
 
 def jobs():
-    """Every tile with a shape it is for.
+    """Every row, on a shape whose rows are multiples of 16 and on one whose are not, where it is for both.
 
-    fp16 compiles as bf16 does, but for the parts of a flat weighted sum: its widest tiles stand for it. The
-    widest tile of a verb is also compiled without options.
+    Rows that load through descriptors are compiled with pointers too, which strides may ask for. Direct norms share
+    the kernel of outer products, whose launches do more: once a row is enough. The first row of a verb is also
+    compiled without options.
     """
-    for arch, verb in product(_tiles.ARCHES, _tiles.VERBS):
-        for dtype in ("bfloat16", "float16", "float32"):
-            tiles = list(_tiles.distinct(verb, getattr(torch, dtype), arch).items())
-            if dtype == "float16":
-                tiles = [(tile, shape) for tile, shape in tiles if tile.layout == "flat"] + tiles[:1]
-            for tile, shape in tiles:
-                yield job(verb, dtype, arch, tile, shape)
-            if dtype == "float32":
-                yield job(verb, dtype, arch, tiles[0][0], (1024, 4095, 2049))
-            if dtype != "float16" and verb != "row_sq_norm":
-                yield job(verb, dtype, arch, *tiles[0], options=False)
+    for (verb, arch, dtype), rows in _tiles.ROWS.items():
+        if arch == "interpreter":
+            continue
+        shapes = shapes_of_rows(verb, arch, dtype)
+        for number, row in enumerate(rows):
+            tile, name = row.tile, DTYPES[dtype, row.tile.layout]
+            variants = [
+                (replace(tile, TMA=tma), shapes[number, aligned])
+                for aligned in (True, False)
+                for tma in ((True, False) if tile.TMA and aligned else (False,))
+                if (number, aligned) in shapes
+            ]
+            for tile, shape in variants[:1] if verb == "outer_norm" else variants:
+                yield job(verb, name, arch, tile, shape)
+            if number == 0 and verb != "row_sq_norm":
+                yield job(verb, name, arch, *variants[0], options=False)
+
+
+def job(verb, dtype, arch, tile, shape, *, options=True):
+    T, D, P = shape
+    described = {"verb": verb, "T": T, "D": D, "P": P, "dtype": dtype, "arch": arch, "options": options}
+    return described | {"tile": asdict(tile) | {"source": "", "PART": 0}}
 
 
 def identify(job):
     tile = job["tile"]
     blocks = "x".join(str(tile[f"BLOCK_{axis}"]) for axis in "TDPK" if tile[f"BLOCK_{axis}"])
-    flags = ("" if job["aligned"] else "-unaligned") + ("" if job["options"] else "-plain")
-    return f"{job['arch']}-{job['verb']}-{job['dtype']}-{tile['layout']}-{blocks}x{tile['num_warps']}{flags}"
+    chained = max(job["D"], job["P"]) if job["verb"] == "gram_norm" else job["T"]
+    flags = [
+        tile["layout"] == "flat" and "flat",
+        tile["TMA"] and "tma",
+        job["D"] % 16 and "unaligned",
+        chained > _tiles.CHAIN and "chained",
+        not job["options"] and "plain",
+    ]
+    words = [job["arch"], job["verb"], job["dtype"], f"{blocks}x{tile['num_warps']}w{tile['num_stages']}s"]
+    return "-".join(words + [flag for flag in flags if flag])
 
 
+# By what is compiled: rows with the same tile and flags share a job.
 JOBS = {identify(job): job for job in jobs()}
 
 
@@ -125,6 +135,10 @@ def test_launch(name, reports):
     assert report["spills"] == 0
     assert report["spill_instructions"] == 0
     assert report["shared_memory"] <= _tiles.SHARED_MEMORY_LIMIT[job["arch"]]
+    if job["arch"] != "gfx942":
+        assert 32 * job["tile"]["num_warps"] * (report["registers"] + 7) // 8 * 8 <= 2**16
+        # Loads through descriptors where the row says so, and nowhere else.
+        assert ("UTMALDG" in report["text"]) == job["tile"]["TMA"]
 
     if job["verb"] == "row_sq_norm":
         return

@@ -4,6 +4,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
+from kernel_cases import shapes_of_rows
 
 from dpfast.kernels import _tiles
 
@@ -21,30 +22,55 @@ sizes = st.integers(1, 10**6)
     dtype=st.sampled_from(DTYPES),
     arch=st.sampled_from(ARCHES),
 )
-def test_every_shape_has_one_of_the_enumerated_tiles(verb, T, D, P, dtype, arch):
+def test_every_shape_has_a_tile(verb, T, D, P, dtype, arch):
     tile = _tiles.tile(verb, T, D, P, dtype, arch)
-    assert tile in _tiles.distinct(verb, dtype, arch)
-    assert tile.source.startswith("from static analysis")
+    assert tile in [row.tile for row in _tiles.ROWS[verb, arch, "fp32" if dtype == torch.float32 else "16-bit"]]
 
 
-@pytest.mark.parametrize("arch", ARCHES)
-@pytest.mark.parametrize("verb", _tiles.VERBS)
-def test_blocks_are_powers_of_two_that_a_dot_accepts(verb, arch):
-    for dtype in DTYPES:
-        for tile in _tiles.distinct(verb, dtype, arch):
-            blocks = (tile.BLOCK_T, tile.BLOCK_D, tile.BLOCK_P, tile.BLOCK_K)
-            assert all(block & (block - 1) == 0 for block in blocks)
-            if verb != "row_sq_norm":
-                assert all(block == 0 or block >= 16 for block in blocks)
+GROUPS = [pytest.param(*group, id="-".join(group)) for group in _tiles.ROWS]
 
 
-@pytest.mark.parametrize("verb", ["outer_product", "outer_norm", "weighted_sum"])
-def test_thin_layers_have_narrow_blocks(verb):
-    wide = _tiles.tile(verb, 1024, 4096, 4096, torch.bfloat16, "sm_90")
-    thin = _tiles.tile(verb, 1024, 4096, 8, torch.bfloat16, "sm_90")
-    assert (thin.BLOCK_P, thin.BLOCK_D) == (64, wide.BLOCK_D)
-    thin = _tiles.tile(verb, 1024, 64, 4096, torch.bfloat16, "sm_90")
-    assert (thin.BLOCK_P, thin.BLOCK_D) == (wide.BLOCK_P, 64)
+def test_every_verb_architecture_and_dtype_has_rows():
+    assert set(_tiles.ROWS) == {(v, a, d) for v in _tiles.VERBS for a in ARCHES for d in ("16-bit", "fp32")}
+
+
+@pytest.mark.parametrize(("verb", "arch", "dtype"), GROUPS)
+def test_rows(verb, arch, dtype):
+    rows = _tiles.ROWS[verb, arch, dtype]
+    assert rows[-1].conditions == ()
+    assert {number for number, _ in shapes_of_rows(verb, arch, dtype)} == set(range(len(rows))), (
+        "a row is never reached"
+    )
+    for row in rows:
+        tile = row.tile
+        blocks = (tile.BLOCK_T, tile.BLOCK_D, tile.BLOCK_P, tile.BLOCK_K)
+        assert all(block & (block - 1) == 0 for block in blocks)
+        assert tile.source
+        if verb != "row_sq_norm":
+            assert all(block == 0 or block >= 16 for block in blocks)
+        if verb in ("outer_product", "outer_norm"):
+            assert _tiles.CHAIN % tile.BLOCK_T == 0
+        if verb == "gram_norm":
+            assert _tiles.CHAIN % tile.BLOCK_K == 0
+        assert tile.PART % _tiles.CHAIN == 0
+
+
+@pytest.mark.parametrize("arch", _tiles.ARCHES)
+def test_shapes_with_rows_of_their_own(arch):
+    """The conditions that the table is asked to tell apart: LoRA, LM heads, one position, convolutions."""
+
+    def of(T, D, P, verb="outer_norm"):
+        return _tiles.tile(verb, T, D, P, torch.bfloat16, arch)
+
+    general = of(2048, 4096, 4096)
+    assert of(1024, 4096, 8).BLOCK_P == 16
+    assert of(1024, 4096, 32).BLOCK_P == 32
+    assert of(1024, 16, 4096).BLOCK_D == 16
+    assert of(1, 4096, 4096).BLOCK_T == 16
+    assert "LM head" in of(1024, 4096, 128256).source
+    assert "LM head" in of(1024, 4096, 128256, "gram_norm").source
+    assert "convolutions" in of(12544, 147, 64).source
+    assert 0 < of(12544, 147, 64).PART < general.PART
 
 
 def test_weighted_sums_of_few_positions_go_over_rows():
@@ -82,14 +108,29 @@ def test_no_verb():
 
 
 @settings(derandomize=True, deadline=None)
-@given(programs=st.integers(1, 10**5), steps=st.integers(0, 10**6), arch=st.sampled_from(ARCHES))
-def test_splits_keep_four_steps_a_part(programs, steps, arch):
-    count = _tiles.splits(programs, steps, arch)
-    assert count >= 1
-    assert count == 1 or steps // count >= 4
+@given(programs=st.integers(1, 10**5), most=st.integers(0, 10**6), arch=st.sampled_from(ARCHES))
+def test_splits_are_no_more_than_allowed(programs, most, arch):
+    assert 1 <= _tiles.splits(programs, most, arch) <= max(1, most)
 
 
 def test_splits_fill_the_device():
-    assert _tiles.splits(1024, 512, "sm_90") == 1  # 7.75 waves
-    assert _tiles.splits(36, 512, "sm_90") == 3  # 108 of 132; a fourth part would start a second wave
-    assert _tiles.splits(1, 512, "sm_90") == 119
+    assert _tiles.splits(1024, 128, "sm_90") == 1  # 7.75 waves
+    assert _tiles.splits(36, 128, "sm_90") == 3  # 108 of 132; a fourth part would start a second wave
+    assert _tiles.splits(1, 128, "sm_90") == 119
+
+
+@settings(derandomize=True, deadline=None)
+@given(T=st.integers(1, 10**5), D=st.integers(1, 5000), P=st.integers(1, 5000), arch=st.sampled_from(ARCHES))
+def test_a_split_covers_every_position_once(T, D, P, arch):
+    tile = _tiles.tile("outer_norm", T, D, P, torch.bfloat16, arch)
+    parts, part = _tiles.split(tile, T, D, P, arch)
+    assert part % _tiles.CHAIN == 0
+    assert (parts - 1) * part < T <= parts * part
+    assert parts == 1 or (part >= tile.PART and 4 * parts * P * (D + 1) <= _tiles.WORKSPACE_BYTES)
+
+
+@pytest.mark.parametrize(("T", "D", "P"), [(8192, 1024, 1024), (12544, 147, 64)])
+def test_one_long_sample_fills_the_device(T, D, P):
+    tile = _tiles.tile("outer_norm", T, D, P, torch.bfloat16, "sm_90")
+    parts, _ = _tiles.split(tile, T, D, P, "sm_90")
+    assert 0.7 * 132 <= parts * -(-D // tile.BLOCK_D) * -(-P // tile.BLOCK_P) <= 132

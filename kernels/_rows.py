@@ -1,0 +1,82 @@
+"""How a kernel reads a block of rows of one sample: through pointers, or through a tensor descriptor (TMA).
+
+A descriptor's loads are issued by one thread, need no registers for addresses and fill with zeros what lies
+outside the tensor, so they need no masks; hardware takes them from sm_90 on. Both ways read the same numbers, so
+which one a launch takes changes no bit of its result.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ._tiles import Tile
+
+_DESCRIPTOR_STRIDE_LIMIT = 2**40  # bytes, cuTensorMapEncodeTiled
+
+
+@triton.jit
+def load_rows(
+    x,  # pointer to (N, T, F), or its descriptor with blocks (1, BLOCK_T, BLOCK_F)
+    stride_n,
+    stride_t,
+    n,
+    t,
+    f,
+    T,
+    F,
+    TMA: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+):
+    """x[n, t : t + BLOCK_T, f : f + BLOCK_F], zero outside (T, F)."""
+    if TMA:
+        return x.load([n, t, f]).reshape(BLOCK_T, BLOCK_F)
+    else:
+        offs_t = t + tl.arange(0, BLOCK_T)
+        offs_f = f + tl.arange(0, BLOCK_F)
+        # In int64 before the product: a row stride may be as long as the whole batch.
+        row_ptrs = x + tl.cast(n, tl.int64) * stride_n + offs_t.to(tl.int64) * stride_t
+        return tl.load(
+            row_ptrs[:, None] + offs_f[None, :], mask=(offs_t < T)[:, None] & (offs_f < F)[None, :], other=0.0
+        )
+
+
+def row_sources(tile: Tile, *operands: tuple[torch.Tensor, int]) -> tuple:
+    """What a kernel reads each (tensor (N, T, F), block of F) through, and whether all are descriptors.
+
+    Descriptors where the tile asks for them and every tensor's layout allows it, else the tensors.
+    """
+    if tile.TMA and all(_describable(x) for x, _ in operands):
+        return *(_descriptor(x, tile.BLOCK_T, block) for x, block in operands), True
+    return *(x for x, _ in operands), False
+
+
+def _describable(x: torch.Tensor) -> bool:
+    """What cuTensorMapEncodeTiled demands: 16-byte steps, and strides that nest as those of a padded block do."""
+    size = x.element_size()
+    T, F = x.shape[1:]
+    stride_n, stride_t = _nested_strides(x)
+    return (
+        x.numel() > 0
+        and x.data_ptr() % 16 == 0
+        and stride_t * size % 16 == 0
+        and stride_t >= F
+        and stride_n % stride_t == 0
+        and stride_n >= T * stride_t
+        and stride_n * size < _DESCRIPTOR_STRIDE_LIMIT
+    )
+
+
+def _nested_strides(x: torch.Tensor) -> tuple[int, int]:
+    """(stride of n, stride of t), those of dims of size 1, which are never taken, replaced by ones that nest."""
+    N, T, F = x.shape
+    step = 16 // x.element_size()
+    stride_t = x.stride(1) if T > 1 else -(-F // step) * step
+    return x.stride(0) if N > 1 else T * stride_t, stride_t
+
+
+def _descriptor(x: torch.Tensor, block_t: int, block_f: int) -> TensorDescriptor:
+    return TensorDescriptor(x, list(x.shape), [*_nested_strides(x), 1], [1, block_t, block_f])

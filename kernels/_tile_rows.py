@@ -1,0 +1,261 @@
+"""The rows of the tile table, as data: one line a row, first match wins, the last of a group fits every shape.
+
+Columns, separated by blanks (a tile search may rewrite any line; `_tiles._parse` is the format's definition)
+    verb    of the kernel; "weighted_sum:flat" names its layout as well
+    archs   that the row is for, separated by commas
+    dtype   of the products: 16-bit or fp32
+    when    conditions on T, D, P and DP (D·P), separated by commas: T<=16, D>=65, D%16; * for any
+    tile    blocks of T, D, P and K (the features that a Gram tile reduces over), in this order
+    w s     warps, and stages of loads in flight
+    part    the least positions of a part where a sample's outer product is split over T; 0 never splits
+    load    tma: through tensor descriptors where strides allow it; ptr: through pointers
+    | source
+
+Every source so far is static analysis: the compiler's counts of registers, spills and shared memory and the
+instructions it chose, which the tests hold for each row; nothing has been measured on a GPU yet.
+
+Why the blocks are what they are
+- 16-bit: a tile's FLOPs per byte of its loads are BD·BP / (BD + BP): 64 at 128×128, 85 at 256×128, which two
+  accumulators of a chained sum do not leave registers for. So 256×128 serves samples of one chain, 128×128 the others.
+- Thin layers (LoRA): one block of 16, 32 or 64. Warpgroup MMA and tcgen05 take 64 rows at least, but 8 columns at
+  least, so the kernel puts a thin P there.
+- T <= 16, 32: no more masked positions than a tensor core's step has anyway.
+- Convolutions (T long, D·P small): small blocks and short parts, so that one sample has enough programs.
+- LM heads: Gram tiles of long reductions step by 128 features, half the barriers.
+- Rows not a multiple of 16 long are loaded element by element through pointers with a 64-bit address each: blocks of
+  4096 elements at most an operand and step.
+- fp32 is IEEE: fused multiply-adds on the ordinary cores, where 64×64 by 16 fits the registers.
+- interpreter: small blocks, so that small inputs have several tiles of each kind; both ways of loading.
+"""
+
+TABLE = """
+# verb archs dtype when tile w s part load | source
+row_sq_norm sm_80,sm_90,sm_100,gfx942,interpreter 16-bit D<=64,D%16 T64D64 4 2 0 ptr | one block of features, 32 elements a thread
+row_sq_norm sm_80,sm_90,sm_100,gfx942,interpreter 16-bit D<=64 T32D64 4 2 0 ptr | one block of features, loaded element by element
+row_sq_norm sm_80,sm_90,sm_100,gfx942,interpreter 16-bit * T8D512 4 2 0 ptr | 4096 elements a program, 32 a thread
+row_sq_norm sm_80,sm_90,sm_100,gfx942,interpreter fp32 D<=64,D%16 T64D64 4 2 0 ptr | one block of features, 32 elements a thread
+row_sq_norm sm_80,sm_90,sm_100,gfx942,interpreter fp32 D<=64 T32D64 4 2 0 ptr | one block of features, loaded element by element
+row_sq_norm sm_80,sm_90,sm_100,gfx942,interpreter fp32 * T8D512 4 2 0 ptr | 4096 elements a program, 32 a thread
+
+# outer_product sm_80
+outer_product sm_80 16-bit T<=16,D>=65,P>=65,D%16,P%16 T16D128P128 8 2 0 ptr | HMMA, one step of 16 positions
+outer_product sm_80 16-bit T<=32,D>=65,P>=65,D%16,P%16 T32D128P128 8 2 0 ptr | HMMA, one step of 32 positions
+outer_product sm_80 16-bit T>=1024,DP<=65536,D>=33,P>=33 T32D64P64 8 3 256 ptr | convolutions: 16 KiB a part, 128 positions' worth of loads
+outer_product sm_80 16-bit D<=64,P<=64 T32D64P64 4 4 512 ptr | HMMA, 64 rows at least
+outer_product sm_80 16-bit P<=16 T32D128P16 4 4 256 ptr | HMMA, P in the 16 columns
+outer_product sm_80 16-bit P<=32 T32D128P32 8 4 512 ptr | HMMA, P in the 32 columns
+outer_product sm_80 16-bit P<=64 T32D128P64 4 4 512 ptr | HMMA, P in the 64 columns
+outer_product sm_80 16-bit D<=16 T32D16P128 4 4 256 ptr | HMMA, D in the 16 columns
+outer_product sm_80 16-bit D<=32 T32D32P128 4 4 512 ptr | HMMA, D in the 32 columns
+outer_product sm_80 16-bit D<=64 T32D64P128 4 4 512 ptr | HMMA, D in the 64 columns
+outer_product sm_80 16-bit P>=65536,D%16,P%16 T32D128P128 8 4 0 ptr | LM head: two accumulators of 64 registers, never split
+outer_product sm_80 16-bit D%16,P%16 T32D128P128 8 4 1024 ptr | two accumulators of 64 registers, 64 FLOP a byte
+outer_product sm_80 16-bit * T32D64P128 8 3 512 ptr | element by element, 4096 elements of the larger operand
+# outer_product sm_90,sm_100
+outer_product sm_90,sm_100 16-bit T<=16,D>=65,P>=65,D%16,P%16 T16D128P128 8 2 0 tma | HGMMA or UTCHMMA, one step of 16 positions
+outer_product sm_90,sm_100 16-bit T<=32,D>=65,P>=65,D%16,P%16 T32D128P128 8 2 0 tma | HGMMA or UTCHMMA, one step of 32 positions
+outer_product sm_90,sm_100 16-bit T>=1024,DP<=65536,D>=33,P>=33,D%16,P%16 T64D64P64 4 3 256 tma | convolutions: 16 KiB a part, 128 positions' worth of loads
+outer_product sm_90,sm_100 16-bit T>=1024,DP<=65536,D>=33,P>=33 T32D64P64 4 3 256 ptr | convolutions: 16 KiB a part, 128 positions' worth of loads
+outer_product sm_90,sm_100 16-bit D<=64,P<=64 T64D64P64 4 4 512 tma | HGMMA or UTCHMMA, 64 rows at least
+outer_product sm_90,sm_100 16-bit P<=16 T64D128P16 4 4 256 tma | HGMMA or UTCHMMA, P in the 16 columns
+outer_product sm_90,sm_100 16-bit P<=32 T64D128P32 4 4 512 tma | HGMMA or UTCHMMA, P in the 32 columns
+outer_product sm_90,sm_100 16-bit P<=64,D%16,P%16 T64D128P64 4 4 512 tma | HGMMA or UTCHMMA, P in the 64 columns
+outer_product sm_90,sm_100 16-bit D<=16 T64D16P128 4 4 256 tma | HGMMA or UTCHMMA, D in the 16 columns
+outer_product sm_90,sm_100 16-bit D<=32 T64D32P128 4 4 512 tma | HGMMA or UTCHMMA, D in the 32 columns
+outer_product sm_90,sm_100 16-bit D<=64,D%16,P%16 T64D64P128 4 4 512 tma | HGMMA or UTCHMMA, D in the 64 columns
+outer_product sm_90,sm_100 16-bit P>=65536,D%16,P%16 T64D128P128 8 4 0 tma | LM head: two accumulators of 64 registers, never split
+outer_product sm_90,sm_100 16-bit D%16,P%16 T64D128P128 8 4 1024 tma | two accumulators of 64 registers, 64 FLOP a byte
+outer_product sm_90,sm_100 16-bit * T32D64P128 8 3 512 tma | element by element, 4096 elements of the larger operand
+# outer_product gfx942
+outer_product gfx942 16-bit T<=16,D>=65,P>=65,D%16,P%16 T16D128P128 8 2 0 ptr | mfma, one step of 16 positions
+outer_product gfx942 16-bit T<=32,D>=65,P>=65,D%16,P%16 T32D128P128 8 2 0 ptr | mfma, one step of 32 positions
+outer_product gfx942 16-bit T>=1024,DP<=65536,D>=33,P>=33 T32D64P64 4 2 256 ptr | convolutions: 16 KiB a part, 128 positions' worth of loads
+outer_product gfx942 16-bit D<=64,P<=64 T64D64P64 4 2 512 ptr | mfma, 64 rows at least
+outer_product gfx942 16-bit P<=16 T64D128P16 4 2 256 ptr | mfma, P in the 16 columns
+outer_product gfx942 16-bit P<=32 T64D128P32 4 2 512 ptr | mfma, P in the 32 columns
+outer_product gfx942 16-bit P<=64 T64D128P64 4 2 512 ptr | mfma, P in the 64 columns
+outer_product gfx942 16-bit D<=16 T64D16P128 4 2 256 ptr | mfma, D in the 16 columns
+outer_product gfx942 16-bit D<=32 T64D32P128 4 2 512 ptr | mfma, D in the 32 columns
+outer_product gfx942 16-bit D<=64 T64D64P128 4 2 512 ptr | mfma, D in the 64 columns
+outer_product gfx942 16-bit P>=65536,D%16,P%16 T64D128P128 8 2 0 ptr | LM head: two accumulators of 64 registers, never split
+outer_product gfx942 16-bit D%16,P%16 T64D128P128 8 2 1024 ptr | two accumulators of 64 registers, 64 FLOP a byte
+outer_product gfx942 16-bit * T32D64P128 8 2 512 ptr | element by element, 4096 elements of the larger operand
+# outer_product fp32
+outer_product sm_80,sm_90,sm_100,gfx942 fp32 T>=1024,DP<=65536,D>=33,P>=33 T16D64P64 8 3 256 ptr | convolutions: short parts
+outer_product sm_80,sm_90,sm_100,gfx942 fp32 P<=16 T32D64P16 4 3 256 ptr | P in 16 columns
+outer_product sm_80,sm_90,sm_100,gfx942 fp32 D<=16 T32D16P64 4 3 256 ptr | D in 16 columns
+outer_product sm_80,sm_90,sm_100,gfx942 fp32 P>=65536 T16D64P64 8 3 0 ptr | LM head: never split
+outer_product sm_80,sm_90,sm_100,gfx942 fp32 * T16D64P64 8 3 1024 ptr | IEEE multiply-adds, twice 16 accumulators a thread
+# outer_norm sm_80
+outer_norm sm_80 16-bit T<=16,D>=65,P>=65,D%16,P%16 T16D128P128 8 2 0 ptr | HMMA, one step of 16 positions
+outer_norm sm_80 16-bit T<=32,D>=65,P>=65,D%16,P%16 T32D128P128 8 2 0 ptr | HMMA, one step of 32 positions
+outer_norm sm_80 16-bit T>=1024,DP<=65536,D>=33,P>=33 T32D64P64 8 3 256 ptr | convolutions: 16 KiB a part, 128 positions' worth of loads
+outer_norm sm_80 16-bit D<=64,P<=64 T32D64P64 4 4 512 ptr | HMMA, 64 rows at least
+outer_norm sm_80 16-bit P<=16 T32D128P16 4 4 256 ptr | HMMA, P in the 16 columns
+outer_norm sm_80 16-bit P<=32 T32D128P32 8 4 512 ptr | HMMA, P in the 32 columns
+outer_norm sm_80 16-bit P<=64 T32D128P64 4 4 512 ptr | HMMA, P in the 64 columns
+outer_norm sm_80 16-bit D<=16 T32D16P128 4 4 256 ptr | HMMA, D in the 16 columns
+outer_norm sm_80 16-bit D<=32 T32D32P128 4 4 512 ptr | HMMA, D in the 32 columns
+outer_norm sm_80 16-bit D<=64 T32D64P128 4 4 512 ptr | HMMA, D in the 64 columns
+outer_norm sm_80 16-bit P>=65536,D%16,P%16 T32D128P128 8 4 0 ptr | LM head: two accumulators of 64 registers, never split
+outer_norm sm_80 16-bit D%16,P%16 T32D128P128 8 4 1024 ptr | two accumulators of 64 registers, 64 FLOP a byte
+outer_norm sm_80 16-bit * T32D64P128 8 3 512 ptr | element by element, 4096 elements of the larger operand
+# outer_norm sm_90,sm_100
+outer_norm sm_90,sm_100 16-bit T<=16,D>=65,P>=65,D%16,P%16 T16D128P128 8 2 0 tma | HGMMA or UTCHMMA, one step of 16 positions
+outer_norm sm_90,sm_100 16-bit T<=32,D>=65,P>=65,D%16,P%16 T32D128P128 8 2 0 tma | HGMMA or UTCHMMA, one step of 32 positions
+outer_norm sm_90,sm_100 16-bit T<=128,D>=129,P>=65,D%16,P%16 T64D256P128 8 4 0 tma | HGMMA or UTCHMMA, one chain, 85 FLOP a byte, 192 KiB of stages
+outer_norm sm_90,sm_100 16-bit T>=1024,DP<=65536,D>=33,P>=33,D%16,P%16 T64D64P64 4 3 256 tma | convolutions: 16 KiB a part, 128 positions' worth of loads
+outer_norm sm_90,sm_100 16-bit T>=1024,DP<=65536,D>=33,P>=33 T32D64P64 4 3 256 ptr | convolutions: 16 KiB a part, 128 positions' worth of loads
+outer_norm sm_90,sm_100 16-bit D<=64,P<=64 T64D64P64 4 4 512 tma | HGMMA or UTCHMMA, 64 rows at least
+outer_norm sm_90,sm_100 16-bit P<=16 T64D128P16 4 4 256 tma | HGMMA or UTCHMMA, P in the 16 columns
+outer_norm sm_90,sm_100 16-bit P<=32 T64D128P32 4 4 512 tma | HGMMA or UTCHMMA, P in the 32 columns
+outer_norm sm_90,sm_100 16-bit P<=64,D%16,P%16 T64D128P64 4 4 512 tma | HGMMA or UTCHMMA, P in the 64 columns
+outer_norm sm_90,sm_100 16-bit D<=16 T64D16P128 4 4 256 tma | HGMMA or UTCHMMA, D in the 16 columns
+outer_norm sm_90,sm_100 16-bit D<=32 T64D32P128 4 4 512 tma | HGMMA or UTCHMMA, D in the 32 columns
+outer_norm sm_90,sm_100 16-bit D<=64,D%16,P%16 T64D64P128 4 4 512 tma | HGMMA or UTCHMMA, D in the 64 columns
+outer_norm sm_90,sm_100 16-bit P>=65536,D%16,P%16 T64D128P128 8 4 0 tma | LM head: two accumulators of 64 registers, never split
+outer_norm sm_90,sm_100 16-bit D%16,P%16 T64D128P128 8 4 1024 tma | two accumulators of 64 registers, 64 FLOP a byte
+outer_norm sm_90,sm_100 16-bit * T32D64P128 8 3 512 tma | element by element, 4096 elements of the larger operand
+# outer_norm gfx942
+outer_norm gfx942 16-bit T<=16,D>=65,P>=65,D%16,P%16 T16D128P128 8 2 0 ptr | mfma, one step of 16 positions
+outer_norm gfx942 16-bit T<=32,D>=65,P>=65,D%16,P%16 T32D128P128 8 2 0 ptr | mfma, one step of 32 positions
+outer_norm gfx942 16-bit T>=1024,DP<=65536,D>=33,P>=33 T32D64P64 4 2 256 ptr | convolutions: 16 KiB a part, 128 positions' worth of loads
+outer_norm gfx942 16-bit D<=64,P<=64 T64D64P64 4 2 512 ptr | mfma, 64 rows at least
+outer_norm gfx942 16-bit P<=16 T64D128P16 4 2 256 ptr | mfma, P in the 16 columns
+outer_norm gfx942 16-bit P<=32 T64D128P32 4 2 512 ptr | mfma, P in the 32 columns
+outer_norm gfx942 16-bit P<=64 T64D128P64 4 2 512 ptr | mfma, P in the 64 columns
+outer_norm gfx942 16-bit D<=16 T64D16P128 4 2 256 ptr | mfma, D in the 16 columns
+outer_norm gfx942 16-bit D<=32 T64D32P128 4 2 512 ptr | mfma, D in the 32 columns
+outer_norm gfx942 16-bit D<=64 T64D64P128 4 2 512 ptr | mfma, D in the 64 columns
+outer_norm gfx942 16-bit P>=65536,D%16,P%16 T64D128P128 8 2 0 ptr | LM head: two accumulators of 64 registers, never split
+outer_norm gfx942 16-bit D%16,P%16 T64D128P128 8 2 1024 ptr | two accumulators of 64 registers, 64 FLOP a byte
+outer_norm gfx942 16-bit * T32D64P128 8 2 512 ptr | element by element, 4096 elements of the larger operand
+# outer_norm fp32
+outer_norm sm_80,sm_90,sm_100,gfx942 fp32 T>=1024,DP<=65536,D>=33,P>=33 T16D64P64 8 3 256 ptr | convolutions: short parts
+outer_norm sm_80,sm_90,sm_100,gfx942 fp32 P<=16 T32D64P16 4 3 256 ptr | P in 16 columns
+outer_norm sm_80,sm_90,sm_100,gfx942 fp32 D<=16 T32D16P64 4 3 256 ptr | D in 16 columns
+outer_norm sm_80,sm_90,sm_100,gfx942 fp32 P>=65536 T16D64P64 8 3 0 ptr | LM head: never split
+outer_norm sm_80,sm_90,sm_100,gfx942 fp32 * T16D64P64 8 3 1024 ptr | IEEE multiply-adds, twice 16 accumulators a thread
+# gram_norm sm_80
+gram_norm sm_80 16-bit T<=16,D%16,P%16 T16K64 1 3 0 ptr | one warp a tile of 16 rows
+gram_norm sm_80 16-bit T<=32,D%16,P%16 T32K64 4 3 0 ptr | HMMA: warpgroup MMA starts at 64 rows
+gram_norm sm_80 16-bit T<=64,D%16,P%16 T64K64 4 3 0 ptr | three accumulators of 32 registers
+gram_norm sm_80 16-bit P>=65536,D%16,P%16 T128K32 8 4 0 ptr | LM head: few barriers along P
+gram_norm sm_80 16-bit D%16,P%16 T128K32 8 4 0 ptr | B and two accumulators of A stay in registers
+gram_norm sm_80 16-bit T<=32 T32K32 4 2 0 ptr | element by element
+gram_norm sm_80 16-bit * T64K32 8 2 0 ptr | element by element, 16 accumulators a thread
+# gram_norm sm_90
+gram_norm sm_90 16-bit T<=16,D%16,P%16 T16K128 1 3 0 tma | one warp a tile of 16 rows
+gram_norm sm_90 16-bit T<=32,D%16,P%16 T32K128 4 3 0 tma | HMMA: warpgroup MMA starts at 64 rows
+gram_norm sm_90 16-bit T<=64,D%16,P%16 T64K128 4 3 0 tma | three accumulators of 32 registers
+gram_norm sm_90 16-bit P>=65536,D%16,P%16 T128K128 8 3 0 tma | LM head: few barriers along P
+gram_norm sm_90 16-bit D%16,P%16 T128K128 8 3 0 tma | B and two accumulators of A stay in registers
+gram_norm sm_90 16-bit T<=32 T32K32 4 2 0 tma | element by element
+gram_norm sm_90 16-bit * T64K32 8 2 0 tma | element by element, 16 accumulators a thread
+# gram_norm sm_100
+gram_norm sm_100 16-bit T<=16,D%16,P%16 T16K128 1 3 0 tma | one warp a tile of 16 rows
+gram_norm sm_100 16-bit T<=32,D%16,P%16 T32K128 4 3 0 tma | HMMA: warpgroup MMA starts at 64 rows
+gram_norm sm_100 16-bit T<=64,D%16,P%16 T64K128 4 3 0 tma | three accumulators of 32 registers
+gram_norm sm_100 16-bit P>=65536,D%16,P%16 T64K128 4 3 0 tma | LM head: few barriers along P
+gram_norm sm_100 16-bit D%16,P%16 T64K128 4 3 0 tma | B and two accumulators of A stay in registers
+gram_norm sm_100 16-bit T<=32 T32K32 4 2 0 tma | element by element
+gram_norm sm_100 16-bit * T64K32 8 2 0 tma | element by element, 16 accumulators a thread
+# gram_norm gfx942
+gram_norm gfx942 16-bit T<=16,D%16,P%16 T16K64 1 2 0 ptr | one warp a tile of 16 rows
+gram_norm gfx942 16-bit T<=32,D%16,P%16 T32K64 4 2 0 ptr | HMMA: warpgroup MMA starts at 64 rows
+gram_norm gfx942 16-bit T<=64,D%16,P%16 T64K64 4 2 0 ptr | three accumulators of 32 registers
+gram_norm gfx942 16-bit P>=65536,D%16,P%16 T64K64 4 2 0 ptr | LM head: few barriers along P
+gram_norm gfx942 16-bit D%16,P%16 T64K64 4 2 0 ptr | B and two accumulators of A stay in registers
+gram_norm gfx942 16-bit T<=32 T32K32 4 2 0 ptr | element by element
+gram_norm gfx942 16-bit * T64K32 8 2 0 ptr | element by element, 16 accumulators a thread
+# gram_norm fp32
+gram_norm sm_80,sm_90,sm_100,gfx942 fp32 T<=32 T32K16 4 3 0 ptr | IEEE multiply-adds, few masked rows
+gram_norm sm_80,sm_90,sm_100,gfx942 fp32 P>=65536 T64K16 8 3 0 ptr | LM head: as the general row
+gram_norm sm_80,sm_90,sm_100,gfx942 fp32 * T64K16 8 3 0 ptr | IEEE multiply-adds, three times 16 accumulators a thread
+# weighted_sum sm_80
+weighted_sum:flat sm_80 16-bit T<=63,D<=64,P<=64,D%16,P%16 T32D64P64 4 7 0 ptr | the weighted operand from registers
+weighted_sum:flat sm_80 16-bit T<=63,D<=16,D%16,P%16 T32D16P128 4 7 0 ptr | D in 16 columns
+weighted_sum:flat sm_80 16-bit T<=63,D<=64,D%16,P%16 T32D64P128 4 7 0 ptr | the weighted operand from registers
+weighted_sum:flat sm_80 16-bit T<=63,P<=64,D%16,P%16 T32D64P64 4 7 0 ptr | the weighted operand from registers
+weighted_sum:flat sm_80 16-bit T<=63,P>=65536,D%16,P%16 T32D64P128 8 7 0 ptr | LM head: the weighted operand from registers
+weighted_sum:flat sm_80 16-bit T<=63,D%16,P%16 T32D64P128 8 7 0 ptr | the weighted operand from registers
+weighted_sum:flat sm_80 16-bit T<=63,P<=64 T32D64P64 8 2 0 ptr | element by element
+weighted_sum:flat sm_80 16-bit T<=63 T32D64P128 8 3 0 ptr | element by element, 4096 elements of the larger operand
+weighted_sum sm_80 16-bit D<=64,P<=64,D%16,P%16 T32D64P64 4 7 0 ptr | a sample's sum and the total in registers
+weighted_sum sm_80 16-bit D<=16,D%16,P%16 T32D16P128 4 7 0 ptr | D in 16 columns
+weighted_sum sm_80 16-bit D<=64,D%16,P%16 T32D64P128 4 7 0 ptr | a sample's sum and the total in registers
+weighted_sum sm_80 16-bit P<=64,D%16,P%16 T32D128P64 4 7 0 ptr | a sample's sum and the total in registers
+weighted_sum sm_80 16-bit P>=65536,D%16,P%16 T32D128P128 8 7 0 ptr | LM head: a sample's sum and the total in registers
+weighted_sum sm_80 16-bit D%16,P%16 T32D128P128 8 7 0 ptr | a sample's sum and the total in registers
+weighted_sum sm_80 16-bit P<=64 T32D64P64 8 2 0 ptr | element by element
+weighted_sum sm_80 16-bit * T32D64P128 8 3 0 ptr | element by element, 4096 elements of the larger operand
+# weighted_sum sm_90
+weighted_sum:flat sm_90 16-bit T<=63,D<=64,P<=64,D%16,P%16 T32D64P64 4 7 0 ptr | the weighted operand from registers
+weighted_sum:flat sm_90 16-bit T<=63,D<=16,D%16,P%16 T32D16P128 4 7 0 ptr | D in 16 columns
+weighted_sum:flat sm_90 16-bit T<=63,D<=64,D%16,P%16 T32D64P128 4 7 0 ptr | the weighted operand from registers
+weighted_sum:flat sm_90 16-bit T<=63,P<=64,D%16,P%16 T32D128P64 4 7 0 ptr | the weighted operand from registers
+weighted_sum:flat sm_90 16-bit T<=63,P>=65536,D%16,P%16 T32D128P128 8 7 0 ptr | LM head: the weighted operand from registers
+weighted_sum:flat sm_90 16-bit T<=63,D%16,P%16 T32D128P128 8 7 0 ptr | the weighted operand from registers
+weighted_sum:flat sm_90 16-bit T<=63,P<=64 T32D64P64 8 2 0 ptr | element by element
+weighted_sum:flat sm_90 16-bit T<=63 T32D64P128 8 3 0 ptr | element by element, 4096 elements of the larger operand
+weighted_sum sm_90 16-bit D<=64,P<=64,D%16,P%16 T64D64P64 4 7 0 ptr | a sample's sum and the total in registers
+weighted_sum sm_90 16-bit D<=16,D%16,P%16 T64D16P128 4 7 0 ptr | D in 16 columns
+weighted_sum sm_90 16-bit D<=64,D%16,P%16 T64D64P128 4 7 0 ptr | a sample's sum and the total in registers
+weighted_sum sm_90 16-bit P<=64,D%16,P%16 T64D128P64 4 7 0 ptr | a sample's sum and the total in registers
+weighted_sum sm_90 16-bit P>=65536,D%16,P%16 T64D128P128 8 7 0 ptr | LM head: a sample's sum and the total in registers
+weighted_sum sm_90 16-bit D%16,P%16 T64D128P128 8 7 0 ptr | a sample's sum and the total in registers
+weighted_sum sm_90 16-bit P<=64 T32D64P64 8 2 0 ptr | element by element
+weighted_sum sm_90 16-bit * T32D64P128 8 3 0 ptr | element by element, 4096 elements of the larger operand
+# weighted_sum sm_100
+weighted_sum:flat sm_100 16-bit T<=63,D<=64,P<=64,D%16,P%16 T32D64P64 4 5 0 ptr | the weighted operand from registers
+weighted_sum:flat sm_100 16-bit T<=63,D<=16,D%16,P%16 T32D16P128 4 5 0 ptr | D in 16 columns
+weighted_sum:flat sm_100 16-bit T<=63,D<=64,D%16,P%16 T32D64P128 4 5 0 ptr | the weighted operand from registers
+weighted_sum:flat sm_100 16-bit T<=63,P<=64,D%16,P%16 T32D128P64 4 5 0 ptr | the weighted operand from registers
+weighted_sum:flat sm_100 16-bit T<=63,P>=65536,D%16,P%16 T32D128P128 8 5 0 ptr | LM head: the weighted operand from registers
+weighted_sum:flat sm_100 16-bit T<=63,D%16,P%16 T32D128P128 8 5 0 ptr | the weighted operand from registers
+weighted_sum:flat sm_100 16-bit T<=63,P<=64 T32D64P64 8 2 0 ptr | element by element
+weighted_sum:flat sm_100 16-bit T<=63 T32D64P128 8 3 0 ptr | element by element, 4096 elements of the larger operand
+weighted_sum sm_100 16-bit D<=64,P<=64,D%16,P%16 T64D64P64 4 7 0 ptr | a sample's sum and the total in registers
+weighted_sum sm_100 16-bit D<=16,D%16,P%16 T64D16P128 4 7 0 ptr | D in 16 columns
+weighted_sum sm_100 16-bit D<=64,D%16,P%16 T64D64P128 4 7 0 ptr | a sample's sum and the total in registers
+weighted_sum sm_100 16-bit P<=64,D%16,P%16 T64D128P64 4 7 0 ptr | a sample's sum and the total in registers
+weighted_sum sm_100 16-bit P>=65536,D%16,P%16 T64D128P128 8 7 0 ptr | LM head: a sample's sum and the total in registers
+weighted_sum sm_100 16-bit D%16,P%16 T64D128P128 8 7 0 ptr | a sample's sum and the total in registers
+weighted_sum sm_100 16-bit P<=64 T32D64P64 8 2 0 ptr | element by element
+weighted_sum sm_100 16-bit * T32D64P128 8 3 0 ptr | element by element, 4096 elements of the larger operand
+# weighted_sum gfx942
+weighted_sum:flat gfx942 16-bit T<=63,D<=64,P<=64,D%16,P%16 T32D64P64 4 2 0 ptr | the weighted operand from registers
+weighted_sum:flat gfx942 16-bit T<=63,D<=16,D%16,P%16 T32D16P128 4 2 0 ptr | D in 16 columns
+weighted_sum:flat gfx942 16-bit T<=63,D<=64,D%16,P%16 T32D64P128 4 2 0 ptr | the weighted operand from registers
+weighted_sum:flat gfx942 16-bit T<=63,P<=64,D%16,P%16 T32D128P64 4 2 0 ptr | the weighted operand from registers
+weighted_sum:flat gfx942 16-bit T<=63,P>=65536,D%16,P%16 T32D128P128 8 2 0 ptr | LM head: the weighted operand from registers
+weighted_sum:flat gfx942 16-bit T<=63,D%16,P%16 T32D128P128 8 2 0 ptr | the weighted operand from registers
+weighted_sum:flat gfx942 16-bit T<=63,P<=64 T32D64P64 8 2 0 ptr | element by element
+weighted_sum:flat gfx942 16-bit T<=63 T32D64P128 8 2 0 ptr | element by element, 4096 elements of the larger operand
+weighted_sum gfx942 16-bit D<=64,P<=64,D%16,P%16 T64D64P64 4 2 0 ptr | a sample's sum and the total in registers
+weighted_sum gfx942 16-bit D<=16,D%16,P%16 T64D16P128 4 2 0 ptr | D in 16 columns
+weighted_sum gfx942 16-bit D<=64,D%16,P%16 T64D64P128 4 2 0 ptr | a sample's sum and the total in registers
+weighted_sum gfx942 16-bit P<=64,D%16,P%16 T64D128P64 4 2 0 ptr | a sample's sum and the total in registers
+weighted_sum gfx942 16-bit P>=65536,D%16,P%16 T64D128P128 8 2 0 ptr | LM head: a sample's sum and the total in registers
+weighted_sum gfx942 16-bit D%16,P%16 T64D128P128 8 2 0 ptr | a sample's sum and the total in registers
+weighted_sum gfx942 16-bit P<=64 T32D64P64 8 2 0 ptr | element by element
+weighted_sum gfx942 16-bit * T32D64P128 8 2 0 ptr | element by element, 4096 elements of the larger operand
+# weighted_sum fp32
+weighted_sum:flat sm_80,sm_90,sm_100,gfx942 fp32 T<=63,D<=16 T16D16P64 4 3 0 ptr | D in 16 columns
+weighted_sum:flat sm_80,sm_90,sm_100,gfx942 fp32 T<=63,P>=65536 T16D64P64 8 3 0 ptr | LM head: as the general row
+weighted_sum:flat sm_80,sm_90,sm_100,gfx942 fp32 T<=63 T16D64P64 8 3 0 ptr | IEEE multiply-adds, 16 or twice 16 accumulators a thread
+weighted_sum sm_80,sm_90,sm_100,gfx942 fp32 D<=16 T16D16P64 4 3 0 ptr | D in 16 columns
+weighted_sum sm_80,sm_90,sm_100,gfx942 fp32 P>=65536 T16D64P64 8 3 0 ptr | LM head: as the general row
+weighted_sum sm_80,sm_90,sm_100,gfx942 fp32 * T16D64P64 8 3 0 ptr | IEEE multiply-adds, 16 or twice 16 accumulators a thread
+# interpreter
+outer_product interpreter 16-bit * T32D64P64 4 1 256 tma | interpreter
+outer_product interpreter fp32 * T32D64P64 4 1 256 ptr | interpreter
+outer_norm interpreter 16-bit * T32D64P64 4 1 256 tma | interpreter
+outer_norm interpreter fp32 * T32D64P64 4 1 256 ptr | interpreter
+gram_norm interpreter 16-bit * T32K64 4 1 0 tma | interpreter
+gram_norm interpreter fp32 * T32K64 4 1 0 ptr | interpreter
+weighted_sum:flat interpreter 16-bit T<=63 T32D64P64 4 1 0 ptr | interpreter
+weighted_sum interpreter 16-bit * T32D64P64 4 1 0 ptr | interpreter
+weighted_sum:flat interpreter fp32 T<=63 T32D64P64 4 1 0 ptr | interpreter
+weighted_sum interpreter fp32 * T32D64P64 4 1 0 ptr | interpreter
+"""  # noqa: E501 (a row is a line)
