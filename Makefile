@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test fuzz test-opacus test-opacus-oldest lint bench clean
+.PHONY: demo test fuzz test-opacus test-opacus-oldest lint bench bench-gpu clean
 
 demo: $(READY)
 	$(BIN)/python examples/digits.py
@@ -37,6 +37,19 @@ bench: $(READY)
 	$(BIN)/python -m pytest benchmarks --benchmark-only
 	$(BIN)/python benchmarks/step.py
 	$(BIN)/python benchmarks/report.py
+
+# For a machine with a GPU and the packages already there: nothing is installed, nothing fetched. `kernels/` stands beside
+# `dpfast/` in the sources and inside it where it is installed, so the sources are copied together.
+# make bench-gpu PART=kernels BUDGET=460 OUT=benchmarks/results
+PART ?= all
+BUDGET ?= 460
+OUT ?= benchmarks/results
+bench-gpu:
+	rm -rf build/bench-gpu
+	mkdir -p build/bench-gpu
+	cp -R dpfast build/bench-gpu/dpfast
+	cp -R kernels build/bench-gpu/dpfast/kernels
+	PYTHONPATH=$(CURDIR)/build/bench-gpu $(PYTHON) benchmarks/gpu.py --part $(PART) --budget-seconds $(BUDGET) --out $(OUT)
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -1,30 +1,42 @@
-"""The rows of benchmarks/results/step.jsonl as a table (docs/step.md) and a bar picture (docs/step.png).
+"""The measured rows as the README's tables, docs/step.md and docs/kernels.md, and as pictures.
 
-python benchmarks/report.py
+python benchmarks/report.py            # write them
+python benchmarks/report.py --check    # exit 1 where a table is not what the rows say
 """
 
 from __future__ import annotations
 
-import json
+import argparse
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import kernel_report
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from legs import LEGS
-from step import RESULTS, ROOT
+from rows import RESULTS, ROOT, read
 from workloads import WORKLOADS
 
+# In the order of the tables. Not taken from `legs`, which has those of Opacus only where Opacus is installed.
+LEGS = (
+    "plain",
+    "plain+noise",
+    "opacus hooks",
+    "opacus ghost",
+    "float-then-contract",
+    "dpfast materialize",
+    "dpfast one-pass",
+    "dpfast two-pass",
+)
 Key = tuple[str, str]
 
 
-def latest_rows() -> dict[Key, dict[str, dict]]:
+def latest_rows(results: Path = RESULTS) -> dict[Key, dict[str, dict]]:
     """{(machine, workload): {leg: its newest row}}."""
     rows: dict[Key, dict[str, dict]] = {}
-    for line in RESULTS.read_text().splitlines():
-        row = json.loads(line)
+    for row in read(results / "step.jsonl"):
         rows.setdefault((row["machine"], row["workload"]), {})[row["leg"]] = row
     return dict(sorted(rows.items(), key=lambda item: (item[0][0], [*WORKLOADS].index(item[0][1]))))
 
@@ -103,11 +115,74 @@ def picture(rows: dict[Key, dict[str, dict]], path: Path) -> None:
     plt.close(figure)
 
 
+IN_README = {"dpfast one-pass": "dpfast, one pass", "opacus hooks": "Opacus hooks", "opacus ghost": "Opacus ghost"}
+
+
+def readme_steps(rows: dict[Key, dict[str, dict]], cuda: bool) -> Iterator[str]:
+    """A line a workload of the device: the private step over the plain one with the same noise."""
+    chosen = {key: legs for key, legs in rows.items() if (WORKLOADS[key[1]].device == "cuda") == cuda}
+    for machine in dict.fromkeys(machine for machine, _ in chosen):
+        yield f"| {machine} | {' | '.join(IN_README.values())} |"
+        yield "|---|" + "---:|" * len(IN_README)
+        for (owner, workload), legs in chosen.items():
+            if owner == machine:
+                cells = (_ratio(legs.get(leg)) for leg in IN_README)
+                yield f"| {WORKLOADS[workload].title} | {' | '.join(cells)} |"
+        yield ""
+
+
+def _ratio(row: dict | None) -> str:
+    if row is None:
+        return "–"
+    if "ratio_noise" not in row:
+        return row["note"]
+    return f"{row['ratio_noise']:.2f}" if row["ratio_noise"] < 10 else f"{row['ratio_noise']:.0f}"
+
+
+def readme_gpu(results: Path, rows: dict[Key, dict[str, dict]]) -> Iterator[str]:
+    machines = kernel_report.newest(results)
+    if machines:
+        yield from kernel_report.summary(machines)
+        yield "[docs/kernels.md](docs/kernels.md) has every contender, error and tile."
+        yield ""
+        yield "![Roofline](docs/roofline.png)"
+        yield ""
+    steps = list(readme_steps(rows, cuda=True))
+    yield from steps
+    if not machines and not steps:
+        yield "On a GPU nothing has been measured yet; `make bench-gpu` does it."
+
+
+def documents(results: Path = RESULTS, root: Path = ROOT) -> dict[Path, str]:
+    """{file: what it must hold}; of the README, what stands between its markers is replaced."""
+    rows, readme = latest_rows(results), (root / "README.md").read_text()
+    for name, lines in (("steps", readme_steps(rows, cuda=False)), ("gpu", readme_gpu(results, rows))):
+        before, rest = readme.split(f"<!-- {name}: made by benchmarks/report.py -->\n")
+        _, after = rest.split(f"<!-- /{name} -->")
+        text = "\n".join(lines).strip()
+        readme = f"{before}<!-- {name}: made by benchmarks/report.py -->\n{text}\n<!-- /{name} -->{after}"
+    made = {root / "README.md": readme}
+    made[root / "docs" / "step.md"] = markdown(rows) + "\n![step / plain step with noise](step.png)\n"
+    if machines := kernel_report.newest(results):
+        made[root / "docs" / "kernels.md"] = "\n".join(kernel_report.tables(machines)) + "\n"
+    return made
+
+
+def stale(results: Path = RESULTS, root: Path = ROOT) -> list[Path]:
+    return [path for path, text in documents(results, root).items() if not path.exists() or path.read_text() != text]
+
+
 def main() -> None:
-    rows = latest_rows()
-    (ROOT / "docs" / "step.md").write_text(markdown(rows) + "\n![step / plain step with noise](step.png)\n")
-    picture(rows, ROOT / "docs" / "step.png")
-    print(markdown(rows))
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--check", action="store_true")
+    if parser.parse_args().check:
+        wrong = stale()
+        sys.exit(f"stale, run benchmarks/report.py: {', '.join(map(str, wrong))}" if wrong else 0)
+    for path, text in documents().items():
+        path.write_text(text)
+    picture(latest_rows(), ROOT / "docs" / "step.png")
+    if machines := kernel_report.newest():
+        kernel_report.roofline(machines, ROOT / "docs" / "roofline.png")
 
 
 if __name__ == "__main__":

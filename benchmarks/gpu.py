@@ -1,0 +1,175 @@
+"""Everything that needs a GPU, in one command: `make bench-gpu`.
+
+    python benchmarks/gpu.py                                  # all parts, one after the other
+    python benchmarks/gpu.py --part kernels --budget-seconds 460 --out FOLDER
+
+Parts: the kernels' tests on the device; the same kernels under compute-sanitizer, where it is installed; the device's
+measured ceilings; the kernel table; the steps; the search for better tiles. A part writes a row the moment it is
+measured, skips what this commit has a row of, and stops by itself when its time is used: run it again for the rest.
+Needs torch, Triton, pytest, hypothesis, opt_einsum and rich; Opacus's legs only where Opacus is installed. No network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+from rows import RESULTS, ROOT, Rows, environment
+
+PARTS = ("tests", "sanitize", "ceilings", "kernels", "steps", "tiles")
+AGAIN = 3  # exit status of a part whose device was lost to one row: a new process takes the next
+STATIC = ("test_ahead.py", "test_traffic.py")  # about the compiler, not the device
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--part", choices=(*PARTS, "all", "smoke"), default="all")
+    parser.add_argument("--budget-seconds", type=float, default=460, help="of each part")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder that rows are appended in")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("no GPU here: nothing to measure")
+    if options.part == "smoke":
+        smoke(options.device)
+    elif options.part == "all":
+        sys.exit(max([run_alone(part, options) for part in PARTS]))
+    else:
+        sys.exit(run(options.part, options.out, options.device, options.budget_seconds))
+
+
+def run_alone(part: str, options: argparse.Namespace) -> int:
+    """The part in a process of its own, so that a lost device or a leak ends with it."""
+    command = [sys.executable, __file__, "--out", str(options.out), "--device", options.device, "--part", part]
+    until = time.monotonic() + options.budget_seconds
+    status = AGAIN
+    while status == AGAIN and (left := until - time.monotonic()) > 0:
+        status = subprocess.run([*command, "--budget-seconds", str(left)]).returncode
+    return status
+
+
+def run(part: str, out: Path, device: str, budget_seconds: float) -> int:
+    """Exit status of one part: 0 where it is finished or out of time, 1 where something failed, AGAIN."""
+    until = time.monotonic() + budget_seconds
+    name = {"steps": "step.jsonl"}.get(part, f"{part}.jsonl")
+    rows = Rows(out / name, environment(device), known=[RESULTS / name])
+    print(f"{part}: {rows.environment['machine']}, commit {rows.environment['commit']}", flush=True)
+    status = RUNNERS[part](rows, device, lambda: max(0.0, until - time.monotonic()))
+    print(f"{part}: rows in {rows.out}", flush=True)
+    return status
+
+
+Left = Callable[[], float]  # the seconds that are left
+
+
+def tests(rows: Rows, device: str, left: Left) -> int:
+    """The kernels' tests, a row a file. They run interpreted where there is no GPU, else on it."""
+    workers = ["-n", "8"] if importlib.util.find_spec("xdist") and (os.cpu_count() or 1) >= 8 else []
+    failed = 0
+    for path in sorted((ROOT / "tests" / "kernels").glob("test_*.py")):
+        if path.name in STATIC or rows.has(file=path.name, passed=True) or left() <= 0:
+            continue
+        command = [sys.executable, "-m", "pytest", "-q", "--durations=3", *workers, str(path)]
+        row = {"file": path.name, **_outcome(command, left())}
+        failed += not rows.add(**row)["passed"]
+        print(f"{path.name}: {'passed' if row['passed'] else 'FAILED'} in {row['seconds']} s", flush=True)
+    return int(failed > 0)
+
+
+def sanitize(rows: Rows, device: str, left: Left) -> int:
+    """Every kernel once under memcheck, without torch's own memory pool, whose slack hides overruns."""
+    tool = shutil.which("compute-sanitizer")
+    if tool is None:
+        print("compute-sanitizer is not installed")
+    elif not rows.has(check="memcheck", passed=True):
+        command = [tool, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, __file__, "--part", "smoke"]
+        row = rows.add(check="memcheck", **_outcome(command, left(), PYTORCH_NO_CUDA_MEMORY_CACHING="1"))
+        print(row["said"])
+        return int(not row["passed"])
+    return 0
+
+
+def _outcome(command: list[str], seconds: float, **variables: str) -> dict:
+    start = time.monotonic()
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=seconds, env={**os.environ, **variables}, cwd=ROOT
+        )
+        passed, said = done.returncode == 0, done.stdout + done.stderr
+    except subprocess.TimeoutExpired:
+        passed, said = False, f"not finished in {seconds:.0f} s"
+    return {"passed": passed, "seconds": round(time.monotonic() - start, 1), "said": said.strip()[-1500:]}
+
+
+def smoke(device: str, dtypes: Iterable[torch.dtype] = (torch.bfloat16, torch.float16, torch.float32)) -> None:
+    """Every kernel on ragged, thin and short layers, compared with fp64."""
+    from contenders import CONTENDERS, TOLERANCE, error, exact
+    from layers import Layer
+
+    sizes = {"ragged": (2, 70, 96, 130), "thin": (2, 40, 8, 144), "short": (5, 1, 64, 80)}
+    for name, shape in sizes.items():
+        for dtype in dtypes:
+            inputs = Layer(name, *shape, dtype).inputs(device)
+            for verb, contenders in CONTENDERS.items():
+                found = error(verb, contenders["dpfast"](*inputs), exact(verb, *inputs))
+                print(f"{name}, {dtype}, {verb}: relative error {found:.1e}", flush=True)
+                assert found <= TOLERANCE["dpfast"], "wrong"
+
+
+def ceilings(rows: Rows, device: str, left: Left) -> int:
+    import kernel_table
+
+    print(rows.add(**kernel_table.ceilings(device)))
+    return 0
+
+
+def kernels(rows: Rows, device: str, left: Left) -> int:
+    import kernel_table
+
+    try:
+        complete = kernel_table.measure(rows, kernel_table.ceilings(device), device, lambda: left() <= 0)
+    except kernel_table.DeviceLost as lost:
+        print(f"the device was lost: {lost}")
+        return AGAIN
+    if not complete:
+        print("out of time: run it again for the rest")
+    return 0
+
+
+def steps(rows: Rows, device: str, left: Left) -> int:
+    import step
+
+    for workload in step.WORKLOADS.values():
+        if workload.device == device and not rows.has(workload=workload.name) and left() > 0:
+            for row in step.measure(workload, list(step.LEGS), rounds=9, memory=device == "cuda"):
+                rows.add(**row)
+    return 0
+
+
+def tiles(rows: Rows, device: str, left: Left) -> int:
+    import tile_search
+
+    tile_search.measure(rows, device, lambda: left() <= 0)
+    print("\n".join(tile_search.proposal(rows)))
+    return 0
+
+
+RUNNERS = {
+    "tests": tests,
+    "sanitize": sanitize,
+    "ceilings": ceilings,
+    "kernels": kernels,
+    "steps": steps,
+    "tiles": tiles,
+}
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""The benchmarks' own code, on a CPU with tiny shapes: a lent GPU's minutes are not for its mistakes."""
+
+import importlib.util
+import json
+from dataclasses import replace
+
+import contenders
+import gpu
+import kernel_report
+import kernel_table
+import layers
+import legs
+import pytest
+import report
+import rows
+import step
+import tile_search
+import torch
+import workloads
+
+from dpfast.kernels import _tiles
+
+BF16, FP32 = torch.bfloat16, torch.float32
+CEILINGS = {"copy": 4e12, "bf16": 800e12, "fp32": 50e12}
+TINY = (
+    layers.Layer("GPT-2 up", 3, 20, 24, 40, BF16),
+    layers.Layer("GPT-2 up, fp32", 2, 20, 24, 40, FP32),
+    layers.Layer("LoRA A × 64", 2, 20, 40, 8, BF16, factors=3),
+)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def never():
+    return False
+
+
+def table(path, **different):
+    return rows.Rows(path, {**rows.environment("cpu"), **different})
+
+
+@pytest.mark.skipif(importlib.util.find_spec("opacus") is None, reason="the expressions are Opacus's")
+def test_the_peer_called_opacus_computes_what_opacus_does():
+    from opacus.grad_sample import linear
+
+    a, b = torch.randn(3, 7, 5), torch.randn(3, 7, 4)
+    layer = torch.nn.Linear(5, 4)
+    grad_sample = linear.compute_linear_grad_sample(layer, [a], b)[layer.weight]
+    norm = linear.compute_linear_norm_sample(layer, [a], b)[layer.weight]
+    assert torch.equal(contenders.CONTENDERS["grad_sample"]["Opacus"](a, b, None), grad_sample)
+    assert torch.equal(contenders.CONTENDERS["Gram norm"]["Opacus"](a, b, None).sqrt(), norm)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_every_contender_agrees_with_fp64(dtype):
+    inputs = replace(TINY[0], dtype=dtype).inputs("cpu")
+    for verb, named in contenders.CONTENDERS.items():
+        expected = contenders.exact(verb, *inputs)
+        for name, contender in named.items():
+            assert contenders.error(verb, contender(*inputs), expected) <= contenders.TOLERANCE[name]
+
+
+def test_an_error_is_that_of_norms_and_nan_stays_nan():
+    expected = torch.tensor([3.0, 4.0], dtype=torch.float64)
+    assert contenders.error("Gram norm", torch.tensor([9.0, 16.0]), expected) == 0
+    assert contenders.error("grad_sample", torch.tensor([3.0, 9.0]), expected) == pytest.approx(1.0)
+    assert not contenders.error("direct norm", torch.tensor([9.0, float("nan")]), expected) <= 1e9
+
+
+def test_the_kernel_table_writes_every_cell_once(tmp_path):
+    found = table(tmp_path / "kernels.jsonl")
+    assert kernel_table.measure(found, CEILINGS, "cpu", never, TINY)
+    expected = {(layer.name, verb, name) for layer in TINY for verb, name in kernel_table.cells(layer)}
+    assert {(row["layer"], row["verb"], row["contender"]) for row in found.all()} == expected
+    assert all(row["ms"] > 0 for row in found.all())
+    assert all(row["tile"] for row in found.all() if row["contender"] == "dpfast")
+
+    again = table(tmp_path / "kernels.jsonl")
+    assert kernel_table.measure(again, CEILINGS, "cpu", lambda: True, TINY)  # nothing is left to measure
+    other = table(tmp_path / "kernels.jsonl", commit="another")
+    assert not kernel_table.measure(other, CEILINGS, "cpu", lambda: True, TINY)
+    assert other.all() == []
+
+
+def test_the_limit_is_the_slower_of_bytes_and_flops():
+    wide = layers.Layer("wide", 4, 2048, 8192, 8192)
+    found = kernel_table.limit("direct norm", wide, CEILINGS)
+    assert found["limit_ms"] == pytest.approx(1e3 * 2 * 4 * 2048 * 8192**2 / 800e12)
+    thin = layers.Layer("thin", 16, 1024, 4096, 8, factors=64)
+    found = kernel_table.limit("direct norm", thin, CEILINGS)
+    assert found["limit_ms"] == pytest.approx(1e3 * 64 * (16 * 1024 * 4104 * 2 + 16 * 4) / 4e12)
+
+
+def test_a_wrong_answer_is_not_timed_and_a_failure_is_noted(monkeypatch, tmp_path):
+    monkeypatch.setitem(contenders.CONTENDERS["grad_sample"], "cuBLAS", lambda a, b, c: 1.1 * (b.mT @ a).float())
+
+    def too_large(a, b, c):
+        raise torch.OutOfMemoryError("no")
+
+    monkeypatch.setitem(contenders.CONTENDERS["grad_sample"], "Opacus", too_large)
+    found = table(tmp_path / "kernels.jsonl")
+    kernel_table.measure(found, CEILINGS, "cpu", never, TINY[:1])
+    notes = {row["contender"]: row.get("note") for row in found.all() if row["verb"] == "grad_sample"}
+    assert notes == {
+        "dpfast": None,
+        "cuBLAS": "wrong: not timed",
+        "Opacus": "does not fit memory",
+        "float hook": None,
+    }
+    assert all("ms" not in row for row in found.all() if "note" in row)
+
+
+def test_a_lost_device_leaves_a_row_that_is_not_tried_again(monkeypatch, tmp_path):
+    def lost(a, b, c):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setitem(contenders.CONTENDERS["grad_sample"], "dpfast", lost)
+    found = table(tmp_path / "kernels.jsonl")
+    with pytest.raises(kernel_table.DeviceLost):
+        kernel_table.measure(found, CEILINGS, "cpu", never, TINY[:1])
+    assert kernel_table.measure(found, CEILINGS, "cpu", never, TINY[:1])
+    assert sum("note" in row for row in found.all()) == 1
+
+
+def test_the_parts_run(monkeypatch, tmp_path):
+    tiny = workloads.gpt("tiny", n=4, t=8, d=16, blocks=1, vocabulary=20, check=4, dtype=BF16)
+    monkeypatch.setattr(step, "WORKLOADS", {"tiny": tiny})
+    assert gpu.run("steps", tmp_path, "cpu", 100.0) == 0
+    assert gpu.run("ceilings", tmp_path, "cpu", 100.0) == 0
+    found = rows.read(tmp_path / "step.jsonl")
+    assert {row["leg"] for row in found} == set(legs.LEGS)
+    assert all(row["ms"] > 0 for row in found if row["leg"].startswith(("plain", "dpfast")))
+    (ceilings,) = rows.read(tmp_path / "ceilings.jsonl")
+    assert min(ceilings[name] for name in ("copy", "bf16", "fp32")) > 0
+
+
+def test_smoke_runs_every_kernel(capsys):
+    gpu.smoke("cpu", [BF16])
+    said = capsys.readouterr().out
+    assert all(f"{verb}: relative error" in said for verb in layers.KERNEL)
+
+
+def test_the_tile_search_proposes_lines_that_the_table_reads(tmp_path):
+    layer = layers.Layer("GPT-2 up", 2, 40, 48, 80, BF16)
+    found = table(tmp_path / "tiles.jsonl")
+    stop = iter([False] * 4)
+    tile_search.measure(found, "cpu", lambda: next(stop, True), [layer])
+    assert len(found.all()) >= 2
+    assert all("ms" in row for row in found.all())
+    assert found.all()[0]["own"]
+
+    fast = {**found.all()[1], "ms": 0.5 * found.all()[0]["ms"]}
+    found.add(**fast)
+    (line,) = tile_search.proposal(found)
+    ((key, (row,)),) = _tiles._parse(line).items()
+    assert key == (layers.KERNEL[fast["verb"]], "interpreter", fast["dtype"])
+    assert replace(row.tile, source="") == replace(_tiles.Tile(**fast["tile"]), source="")
+    assert row.tile.source.startswith("measured on ")
+
+
+@pytest.mark.parametrize("arch", _tiles.ARCHES)
+def test_candidates_start_with_the_own_tile_and_fit_the_device(arch):
+    for verb, layer in ((verb, layer) for verb in layers.KERNEL for layer in layers.LAYERS):
+        own = _tiles.tile(layers.KERNEL[verb], layer.T, layer.D, layer.P, layer.dtype, arch)
+        found = tile_search.candidates(verb, layer, own, arch)
+        assert found[0] == own
+        assert len(set(found)) == len(found) <= tile_search.MOST
+        assert all(tile_search.fits(verb, layer, tile, arch) for tile in found[1:])
+
+
+def results(folder, **row):
+    """A README and kernel rows of an invented device."""
+    (folder / "docs").mkdir()
+    marks = "".join(
+        f"<!-- {name}: made by benchmarks/report.py -->\nold\n<!-- /{name} -->\n" for name in ("steps", "gpu")
+    )
+    (folder / "README.md").write_text(marks)
+    with (folder / "kernels.jsonl").open("w") as file:
+        for layer in layers.LAYERS[:3]:
+            for verb, name in kernel_table.cells(layer):
+                cell = {"layer": layer.name, "verb": verb, "contender": name, "ms": 2.0, "error": 1e-6, "tile": "64×64"}
+                sizes = {size: getattr(layer, size) for size in ("N", "T", "D", "P", "factors")}
+                limits = {**kernel_table.limit(verb, layer, CEILINGS), "limit_ms": 1.5, "ceilings": CEILINGS}
+                environment = {**rows.environment("cpu"), "machine": "a device", "commit": "c0ffee"}
+                file.write(json.dumps({**environment, **sizes, **cell, **limits, **row}) + "\n")
+
+
+def test_the_report_writes_tables_and_a_roofline(tmp_path):
+    results(tmp_path)
+    made = report.documents(tmp_path, tmp_path)
+    readme = made[tmp_path / "README.md"]
+    assert "old" not in readme
+    assert "| GPT-2 qkv (8, 1024, 768, 2304) | 75 % | 75 % | 75 % | 75 % |" in readme
+    assert "nothing has been measured" not in readme
+    assert "1.5 | 75 % | 2 (1e-06) |" in made[tmp_path / "docs" / "kernels.md"]
+    assert set(report.stale(tmp_path, tmp_path)) == set(made)
+    for path, text in made.items():
+        path.write_text(text)
+    assert report.stale(tmp_path, tmp_path) == []
+
+    kernel_report.roofline(kernel_report.newest(tmp_path), tmp_path / "roofline.png")
+    assert (tmp_path / "roofline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_rows_the_report_says_that_nothing_was_measured(tmp_path):
+    results(tmp_path)
+    (tmp_path / "kernels.jsonl").unlink()
+    made = report.documents(tmp_path, tmp_path)
+    assert "nothing has been measured yet" in made[tmp_path / "README.md"]
+    assert tmp_path / "docs" / "kernels.md" not in made
+
+
+def test_the_published_tables_are_what_the_rows_say():
+    assert report.stale() == [], "run `python benchmarks/report.py`"
