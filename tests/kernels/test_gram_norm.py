@@ -82,6 +82,15 @@ def test_many_blocks_of_positions():
     assert_close(result.bias_sq_norm, expected[1], tolerance=1e-5)
 
 
+@pytest.mark.parametrize("block", [16, 128])
+def test_chains_of_features(block):
+    """More than one chain of one operand, the last one ragged, and less than one of the other."""
+    pair = ordinary((BF16, BF16), N=2, T=20, D=300, P=30)
+    result = call(gram_norm, *pair, bias=True, tile=Tile(32, 0, 0, block, 4, 1, "test"), **row_norms(*pair))
+    for actual, expected in zip(result, oracle(*map(wide, pair)), strict=True):
+        assert_close(actual, expected, tolerance=1e-5)
+
+
 @pytest.mark.parametrize("shape", empty_shapes(), ids=str)
 def test_empty_dims(shape):
     N, T, D, P = shape

@@ -20,6 +20,7 @@ from kernel_cases import (
 )
 
 from dpfast.kernels import outer_norm, outer_product
+from dpfast.kernels._tiles import Tile
 
 
 def oracle(a, b):
@@ -55,6 +56,17 @@ def test_bitwise_the_norm_that_outer_product_takes_with_the_same_tile():
     if DEVICE == "cpu":  # the interpreter's tiles are the same for both
         assert identical(direct.sq_norm, written.sq_norm)
     assert identical(direct.bias_sq_norm, written.bias_sq_norm)
+
+
+def test_positions_in_parts():
+    """Bitwise the norm that is taken of gradients in parts."""
+    pair = ordinary((BF16, BF16), N=2, T=300, D=40, P=72)
+    tile = Tile(32, 64, 64, 0, 4, 1, "test", PART=128)
+    direct = call(outer_norm, *pair, bias=True, tile=tile)
+    written = call(outer_product, *pair, bias=True, norm=True, tile=tile)
+    assert identical(direct.sq_norm, written.sq_norm)
+    assert identical(direct.bias_sq_norm, written.bias_sq_norm)
+    assert_close(direct.sq_norm, oracle(*map(wide, pair))[0], tolerance=1e-6)
 
 
 @pytest.mark.parametrize("shape", empty_shapes(), ids=str)

@@ -1,5 +1,7 @@
 """outer_product against fp64."""
 
+from unittest import mock
+
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -21,7 +23,8 @@ from kernel_cases import (
     wide,
 )
 
-from dpfast.kernels import outer_product
+from dpfast.kernels import _tiles, outer_product
+from dpfast.kernels._tiles import Tile
 
 
 def oracle(a, b):
@@ -104,6 +107,39 @@ def test_a_sample_is_bitwise_the_same_in_any_batch():
     for field, expected in whole._asdict().items():
         assert identical(getattr(permuted, field), expected[permutation])
         assert identical(torch.cat([getattr(one, field) for one in alone]), expected)
+
+
+LONG = Tile(32, 64, 64, 0, 4, 1, "test", PART=128, TMA=True)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_positions_in_parts(dtype):
+    """Two parts, the last one shorter and ragged; samples in groups that fill the workspace, the last group smaller."""
+    pair = ordinary((dtype, dtype), N=3, T=300, D=40, P=72)
+    assert _tiles.split(LONG, 300, 40, 72, "interpreter") == (2, 256)
+    G, g, _, _ = oracle(*pair)
+    options = {"bias": True, "norm": True, "scale": 3.0, "tile": LONG}
+    result = call(outer_product, *pair, **options)
+    assert_close(result.grad_sample, 3.0 * G, tolerance=1e-6)
+    assert_close(result.bias_grad_sample, 3.0 * g, tolerance=1e-6)
+    assert_close(result.sq_norm, 9.0 * G.square().sum((1, 2)), tolerance=1e-6)
+    assert_close(result.bias_sq_norm, 9.0 * g.square().sum(1), tolerance=1e-6)
+    with mock.patch.object(_tiles, "WORKSPACE_BYTES", 4 * 2 * (2 * 72 * 41)):
+        in_groups = call(outer_product, *pair, **options)
+    alone = [outer_product(*(x.tensor[n : n + 1].clone() for x in pair), **options) for n in range(3)]
+    for field, expected in result._asdict().items():
+        assert identical(getattr(in_groups, field), expected)
+        assert identical(torch.cat([getattr(one, field) for one in alone]), expected)
+
+
+def test_chains_of_positions():
+    """More than one chain, the last one ragged, and no parts."""
+    pair = ordinary((BF16, BF16), N=1, T=300, D=16, P=20)
+    G, g, _, _ = oracle(*pair)
+    for block in (16, 128):
+        result = call(outer_product, *pair, bias=True, tile=Tile(block, 16, 32, 0, 4, 1, "test"))
+        assert_close(result.grad_sample, G, tolerance=1e-6)
+        assert_close(result.bias_grad_sample, g, tolerance=1e-6)
 
 
 def test_refuses_different_batches():
