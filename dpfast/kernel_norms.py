@@ -34,7 +34,8 @@ def sq_norm(activations: Tensor, backprops: Tensor, way: str) -> SquaredNorm:
     sq_a, sq_b = kernels.row_sq_norm(activations).double(), kernels.row_sq_norm(backprops).double()
     if way == "rank_one":
         return bounds.rank_one(sq_a.sum(-1), sq_b.sum(-1), d=d, p=p, width=max(d, p), dtype=torch.float32)
-    norm_a, norm_b = sq_a.sqrt(), sq_b.sqrt()
+    lost = bounds.smallest_normal(torch.float32)  # of each square that underflows
+    norm_a, norm_b = (sq_a + d * lost).sqrt(), (sq_b + p * lost).sqrt()
     row_products = (norm_a * norm_b).sum(-1)
     if way == "direct":
         total = kernels.outer_norm(activations, backprops).sq_norm.double()

@@ -139,10 +139,12 @@ def _without_dropped_samples(*tensors: Tensor, coefficients: Tensor) -> tuple[Te
 
 
 def row_norm(x: Tensor) -> Tensor:
-    """L2 norms along the last dimension, in fp64; no fp32 sum is longer than ``SUM_BLOCK`` terms."""
+    """L2 norms along the last dimension for error bounds, in fp64; no fp32 sum is longer than ``SUM_BLOCK`` terms, and
+    squares that underflow make none too small."""
+    lost = (x.shape[-1] * bounds.smallest_normal(compute_dtype(x))) ** 0.5
     if x.shape[-1] > SUM_BLOCK or x.stride(-1) != 1:
-        return row_sq_norm(x).sqrt_()
-    return torch.linalg.vector_norm(x.to(compute_dtype(x)), dim=-1).double()
+        return row_sq_norm(x).sqrt_().add_(lost)
+    return torch.linalg.vector_norm(x.to(compute_dtype(x)), dim=-1).double().add_(lost)
 
 
 def row_sq_norm(x: Tensor) -> Tensor:

@@ -131,6 +131,22 @@ def test_row_norms_do_not_underflow():
     assert s >= 20 * 80**0.5 * 1e-25 * 2 * 1e18
 
 
+def test_offsets_past_two_to_the_31():
+    """Only the pages that are written to take memory."""
+    buffer = torch.empty(3 * 2**30, dtype=BF16, device=DEVICE)
+
+    def far(F, start):
+        view = torch.as_strided(buffer, (2, 20, F), (2**31 + 64, 2**25 + 8, 1), start)
+        return view.copy_(torch.randn(2, 20, F, generator=torch.Generator().manual_seed(start)))
+
+    a, b = [far(40, 0), far(40, 4096)], [far(8, 2 * 4096), far(8, 3 * 4096)]
+    result = grouped_outer_norm(a, b, keep=True)
+    for g in range(2):
+        G = torch.einsum("ntp,ntd->npd", wide(b[g]), wide(a[g]))
+        assert_close(result.grad_sample[g], G, tolerance=1e-5)
+        assert_close(result.sq_norm[g], G.square().sum((1, 2)), tolerance=1e-5)
+
+
 def test_refuses_what_is_no_group():
     a, b = torch.ones(2, 3, 40), torch.ones(2, 3, 4)
     for activations, backprops in (([], []), ([a], []), ([a, a[:1]], [b, b[:1]]), ([a, a.half()], [b, b.half()])):
