@@ -158,11 +158,13 @@ class PatchProduct:
     def _error(self) -> Tensor:
         """How far :meth:`_convolved` may be from the exact gradients, in L2 norm, (N,): ``Σ_t |b_tp||a_td|`` is at most
         the product of two columns' norms, and a pixel is in at most as many patches as the kernel has places."""
-        norms = [row_sq_norm(x.reshape(self.num_samples, 1, -1)).sum(-1) for x in (self.image, self.rows)]
+        dtype = compute_dtype(self.image, self.rows)
+        lost = bounds.smallest_normal(dtype)  # of each square that underflows
+        flat = [x.reshape(self.num_samples, 1, -1) for x in (self.image, self.rows)]
+        norms = [row_sq_norm(x).sum(-1) + x.shape[-1] * lost for x in flat]
         places = self.shape[2:].numel()
         chain = self._block * self.rows.shape[3:].numel() + self._blocks
         row_products = (norms[0] * norms[1] * places).sqrt()
-        dtype = compute_dtype(self.image, self.rows)
         return bounds.chain_error(row_products, terms=chain, numel=self.shape.numel(), dtype=dtype)
 
     def _summed_by_group(self, image: Tensor, rows: Tensor, padding: Sequence[int]) -> Tensor:

@@ -114,6 +114,12 @@ def test_bad_sample_stays_alone(case, bad):
     assert norms[others].isfinite().all() and not norms[[3, 5]].isfinite().any()
 
 
+def test_images_whose_squares_underflow():
+    torch.manual_seed(0)
+    layer, x = nn.Conv2d(3, 4, 3, bias=False), 1e-25 * torch.randn(2, 3, 9, 9)
+    assert_within_stated_error(layer, x, 1e18 * torch.randn_like(layer(x)), looseness=1e-2)
+
+
 def test_long_sums_are_cut():
     layer = nn.Conv2d(4, 6, 3, padding=1)
     product = find_rule(layer)(layer, Activations([torch.randn(1, 4, 47, 40)]), torch.randn(1, 6, 47, 40))[layer.weight]
