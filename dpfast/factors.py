@@ -69,6 +69,9 @@ class OuterProduct:
         return ops.weighted_sum(self.activations, self.backprops, coefficients)
 
     def materialized(self) -> Dense:
+        if ops.groups(self.activations, self.backprops):
+            (direct,) = ops.grouped_direct([(self.activations, self.backprops)], keep=True)
+            return Dense(direct.grad_sample, error=direct.error, norm=direct.norm)
         return Dense(self.materialize(), error=reference.outer_product_error(self.activations, self.backprops))
 
     def kept(self) -> Factor:

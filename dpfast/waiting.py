@@ -28,7 +28,7 @@ class Waiting:
 
     def __init__(self, *, keep: bool):
         self._keep = keep
-        # By stream: what waits is taken on the stream that it was computed on.
+        # By stream: a queue that is full is taken on the stream that its factors were computed on.
         self._queues: dict[Hashable, list[tuple[OuterProduct, Callable]]] = {}
 
     def wants(self, factor: Factor) -> bool:

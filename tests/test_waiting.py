@@ -10,6 +10,7 @@ from torch import nn
 
 import dpfast
 from dpfast import ops, waiting
+from dpfast.factors import Dense, OuterProduct
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FEATURES, RANK = 72, 4
@@ -186,9 +187,23 @@ def test_shapes_may_differ_within_one_call(kernels_run):
         assert torch.equal(result.norm.value, ops.grouped_direct([(a, b)])[0].norm.value)
 
 
-def test_only_thin_outer_products_that_are_used_up_wait(kernels_run, monkeypatch):
-    from dpfast.factors import Dense, OuterProduct
+def test_kept_alone_or_together(kernels_run):
+    a, b = pairs(1, 3, 30, 80, 5, "ordinary", torch.bfloat16)[0]
+    alone, received = OuterProduct(a, b).kept(), []
+    queue = waiting.Waiting(keep=True)
+    for _ in range(2):
+        queue.add(OuterProduct(a, b), received.append)
+    assert not received
+    queue.take()
+    for dense in received:
+        assert torch.equal(dense.values, alone.values)
+        assert torch.equal(dense.error, alone.error)
+        assert all(map(torch.equal, dense.sq_norm(), alone.sq_norm()))
+    from_values = Dense(alone.values, error=alone.error).sq_norm()
+    torch.testing.assert_close(alone.sq_norm().value, from_values.value, rtol=1e-5, atol=0)
 
+
+def test_only_thin_outer_products_that_are_used_up_wait(kernels_run, monkeypatch):
     thin = OuterProduct(torch.ones(2, 30, 80), torch.ones(2, 30, 4))
     short = OuterProduct(torch.ones(2, 1, 80), torch.ones(2, 1, 4))
     both_wide = OuterProduct(torch.ones(2, 30, 80), torch.ones(2, 30, 100))
