@@ -12,7 +12,7 @@ from opacus.grad_sample import GradSampleModuleFastGradientClipping
 from opacus.grad_sample.utils import register_norm_sampler
 from opacus.optimizers import DPOptimizerFastGradientClipping
 from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
-from opacus_cases import opacus_example
+from opacus_cases import opacus_example, private, train, weights
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -309,3 +309,20 @@ def test_a_failing_pass_leaves_nothing_behind():
     with pytest.raises(ZeroDivisionError):
         ghost_step(model, losses, x, y, install=True)
     assert not backward._KEPT
+
+
+@pytest.mark.parametrize("name", ["mlp", "block"])
+def test_a_script_of_opacus_s(name):
+    """Its engine in ghost mode, Poisson batches, noise: the same weights and the same ε with one line more."""
+    runs = []
+    for install in (False, True):
+        if install:
+            dpfast.opacus.install()
+        engine, module, optimizer, criterion, batches = private(
+            None, name, sigma=1.0, criterion=nn.CrossEntropyLoss(), grad_sample_mode="ghost"
+        )
+        sizes = train(module, optimizer, criterion, batches)
+        runs.append((weights(module), sizes, engine.get_epsilon(1e-5)))
+    (exact, sizes, epsilon), (found, our_sizes, our_epsilon) = runs
+    assert sizes == our_sizes and epsilon == our_epsilon
+    assert_gradients(found, exact)
