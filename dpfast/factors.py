@@ -6,7 +6,7 @@ written unless asked for. A parameter that is used more than once has a list of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Protocol
 
 import torch
@@ -15,8 +15,12 @@ from torch import Tensor
 from dpfast import bounds, cost, ops, reference
 from dpfast.bounds import SquaredNorm
 
-STACKED_BYTES = 2**18
-"""Dense factors of at most so many bytes are stacked for their norms: a copy costs less than calls of their own."""
+STACKED_BYTES = {"cpu": 2**16, "cuda": 2**20}
+"""Factors of tensors of at most so many bytes are stacked for their norms: on a CPU more would not stay in the caches,
+and new memory costs page faults; a GPU copies so many in less than a launch takes."""
+
+STACKED_FACTORS = 64
+"""The most that are stacked at once, which bounds the copies' memory."""
 
 
 class Factor(Protocol):
@@ -80,7 +84,8 @@ class OuterProduct:
     @property
     def keeps(self) -> bool:
         """Whether :meth:`kept` writes the gradients."""
-        return cost.keeps(self.activations.shape[1], *self.shape)
+        gradient = self.shape.numel() * ops.accumulating_dtype(self.activations, self.backprops).itemsize
+        return cost.keeps(self.activations.shape[1], gradient, self.nbytes // max(1, self.num_samples))
 
     @property
     def nbytes(self) -> int:
@@ -204,9 +209,9 @@ class Dense:
         return reference.weighted_rows(self.values, coefficients)
 
     @property
-    def stacks(self) -> bool:
-        """Whether its norm is better taken with those of others (:func:`sq_norms`)."""
-        return self._norm is None and self.values.is_contiguous() and self.values.nbytes <= STACKED_BYTES
+    def has_norm(self) -> bool:
+        """Whether :meth:`sq_norm` has nothing left to compute."""
+        return self._norm is not None
 
     def materialized(self) -> Dense:
         return self
@@ -216,22 +221,50 @@ class Dense:
 
 
 def sq_norms(factors: Sequence[Factor]) -> list[SquaredNorm]:
-    """Every factor's ``sq_norm()``, the same bits; small dense ones of one shape (biases, layer norms) in one go."""
+    """Every factor's ``sq_norm()``, the same bits; small ones of one shape (biases, small layers) in one go.
+
+    A sample's numbers do not depend on the batch that it stands in, so several factors may stand in one.
+    """
     norms: dict[int, SquaredNorm] = {}
-    alike: dict[tuple, list[int]] = {}
+    alike: dict[Hashable, list[int]] = {}
     for i, factor in enumerate(factors):
-        if isinstance(factor, Dense) and factor.stacks:
-            v = factor.values
-            alike.setdefault((v.shape, v.dtype, v.device, factor.error is None), []).append(i)
-        else:
-            norms[i] = factor.sq_norm()
-    for (shape, _, _, exact), members in alike.items():
-        values = torch.cat([factors[i].values for i in members])
-        error = None if exact else torch.cat([factors[i].error for i in members])
-        together = reference.dense_sq_norm(values, error)
-        parts = zip(*(x.split(shape[0]) if shape[0] else [x] * len(members) for x in together), strict=True)
+        alike.setdefault(_likeness(factor) or i, []).append(i)
+    groups = [
+        all_of[k : k + STACKED_FACTORS] for all_of in alike.values() for k in range(0, len(all_of), STACKED_FACTORS)
+    ]
+    for members in groups:
+        if len(members) == 1:
+            norms[members[0]] = factors[members[0]].sq_norm()
+            continue
+        together = _stacked([factors[i] for i in members]).sq_norm()
+        parts = zip(*(x.unflatten(0, (len(members), -1)) for x in together), strict=True)
         norms.update(zip(members, map(SquaredNorm._make, parts), strict=True))
     return [norms[i] for i in range(len(factors))]
+
+
+def _likeness(factor: Factor) -> Hashable:
+    """What factors that are stacked have in common; None for one that is not."""
+    if isinstance(factor, Dense) and not factor.has_norm:
+        tensors = (factor.values,) if factor.error is None else (factor.values, factor.error)
+    elif isinstance(factor, OuterProduct):
+        tensors = (factor.activations, factor.backprops)
+    else:
+        return None
+    most = STACKED_BYTES.get(tensors[0].device.type, 0)
+    if factor.num_samples == 0 or any(x.nbytes > most or not x.is_contiguous() for x in tensors):
+        return None
+    return (type(factor), *((x.shape, x.dtype, x.device) for x in tensors))
+
+
+def _stacked(factors: Sequence[Dense] | Sequence[OuterProduct]) -> Factor:
+    """One factor with the samples of all."""
+
+    def all_of(name: str) -> Tensor:
+        return torch.cat([getattr(f, name) for f in factors])
+
+    if isinstance(factors[0], OuterProduct):
+        return OuterProduct(all_of("activations"), all_of("backprops"))
+    return Dense(all_of("values"), error=None if factors[0].error is None else all_of("error"))
 
 
 def row_sum(backprops: Tensor) -> Dense:

@@ -186,7 +186,8 @@ def test_norms_taken_together_have_the_bits_of_each(n, shapes, dtype, data):
         values = torch.randn(n, *shape).to(dtype)
         kind = data.draw(st.sampled_from(["exact", "with error", "strided", "outer product", "summed"]))
         if kind == "outer product":
-            factors.append(OuterProduct(torch.randn(n, 4, 3).to(dtype), torch.randn(n, 4, 2).to(dtype)))
+            t, d, p = data.draw(st.sampled_from([(1, 64, 40), (4, 30, 20), (20, 40, 33), (30, 20, 3)]))
+            factors.append(OuterProduct(torch.randn(n, t, d).to(dtype), torch.randn(n, t, p).to(dtype)))
         elif kind == "summed":
             factors.append(row_sum(torch.randn(n, 4, 17).to(dtype)))
         else:
@@ -200,6 +201,13 @@ def test_norms_taken_together_have_the_bits_of_each(n, shapes, dtype, data):
 
 
 def test_large_dense_factors_are_not_copied_for_their_norms(monkeypatch):
-    large = [Dense(torch.randn(2, STACKED_BYTES // 8 + 1)) for _ in range(2)]
+    large = [Dense(torch.randn(2, STACKED_BYTES["cpu"] // 8 + 1)) for _ in range(2)]
     monkeypatch.setattr(torch, "cat", None)
     assert len(sq_norms(large)) == 2
+
+
+def test_a_long_list_is_stacked_in_parts(monkeypatch):
+    monkeypatch.setattr("dpfast.factors.STACKED_FACTORS", 2)
+    factors = [Dense(torch.randn(3, 7)) for _ in range(5)]
+    for factor, together in zip(factors, sq_norms(factors), strict=True):
+        assert all(map(torch.equal, together, factor.sq_norm()))

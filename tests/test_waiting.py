@@ -73,6 +73,20 @@ def test_a_step_of_eight_layers_launches_no_more_norms_than_one_of_two(launches,
     assert few.count("_grouped_norm_kernel") == 2, "one for the wide-to-thin factors, one for the thin-to-wide ones"
 
 
+def test_small_layers_share_their_launches_too(launches):
+    """One position a sample (an MLP) or few: norms of rank one and Gram norms, and biases."""
+    counts = {}
+    for layers, middle in ((2, ()), (6, ()), (2, (3,)), (6, (3,))):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(m for _ in range(layers) for m in (nn.Linear(70, 70), nn.Tanh()))).to(DEVICE)
+        wrapped = dpfast.GradSampleModuleFastGradientClipping(model)
+        launches.clear()
+        wrapped(torch.randn(3, *middle, 70, device=DEVICE)).square().flatten(1).sum(1).mean().backward()
+        counts[layers, middle] = [name for name in launches if "weighted" not in name]
+    for middle in ((), (3,)):
+        assert counts[2, middle] == counts[6, middle] != []
+
+
 @pytest.mark.parametrize("passes", [1, 2])
 def test_as_the_reference(monkeypatch, passes):
     monkeypatch.setenv("DPFAST_BACKEND", "reference")
