@@ -5,7 +5,7 @@
 | rank_one | 2(D + P)               | none                        |
 | gram     | T²(D + P)              | none                        |
 | direct   | 2·T·D·P                | none                        |
-| keep     | none, 8·D·P bytes read and written | 4·D·P bytes instead of the inputs' T(D + P) |
+| keep     | none, 8·D·P bytes read and written | 4·D·P bytes in the place of the inputs  |
 
 A multiply-add counts as two FLOPs. ``gram`` counts the lower triangle only.
 """
@@ -20,9 +20,9 @@ from dpfast import bounds
 
 Way = Literal["rank_one", "gram", "direct", "keep"]
 
-KEEP_RATIO = 2.0
-"""A sample's gradient is kept where it has at most this many times the entries of the activations and backprops
-that would be kept in its place."""
+KEEP_RATIO = 1.0
+"""The memory budget of "keep": a sample's gradient is kept where it takes at most this many times the bytes of the
+activations and backprops that would be kept in its place."""
 
 MAX_GRAM_SLACK = 1e-3
 """The Gram way is left where its error bound would, on ordinary data, exceed this share of the norm."""
@@ -54,11 +54,10 @@ def norm_way(t: int, d: int, p: int) -> Literal["rank_one", "gram", "direct"]:
     return "direct"
 
 
-def keeps(t: int, d: int, p: int) -> bool:
-    """Whether to write G_n once, with its norm, and to read it for the clipped sum instead of a second GEMM."""
-    return t > 1 and d * p <= KEEP_RATIO * t * (d + p)
+def keeps(t: int, gradient_bytes: int, input_bytes: int) -> bool:
+    """Whether to write G_n once, with its norm, and to read it for the clipped sum instead of a second GEMM.
 
-
-def book_keeping_way(t: int, d: int, p: int) -> Way:
-    """The way of one-pass clipping for an outer product."""
-    return "keep" if keeps(t, d, p) else norm_way(t, d, p)
+    Args:
+        gradient_bytes, input_bytes: of one sample; what is kept, and what it is kept in the place of.
+    """
+    return t > 1 and gradient_bytes <= KEEP_RATIO * input_bytes

@@ -169,11 +169,9 @@ def _use(layer: str, parameter: str, rule: str, factor: Factor) -> Use:
             (t, d, p), groups = factor.matrix_shape, factor.groups
         else:
             t, (p, d) = factor.activations.shape[1], factor.shape
-        way = cost.book_keeping_way(t, d, p)
-        kept = d * p if way == "keep" else t * (d + p)
-        return Use(
-            layer, parameter, rule, way, (t, d, p), groups * cost.norm_flops(way, t, d, p), groups * _BYTES * kept
-        )
+        way = "keep" if factor.keeps else cost.norm_way(t, d, p)
+        kept = _BYTES * factor.shape.numel() if factor.keeps else factor.nbytes // max(1, factor.num_samples)
+        return Use(layer, parameter, rule, way, (t, d, p), groups * cost.norm_flops(way, t, d, p), kept)
     if isinstance(factor, Lookup):
         t, d = factor.indices.shape[1], factor.shape[1]
         return Use(layer, parameter, rule, "lookup", (t, d), 2 * t * d, _BYTES * t * d)

@@ -65,8 +65,8 @@ def by_onednn(r: int, k: int, c: int, like: Tensor) -> bool:
 
 
 def onednn(x: Tensor, y: Tensor) -> Tensor:
-    """``x yᵀ`` (r, k)·(c, k) in fp32, by copies where they are not contiguous: for rows with gaps oneDNN has its reference
-    implementation alone, a thousand times as slow."""
+    """``x yᵀ`` (r, k)·(c, k) in fp32, of copies where they are not contiguous: for rows with gaps oneDNN has only its
+    reference implementation, a thousand times as slow."""
     return torch.ops.mkldnn._linear_pointwise(x.contiguous(), y.contiguous(), None, "none", [], "")
 
 

@@ -210,7 +210,18 @@ class PatchProduct:
         return Dense(values, error=errors * (1.0 + 2.0**-40))
 
     def kept(self) -> Factor:
-        return self.materialized() if cost.keeps(*self.matrix_shape) else self
+        return self.materialized() if self.keeps else self
+
+    @property
+    def keeps(self) -> bool:
+        """Whether :meth:`kept` writes the gradients."""
+        gradient = self.shape.numel() * compute_dtype(self.image, self.rows).itemsize
+        return cost.keeps(self.matrix_shape[0], gradient, self.nbytes // max(1, self.num_samples))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the inputs."""
+        return self.image.nbytes + self.rows.nbytes
 
 
 @register_rule((nn.Conv1d, nn.Conv2d, nn.Conv3d), fresh=True)
