@@ -34,6 +34,26 @@ from ._launch import arch_of, launch, promote, validate, widens
 
 
 @triton.jit
+def _rows_of(step, c_ptr, stride_cn, N, T, FLAT: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Samples, positions, factors and mask of a step's rows; sample and factor are scalars in "per_sample".
+
+    Masked are rows past the end and those of samples whose factor is 0.
+    """
+    if FLAT:
+        offs_r = step * BLOCK_T + tl.arange(0, BLOCK_T)
+        n = (offs_r // T).to(tl.int64)
+        offs_t = (offs_r % T).to(tl.int64)
+        c = tl.load(c_ptr + n * stride_cn, mask=offs_r < N * T, other=0.0)
+        return n, offs_t, c, c != 0.0
+    else:
+        steps = tl.cdiv(T, BLOCK_T)
+        n = tl.cast(step // steps, tl.int64)
+        offs_t = (step % steps * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
+        c = tl.load(c_ptr + n * stride_cn)
+        return n, offs_t, c, offs_t < tl.where(c != 0.0, T, 0)
+
+
+@triton.jit
 def _weighted_column_sums(
     b_ptr,
     c_ptr,
@@ -43,22 +63,21 @@ def _weighted_column_sums(
     first,
     last,
     offs_p,
+    N,
     T,
     P,
+    FLAT: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """Σ c·b over rows [first, last) of one block of columns in fp32, zero outside P."""
+    """Σ c·b over steps [first, last) of one block of columns in fp32, zero outside P."""
     mask_p = offs_p < P
     acc = tl.zeros((BLOCK_T, BLOCK_P), tl.float32)
-    for start in range(first, last, BLOCK_T):
-        offs_r = start + tl.arange(0, BLOCK_T)
-        offs_n = (offs_r // T).to(tl.int64)
-        offs_t = (offs_r % T).to(tl.int64)
-        c = tl.load(c_ptr + offs_n * stride_cn, mask=offs_r < last, other=0.0)
-        b_ptrs = b_ptr + (offs_n * stride_bn + offs_t * stride_bt)[:, None] + offs_p[None, :]
-        b = tl.load(b_ptrs, mask=(c != 0.0)[:, None] & mask_p[None, :], other=0.0)
-        acc += c[:, None] * b.to(tl.float32)
+    for step in range(first, last):
+        n, offs_t, c, mask_r = _rows_of(step, c_ptr, stride_cn, N, T, FLAT, BLOCK_T)
+        b_ptrs = b_ptr + (n * stride_bn + offs_t * stride_bt)[:, None] + offs_p[None, :]
+        b = tl.load(b_ptrs, mask=mask_r[:, None] & mask_p[None, :], other=0.0)
+        acc += (c + tl.zeros((BLOCK_T,), tl.float32))[:, None] * b.to(tl.float32)
     return tl.sum(acc, axis=0)
 
 
@@ -73,7 +92,7 @@ def _to_bf16(x, WIDEN: tl.constexpr):
 
 
 @triton.jit
-def _per_sample_tile(
+def _weighted_tile(
     a_ptr,
     b_ptr,
     c_ptr,
@@ -86,97 +105,58 @@ def _per_sample_tile(
     last,
     offs_p,
     offs_d,
+    N,
     T,
     D,
     P,
-    WIDEN: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-):
-    """Steps [first, last) of a tile of W; a sample is cdiv(T, BLOCK_T) steps."""
-    mask_p = offs_p < P
-    mask_d = offs_d < D
-    steps = tl.cdiv(T, BLOCK_T)
-    acc = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
-    total = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
-    for step in range(first, last):
-        n = step // steps
-        i = step % steps
-        offs_t = (i * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
-        c = tl.load(c_ptr + n.to(tl.int64) * stride_cn)
-        mask_t = offs_t < tl.where(c != 0.0, T, 0)
-        b_ptrs = b_ptr + n.to(tl.int64) * stride_bn + offs_t[:, None] * stride_bt + offs_p[None, :]
-        a_ptrs = a_ptr + n.to(tl.int64) * stride_an + offs_t[:, None] * stride_at + offs_d[None, :]
-        b = tl.load(b_ptrs, mask=mask_t[:, None] & mask_p[None, :], other=0.0)  # (BLOCK_T, BLOCK_P)
-        a = tl.load(a_ptrs, mask=mask_t[:, None] & mask_d[None, :], other=0.0)  # (BLOCK_T, BLOCK_D)
-        if WIDEN:
-            b = b.to(tl.float32)
-            a = a.to(tl.float32)
-        # G[n] += bᵀ a
-        acc = tl.dot(tl.trans(b), a, acc, input_precision="ieee")
-        if i == steps - 1 or step == last - 1:
-            # W += c G[n], or the share of G[n] that falls into this part
-            total += c * acc
-            acc = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
-    return total
-
-
-@triton.jit
-def _flat_tile(
-    a_ptr,
-    b_ptr,
-    c_ptr,
-    stride_an,
-    stride_at,
-    stride_bn,
-    stride_bt,
-    stride_cn,
-    first,
-    last,
-    offs_p,
-    offs_d,
-    T,
-    D,
-    P,
+    FLAT: tl.constexpr,
     SPLIT: tl.constexpr,
     WIDEN: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """Rows [first, last) of a tile of W; row r is position r % T of sample r // T."""
+    """Steps [first, last) of a tile of W."""
     mask_p = offs_p < P
     mask_d = offs_d < D
+    steps = tl.cdiv(T, BLOCK_T)
     acc = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
-    for start in range(first, last, BLOCK_T):
-        offs_r = start + tl.arange(0, BLOCK_T)
-        offs_n = (offs_r // T).to(tl.int64)
-        offs_t = (offs_r % T).to(tl.int64)
-        c = tl.load(c_ptr + offs_n * stride_cn, mask=offs_r < last, other=0.0)  # (BLOCK_T,)
-        mask_r = c != 0.0
-        b_ptrs = b_ptr + (offs_n * stride_bn + offs_t * stride_bt)[:, None] + offs_p[None, :]
-        a_ptrs = a_ptr + (offs_n * stride_an + offs_t * stride_at)[:, None] + offs_d[None, :]
+    total = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
+    for step in range(first, last):
+        n, offs_t, c, mask_r = _rows_of(step, c_ptr, stride_cn, N, T, FLAT, BLOCK_T)
+        b_ptrs = b_ptr + (n * stride_bn + offs_t * stride_bt)[:, None] + offs_p[None, :]
+        a_ptrs = a_ptr + (n * stride_an + offs_t * stride_at)[:, None] + offs_d[None, :]
         b = tl.load(b_ptrs, mask=mask_r[:, None] & mask_p[None, :], other=0.0)  # (BLOCK_T, BLOCK_P)
         a = tl.load(a_ptrs, mask=mask_r[:, None] & mask_d[None, :], other=0.0)  # (BLOCK_T, BLOCK_D)
-        cb = tl.trans(c[:, None] * b.to(tl.float32))  # (BLOCK_P, BLOCK_T)
-        # W += (c b)ᵀ a
-        if SPLIT:
+        if FLAT:
+            # W += (c b)ᵀ a
             x = a.to(tl.float32)
-            cb_hi = _to_bf16(cb, WIDEN)
-            cb_lo = _to_bf16(cb - cb_hi.to(tl.float32), WIDEN)
-            a_hi = _to_bf16(x, WIDEN)
-            if a.dtype == tl.float16:
-                a_lo = _to_bf16(x - a_hi.to(tl.float32), WIDEN)
-                acc = tl.dot(cb_hi, a_lo, acc, input_precision="ieee")
-            acc = tl.dot(cb_lo, a_hi, acc, input_precision="ieee")
-            acc = tl.dot(cb_hi, a_hi, acc, input_precision="ieee")
+            cb = tl.trans(c[:, None] * b.to(tl.float32))  # (BLOCK_P, BLOCK_T)
+            if SPLIT:
+                cb_hi = _to_bf16(cb, WIDEN)
+                cb_lo = _to_bf16(cb - cb_hi.to(tl.float32), WIDEN)
+                a_hi = _to_bf16(x, WIDEN)
+                if a.dtype == tl.float16:
+                    a_lo = _to_bf16(x - a_hi.to(tl.float32), WIDEN)
+                    acc = tl.dot(cb_hi, a_lo, acc, input_precision="ieee")
+                acc = tl.dot(cb_lo, a_hi, acc, input_precision="ieee")
+                acc = tl.dot(cb_hi, a_hi, acc, input_precision="ieee")
+            else:
+                acc = tl.dot(cb, x, acc, input_precision="ieee")
         else:
-            acc = tl.dot(cb, a.to(tl.float32), acc, input_precision="ieee")
-    return acc
+            # G[n] += bᵀ a
+            if WIDEN:
+                b = b.to(tl.float32)
+                a = a.to(tl.float32)
+            acc = tl.dot(tl.trans(b), a, acc, input_precision="ieee")
+            if (step + 1) % steps == 0 or step == last - 1:
+                # W += c G[n], or the share of G[n] that falls into this part
+                total += c * acc
+                acc = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
+    return acc if FLAT else total
 
 
-@triton.jit(do_not_specialize=["N", "T", "splits", "steps_per_split", "rows_per_split"])
+@triton.jit(do_not_specialize=["N", "T", "steps_per_split", "steps"])
 def _weighted_sum_kernel(
     a_ptr,
     b_ptr,
@@ -192,9 +172,8 @@ def _weighted_sum_kernel(
     T,
     D,
     P,
-    splits,
+    steps,  # of the whole reduction
     steps_per_split,
-    rows_per_split,
     BIAS: tl.constexpr,
     FLAT: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -212,67 +191,26 @@ def _weighted_sum_kernel(
     pid = tl.program_id(0)
     pid_s = pid // programs
     pid_tile = pid % programs
-    first_row = pid_s * rows_per_split
-    last_row = tl.minimum(first_row + rows_per_split, N * T)
+    first = pid_s * steps_per_split
+    last = tl.minimum(first + steps_per_split, steps)
 
+    # fmt: off
     if pid_tile < tiles:
         offs_p = (pid_tile // tiles_d).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
         offs_d = (pid_tile % tiles_d).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
-        if FLAT:
-            total = _flat_tile(
-                a_ptr,
-                b_ptr,
-                c_ptr,
-                stride_an,
-                stride_at,
-                stride_bn,
-                stride_bt,
-                stride_cn,
-                first_row,
-                last_row,
-                offs_p,
-                offs_d,
-                T,
-                D,
-                P,
-                SPLIT,
-                WIDEN,
-                BLOCK_T,
-                BLOCK_D,
-                BLOCK_P,
-            )
-        else:
-            first = pid_s * steps_per_split
-            last = tl.minimum(first + steps_per_split, N * tl.cdiv(T, BLOCK_T))
-            total = _per_sample_tile(
-                a_ptr,
-                b_ptr,
-                c_ptr,
-                stride_an,
-                stride_at,
-                stride_bn,
-                stride_bt,
-                stride_cn,
-                first,
-                last,
-                offs_p,
-                offs_d,
-                T,
-                D,
-                P,
-                WIDEN,
-                BLOCK_T,
-                BLOCK_D,
-                BLOCK_P,
-            )
+        total = _weighted_tile(
+            a_ptr, b_ptr, c_ptr, stride_an, stride_at, stride_bn, stride_bt, stride_cn, first, last, offs_p, offs_d,
+            N, T, D, P, FLAT, SPLIT, WIDEN, BLOCK_T, BLOCK_D, BLOCK_P,
+        )
         out_ptrs = out_ptr + pid_s.to(tl.int64) * P * D + offs_p[:, None] * D + offs_d[None, :]
         tl.store(out_ptrs, total, mask=(offs_p < P)[:, None] & (offs_d < D)[None, :])
     elif BIAS:
         offs_p = (pid_tile - tiles).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
         sums = _weighted_column_sums(
-            b_ptr, c_ptr, stride_bn, stride_bt, stride_cn, first_row, last_row, offs_p, T, P, BLOCK_T, BLOCK_P
+            b_ptr, c_ptr, stride_bn, stride_bt, stride_cn, first, last, offs_p, N, T, P, FLAT, BLOCK_T, BLOCK_P,
         )
         tl.store(bias_ptr + pid_s.to(tl.int64) * P + offs_p, sums, mask=offs_p < P)
+    # fmt: on
 
 
 class WeightedSumResult(NamedTuple):
@@ -325,8 +263,7 @@ def weighted_sum(
     tiles_p = triton.cdiv(P, tile.BLOCK_P)
     tiles = tiles_p * triton.cdiv(D, tile.BLOCK_D)
     programs = tiles + (tiles_p if bias else 0)
-    blocks = triton.cdiv(N * T, tile.BLOCK_T)
-    steps = blocks if flat else N * triton.cdiv(T, tile.BLOCK_T)
+    steps = triton.cdiv(N * T, tile.BLOCK_T) if flat else N * triton.cdiv(T, tile.BLOCK_T)
     splits = _tiles.splits(max(tiles, 1), steps // 4, arch)  # a part keeps at least four steps
     out = torch.empty((splits, P, D), dtype=torch.float32, device=device)
     bias_out = torch.empty((splits, P), dtype=torch.float32, device=device) if bias else None
@@ -350,9 +287,8 @@ def weighted_sum(
             T=T,
             D=D,
             P=P,
-            splits=splits,
+            steps=steps,
             steps_per_split=triton.cdiv(steps, splits),
-            rows_per_split=triton.cdiv(blocks, splits) * tile.BLOCK_T,
             BIAS=bias,
             FLAT=flat,
             SPLIT=dtype != torch.float32,
