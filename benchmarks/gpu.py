@@ -7,6 +7,7 @@ Parts: the kernels' tests on the device; the same kernels under compute-sanitize
 measured ceilings; the kernel table; the steps; the search for better tiles. A part writes a row the moment it is
 measured, skips what this commit has a row of, and stops by itself when its time is used: run it again for the rest.
 Needs torch, Triton, pytest, hypothesis, opt_einsum and rich; Opacus's legs only where Opacus is installed. No network.
+Where the sources came without their history, DPFAST_COMMIT says which commit they are.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
-from rows import RESULTS, ROOT, Rows, environment
+from rows import RESULTS, ROOT, DeviceLost, Rows, environment
 
 PARTS = ("tests", "sanitize", "ceilings", "kernels", "steps", "tiles")
 AGAIN = 3  # exit status of a part whose device was lost to one row: a new process takes the next
@@ -62,7 +63,11 @@ def run(part: str, out: Path, device: str, budget_seconds: float) -> int:
     name = {"steps": "step.jsonl"}.get(part, f"{part}.jsonl")
     rows = Rows(out / name, environment(device), known=[RESULTS / name])
     print(f"{part}: {rows.environment['machine']}, commit {rows.environment['commit']}", flush=True)
-    status = RUNNERS[part](rows, device, lambda: max(0.0, until - time.monotonic()))
+    try:
+        status = RUNNERS[part](rows, device, lambda: max(0.0, until - time.monotonic()))
+    except DeviceLost as lost:
+        print(f"the device was lost: {lost}")
+        status = AGAIN
     print(f"{part}: rows in {rows.out}", flush=True)
     return status
 
@@ -134,12 +139,7 @@ def ceilings(rows: Rows, device: str, left: Left) -> int:
 def kernels(rows: Rows, device: str, left: Left) -> int:
     import kernel_table
 
-    try:
-        complete = kernel_table.measure(rows, kernel_table.ceilings(device), device, lambda: left() <= 0)
-    except kernel_table.DeviceLost as lost:
-        print(f"the device was lost: {lost}")
-        return AGAIN
-    if not complete:
+    if not kernel_table.measure(rows, kernel_table.ceilings(device), device, lambda: left() <= 0):
         print("out of time: run it again for the rest")
     return 0
 

@@ -18,10 +18,6 @@ from dpfast.kernels import _launch, _tiles, grouped_norm
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-class DeviceLost(RuntimeError):
-    """An error after which nothing runs on the device in this process."""
-
-
 def ceilings(device: str) -> dict[str, float]:
     """Measured limits: bytes per second of a copy, FLOP per second of a product in each dtype."""
     rates = {name: gemm_rate(device, dtype) for name, dtype in DTYPES.items()}
@@ -53,7 +49,7 @@ def measure(
             for name in (name for v, name in todo if v == verb):
                 if expired():
                     return False
-                row = rows.add(
+                rows.add(
                     layer=layer.name,
                     **{size: getattr(layer, size) for size in ("N", "T", "D", "P", "factors")},
                     dtype=str(layer.dtype).removeprefix("torch."),
@@ -63,8 +59,6 @@ def measure(
                     **limit(verb, layer, ceiling),
                     **cell(verb, name, layer, inputs, expected, device),
                 )
-                if "CUDA error" in row.get("note", ""):
-                    raise DeviceLost(row["note"])
             del expected
         del inputs
         gc.collect()
@@ -122,6 +116,9 @@ def busy_clock(call: Callable[[], object], ms: float, device: str) -> int | None
         return None
     for _ in range(min(200, 1 + int(300 / ms))):
         call()
-    clock = torch.cuda.clock_rate()
+    try:
+        clock = torch.cuda.clock_rate()
+    except (ModuleNotFoundError, RuntimeError):  # without NVML
+        clock = None
     torch.cuda.synchronize()
     return clock

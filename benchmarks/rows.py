@@ -36,6 +36,10 @@ def read(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+class DeviceLost(RuntimeError):
+    """An error after which nothing runs on the device in this process; its row is written."""
+
+
 class Rows:
     """The rows of one table. `out` is appended to; what it or `known` has of this environment is not measured again."""
 
@@ -56,6 +60,8 @@ class Rows:
         with self.out.open("a") as file:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
         self._found.append(row)
+        if "CUDA error" in row.get("note", ""):
+            raise DeviceLost(row["note"])
         return row
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, replace
 from itertools import product
 
@@ -94,13 +95,14 @@ def measure(rows: Rows, device: str, expired: Callable[[], bool], layers: Iterab
         todo = [t for t in candidates(verb, layer, row.tile, arch) if not rows.has(**key, tile=asdict(t))]
         if not todo or expired():
             continue
-        _compile_ahead(verb, layer, todo, device)
+        failures = _run_once_elsewhere(verb, layer, todo, device)
         inputs = layer.inputs(device)
         expected = exact(verb, *inputs)
-        for tile in todo:
+        for tile, failure in zip(todo, failures, strict=True):
             if expired():
                 return
-            rows.add(**key, tile=asdict(tile), own=tile == row.tile, **_cell(verb, inputs, expected, tile, device))
+            cell = {"note": failure} if failure else _cell(verb, inputs, expected, tile, device)
+            rows.add(**key, tile=asdict(tile), own=tile == row.tile, **cell)
 
 
 def _cell(verb: str, inputs: tuple, expected: Tensor, tile: Tile, device: str) -> dict:
@@ -116,19 +118,34 @@ def _cell(verb: str, inputs: tuple, expected: Tensor, tile: Tile, device: str) -
         return {"note": reason(failure)}
 
 
-def _compile_ahead(verb: str, layer: Layer, tiles: list[Tile], device: str) -> None:
-    """Fills Triton's cache on disk with all processors; the compiler itself takes seconds a tile."""
-    if device == "cuda":
-        workers = min(len(tiles), os.cpu_count() or 1, 12)
-        with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-            list(pool.map(_run_once, *zip(*((verb, layer, tile) for tile in tiles), strict=True)))
+def _run_once_elsewhere(verb: str, layer: Layer, tiles: list[Tile], device: str) -> list[str | None]:
+    """Why each tile cannot run, or None.
+
+    Fills Triton's cache on disk with all processors, for the compiler takes seconds a tile, and keeps from this process
+    what a compiler or a kernel may die of.
+    """
+    if device != "cuda":
+        return [None] * len(tiles)
+    workers = min(len(tiles), os.cpu_count() or 1, 12)
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        futures = [pool.submit(_run_once, verb, layer, tile) for tile in tiles]
+        wait(futures)
+    return [_failure(future) for future in futures]
+
+
+def _failure(future: Future) -> str | None:
+    try:
+        return future.result()
+    except BrokenProcessPool:
+        return "its process died, or one beside it"
 
 
 def _run_once(verb: str, layer: Layer, tile: Tile) -> str | None:
     try:
         CALLS[verb](*replace(layer, N=min(layer.N, 2)).inputs("cuda"), tile)
-    except Exception as failure:  # it fails again, with a row, where it is measured
-        return reason(failure)
+        torch.cuda.synchronize()
+    except Exception as failure:
+        return f"alone: {type(failure).__name__}"
     return None
 
 

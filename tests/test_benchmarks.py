@@ -122,7 +122,7 @@ def test_a_lost_device_leaves_a_row_that_is_not_tried_again(monkeypatch, tmp_pat
 
     monkeypatch.setitem(contenders.CONTENDERS["grad_sample"], "dpfast", lost)
     found = table(tmp_path / "kernels.jsonl")
-    with pytest.raises(kernel_table.DeviceLost):
+    with pytest.raises(rows.DeviceLost):
         kernel_table.measure(found, CEILINGS, "cpu", never, TINY[:1])
     assert kernel_table.measure(found, CEILINGS, "cpu", never, TINY[:1])
     assert sum("note" in row for row in found.all()) == 1
