@@ -13,6 +13,10 @@ class InputError(DpfastError, ValueError):
     """An argument does not fit: a shape, a dtype, a device, or a value out of its range."""
 
 
+class LossError(InputError, RuntimeError):
+    """A loss that is not one number; also of the type of torch's own error."""
+
+
 class StateError(DpfastError, ValueError):
     """A call came at the wrong time: hooks added twice, a norm read before any backward."""
 

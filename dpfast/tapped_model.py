@@ -34,6 +34,7 @@ from dpfast.registry import (
     owned_modules,
 )
 from dpfast.rules.functorch import functorch, linear_in_parameters
+from dpfast.scalar_loss import check_losses
 from dpfast.tap import (
     DetachableParameters,
     Record,
@@ -98,6 +99,7 @@ class TappedModel:
 
     def add(self) -> None:
         """Raises StateError where the model is tapped already."""
+        check_losses()
         for name, module in self.model.named_modules():
             if isinstance(module.__dict__.get("forward"), TappedForward):
                 where = f"{name} ({type(module).__name__})" if name else type(module).__name__

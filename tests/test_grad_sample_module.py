@@ -10,7 +10,7 @@ from cases import MODELS, Mlp, Transformer, example, mean_loss, sum_loss
 from torch import nn
 
 import dpfast
-from dpfast.errors import DpfastWarning, InputError, StateError, UnsupportedModuleError
+from dpfast.errors import DpfastWarning, InputError, LossError, StateError, UnsupportedModuleError
 from dpfast.testing import loop_over_samples, relative_error
 
 
@@ -310,13 +310,36 @@ def test_random_layer_without_a_rule():
         dpfast.GradSampleModule(nn.Sequential(nn.Linear(3, 3), Noisy()))(torch.ones(2, 3)).sum().backward()
 
 
-def test_loss_that_is_not_scalar_leaves_the_model_usable():
-    model, x, y = example("mlp")
-    wrapped = dpfast.GradSampleModule(model)
-    with pytest.raises(RuntimeError, match="scalar"):  # torch's own check, before anything of ours runs
-        F.cross_entropy(wrapped(x), y, reduction="none").backward()
-    assert model[0].weight.grad_sample is None
-    mean_loss(wrapped, x, y).backward()
-    assert model[0].weight.grad_sample is not None
-    with pytest.raises(InputError, match=r"shape \(1,\), not that of a scalar"):  # ours, where we are handed the loss
-        loop_over_samples(Mlp(), lambda m, x, y: F.cross_entropy(m(x), y, reduction="none"), x, y)
+@pytest.mark.parametrize(
+    "call", [lambda loss: loss.backward(), lambda loss: torch.autograd.backward(loss)], ids=["method", "function"]
+)
+@pytest.mark.parametrize("wrap", [dpfast.GradSampleModule, dpfast.GradSampleModuleFastGradientClipping])
+def test_loss_that_is_not_scalar(wrap, call):
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), torch.randn(5, 3)
+    wrapped = wrap(model)
+    for loss in (wrapped(x).sum(1), wrapped(x[:0]).sum(1)):
+        with pytest.raises(LossError, match=rf"shape \({len(loss)},\).*2 \(Linear\).*mean\(\)") as caught:
+            call(loss)
+        assert isinstance(caught.value, (dpfast.errors.DpfastError, ValueError))
+        assert isinstance(caught.value, RuntimeError)  # as torch's own
+    assert all(p.grad is None for p in model.parameters())
+    wrapped(x).sum(1).mean().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    with pytest.raises(RuntimeError, match="grad can be implicitly created only for scalar outputs") as caught:
+        call(nn.Linear(3, 2)(x).sum(1))  # no model of ours
+    assert not isinstance(caught.value, LossError)
+
+
+def test_loss_that_is_not_scalar_with_its_own_gradient_is_torchs_business():
+    model, x = nn.Linear(3, 2), torch.randn(5, 3)
+    wrapped = dpfast.GradSampleModule(model, loss_reduction="sum")
+    wrapped(x).backward(torch.ones(5, 2))
+    grad_sample = model.weight.grad_sample
+    wrapped.zero_grad()
+    wrapped(x).sum().backward()
+    assert torch.equal(model.weight.grad_sample, grad_sample)
+
+
+def test_loss_that_is_not_scalar_where_we_are_handed_it():
+    with pytest.raises(InputError, match=r"shape \(1,\), not that of a scalar"):
+        loop_over_samples(nn.Linear(3, 2), lambda m, x: m(x).sum(1), torch.randn(5, 3))

@@ -24,7 +24,7 @@ ORDER = [
     ["broadcast", "rules.attention", "rules.huggingface", "rules.recurrent"],
     [
         *("tap", "rules.convolution", "rules.embedding", "rules.functorch", "rules.linear", "rules.normalization"),
-        "rules.refused",
+        *("rules.refused", "scalar_loss"),
     ],
     ["registry", "merge", "reshaped", "waiting"],
     ["factors"],

@@ -1,0 +1,52 @@
+"""A loss that is not one number, found before torch refuses it: the error names the layer and what to do.
+
+``loss.backward()`` checks the loss's shape before it runs any hook, so its check is the one place where such an error
+can be made. The first wrapped model puts a check of dpfast in front of it, which looks at losses with more than one
+number only and leaves those alone that were made without a tap; everything else is torch's own.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpfast.errors import LossError
+
+
+def check_losses() -> None:
+    """Puts the check in front of ``torch.autograd.backward``. Safe to call twice."""
+    original = torch.autograd.backward
+    if hasattr(original, "_checks_losses"):
+        return
+
+    @functools.wraps(original)
+    def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+        if isinstance(tensors, Tensor) and grad_tensors is None and tensors.numel() != 1:
+            layer = _tapped_layer(tensors)
+            if layer is not None:
+                raise LossError(
+                    f"the loss has shape {tuple(tensors.shape)}, and backward() takes one number; it was made from the "
+                    f"output of {layer}: reduce it by .mean() (loss_reduction='mean') or .sum()"
+                )
+        return original(tensors, grad_tensors, *args, **kwargs)
+
+    backward._checks_losses = True
+    torch.autograd.backward = backward
+
+
+def _tapped_layer(loss: Tensor) -> str | None:
+    """The tapped layer nearest to the loss in its graph."""
+    nodes, seen = [loss.grad_fn], set()
+    while nodes:
+        node = nodes.pop(0)
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        record = getattr(node, "record", None)  # of tap._TapFunction
+        if record is not None and hasattr(record, "tap"):
+            return record.tap.layer
+        nodes.extend(following for following, _ in node.next_functions)
+    return None
