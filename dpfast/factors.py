@@ -76,7 +76,7 @@ class OuterProduct:
         if ops.groups(self.activations, self.backprops):
             (direct,) = ops.grouped_direct([(self.activations, self.backprops)], keep=True)
             return Dense(direct.grad_sample, error=direct.error, norm=direct.norm)
-        return Dense(self.materialize(), error=reference.outer_product_error(self.activations, self.backprops))
+        return Dense(self.materialize(), error=ops.grad_sample_error(self.activations, self.backprops))
 
     def kept(self) -> Factor:
         return self.materialized() if self.keeps else self
@@ -161,7 +161,7 @@ class Lookup:
     def _error(self) -> Tensor:
         """How far the summed rows may be from the exact ones, in L2 norm."""
         rows = self.rows()
-        row_sums = reference.row_sq_norm(rows).sqrt().sum(-1)
+        row_sums = reference.row_norm(rows).sum(-1)
         positions, width = rows.shape[1:]
         return bounds.chain_error(row_sums, terms=positions, numel=positions * width, dtype=rows.dtype)
 
@@ -272,7 +272,7 @@ def row_sum(backprops: Tensor) -> Dense:
     rows = backprops.flatten(1, -2) if backprops.dim() > 2 else backprops.unsqueeze(1)
     if rows.shape[1] == 1:
         return Dense(rows.squeeze(1).to(reference.compute_dtype(rows)))
-    sums = reference.row_sq_norm(rows).sqrt().sum(-1)
+    sums = reference.row_norm(rows).sum(-1)
     error = bounds.chain_error(sums, terms=rows.shape[1], numel=rows.shape[2], dtype=reference.compute_dtype(rows))
     return Dense(reference.bias_grad_sample(rows), error=error)
 

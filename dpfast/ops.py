@@ -294,6 +294,13 @@ def certified_sq_norm(
     return SquaredNorm(*_call(_sq_norm_op, _sq_norm, activations, backprops, way, backend))
 
 
+def grad_sample_error(activations: Tensor, backprops: Tensor) -> Tensor:
+    """How far :func:`grad_sample` with ``backend="auto"`` may be from the exact G_n, in L2 norm, (N,) fp64."""
+    backend = choose_backend("auto", activations.device, reference.compute_dtype(activations, backprops))
+    kernel_chain = import_kernels()[0].CHAIN if backend == "triton" else None
+    return reference.outer_product_error(activations, backprops, kernel_chain)
+
+
 def groups(activations: Tensor, backprops: Tensor) -> bool:
     """Whether direct norms of such pairs (N, T, ·) are better taken many at once (:func:`grouped_direct`): thin ones,
     where kernels run."""

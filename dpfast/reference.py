@@ -200,14 +200,18 @@ def rank_one_sq_norm(activations: Tensor, backprops: Tensor) -> SquaredNorm:
     return bounds.rank_one(sq_a, sq_b, d=activations.shape[-1], p=backprops.shape[-1], width=SUM_BLOCK, dtype=dtype)
 
 
-def outer_product_error(activations: Tensor, backprops: Tensor) -> Tensor:
-    """How far :func:`grad_sample` may be from the exact G_n, in L2 norm, (N,) fp64."""
+def outer_product_error(activations: Tensor, backprops: Tensor, kernel_chain: int | None = None) -> Tensor:
+    """How far :func:`grad_sample` may be from the exact G_n, in L2 norm, (N,) fp64.
+
+    With ``kernel_chain``: the kernels', see :func:`bounds.direct_error`.
+    """
     row_products = (row_norm(activations) * row_norm(backprops)).sum(-1)
     return bounds.direct_error(
         row_products,
         positions=activations.shape[1],
         numel=activations.shape[2] * backprops.shape[2],
         dtype=compute_dtype(activations, backprops),
+        kernel_chain=kernel_chain,
     )
 
 

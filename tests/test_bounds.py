@@ -7,7 +7,7 @@ import torch
 from cases import exact_norms, hostile
 
 from dpfast import bounds, cost, kernel_norms, ops, reference
-from dpfast.factors import Lookup
+from dpfast.factors import Lookup, OuterProduct
 
 
 def test_against_exact_rationals():
@@ -63,6 +63,20 @@ def test_chains_keep_the_direct_ways_slack_small():
     assert slack(1024, chain) < 1.01e-3
     assert slack(1024, 1024) > 7e-3
     assert slack(100, chain) == slack(100, 100)
+
+
+def test_kept_gradients_carry_the_error_of_what_made_them(monkeypatch):
+    """Tensor cores cut off: what kernels wrote may be further from the exact gradient than what the reference wrote."""
+    a, b = torch.randn(2, 200, 70), torch.randn(2, 200, 80)
+    by_reference = OuterProduct(a, b).materialized().error
+    monkeypatch.setenv("DPFAST_BACKEND", "triton")
+    kept = OuterProduct(a, b).materialized()
+    chain = kernel_norms.import_kernels()[0].CHAIN
+    row_products = (a.double().norm(dim=2) * b.double().norm(dim=2)).sum(1)
+    least = bounds.gamma(bounds.kernel_terms(200, chain), torch.float32) * row_products
+    assert (kept.error >= least).all()
+    assert (kept.error > by_reference).all()
+    assert (kept.sq_norm().upper.sqrt() >= exact_norms(a, b)).all()
 
 
 def test_reduced_matmul_precision_widens_the_bound():
