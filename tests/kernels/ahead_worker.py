@@ -24,11 +24,11 @@ from dpfast.kernels import _launch, _tiles
 
 @contextlib.contextmanager
 def recording(arch):
-    """Launches as a list of (kernel, arguments, tile), none of them made, for tensors said to be on `arch`."""
+    """Launches as a list of (kernel, arguments, tile, programs), none made, for tensors said to be on `arch`."""
     launches = []
 
     def recorder(kernel, programs, tile, device, **arguments):
-        launches.append((kernel, arguments, tile))
+        launches.append((kernel, arguments, tile, programs))
 
     with contextlib.ExitStack() as stack:
         for name, module in list(sys.modules.items()):
@@ -40,7 +40,7 @@ def recording(arch):
 
 
 def record(job, tile):
-    """(kernel, arguments, tile) of the launch that the job's launcher makes."""
+    """(kernel, arguments, tile, programs) of the launch that the job's launcher makes."""
     N, T, D, P = 8, job["T"], job["D"], job["P"]
     dtype = getattr(torch, job["dtype"])
     a = torch.empty((N, T, D), dtype=dtype, device="meta")
@@ -61,7 +61,7 @@ def record(job, tile):
 
 
 def compile_job(job):
-    kernel, arguments, tile = record(job, _tiles.Tile(**job["tile"]))
+    kernel, arguments, tile, _ = record(job, _tiles.Tile(**job["tile"]))
     signature, constexprs, aligned = _launch.specialize(kernel, arguments)
     target = _launch.TARGETS[job["arch"]]
     return asdict(_launch.compile_ahead(kernel, signature, constexprs, target, tile, aligned))
