@@ -96,7 +96,7 @@ def _cross_with_values(rows: Tensor, indices: Tensor, other: Dense, size: Tensor
     dtype = reference.compute_dtype(rows, other.values)
     picked = other.values.gather(1, indices.unsqueeze(-1).expand_as(rows)).to(dtype)
     cross = reference.sum_blocks((picked * rows).sum(-1).double())
-    sizes = reference.row_sq_norm(picked).sqrt() * reference.row_sq_norm(rows).sqrt()
+    sizes = reference.row_norm(picked) * reference.row_norm(rows)
     d = rows.shape[-1]
     error = bounds.chain_error(sizes.sum(-1), terms=d + 1, numel=indices.shape[1] ** 2, dtype=dtype)
     return cross, error if other.error is None else error + size * other.error
@@ -110,7 +110,7 @@ def _cross_with_product(rows: Tensor, indices: Tensor, a: Tensor, b: Tensor) -> 
     picked = b.mT.gather(1, indices.unsqueeze(-1).expand(-1, -1, s)).to(dtype)  # (N, T, S)
     products = reference.gram_tile(rows, a)  # β_t · a_s
     cross = (picked * products).sum(-1).double().sum(-1)
-    norm_rows, norm_a = reference.row_sq_norm(rows).sqrt(), reference.row_sq_norm(a).sqrt()
+    norm_rows, norm_a = reference.row_norm(rows), reference.row_norm(a)
     by_size = torch.einsum("nts,nt,ns->n", picked.abs().double(), norm_rows, norm_a)
     by_product = (picked.abs() * products.abs()).sum(-1).double().sum(-1)
     dots = bounds.gamma_matmul(bounds.blocked_terms(d, bounds.DOT_BLOCK) + 1, dtype)

@@ -13,12 +13,8 @@ from torch import Tensor, nn
 from dpfast import bounds
 from dpfast.errors import UnsupportedModuleError
 from dpfast.factors import Dense, Factor, channel_sum
-from dpfast.reference import compute_dtype, row_norm, row_sq_norm, sum_block
+from dpfast.reference import compute_dtype, row_norm, sum_block
 from dpfast.registry import Activations, register_rule
-
-
-def _row_norms(values: Tensor) -> Tensor:
-    return row_sq_norm(values).sqrt()
 
 
 def _summed(values: Tensor, error_of_rows: Tensor | None = None) -> Dense:
@@ -29,7 +25,7 @@ def _summed(values: Tensor, error_of_rows: Tensor | None = None) -> Dense:
     """
     if values.shape[1] == 1:
         return Dense(values.squeeze(1), error=None if error_of_rows is None else error_of_rows.sum(1))
-    norms = _row_norms(values).sum(-1)
+    norms = row_norm(values).sum(-1)
     error = bounds.chain_error(norms, terms=values.shape[1], numel=values.shape[2], dtype=values.dtype)
     return Dense(values.sum(1), error=error if error_of_rows is None else error + error_of_rows.sum(1))
 
@@ -43,7 +39,7 @@ def _factors(
     weight, bias = layer.weight, getattr(layer, "bias", None)
     if weight is not None and weight.requires_grad:
         values = normalized * backprops
-        error = relative_error.double() * (_row_norms(backprops) + _row_norms(values))
+        error = relative_error.double() * (row_norm(backprops) + row_norm(values))
         summed = _summed(values, error)
         factors[weight] = Dense(summed.values.view(-1, *weight.shape), error=summed.error)
     if bias is not None and bias.requires_grad:
