@@ -40,8 +40,15 @@ SUBJECTS = [
     "schedulers",
 ]
 
-EXPECTED: dict[str, str] = {}
-"""Tests whose expectation is one of Opacus's defects (docs/migration.md), by "Class::test": the reason."""
+EXPECTED: dict[str, dict[str, str]] = {
+    "1.5.4": {
+        "GradSampleModuleFastGradientClippingTest::test_norm_calculation_fast_gradient_clipping": (
+            "wants norms to 1e-3 where a gradient cancels to zero; a Gram product in fp32 knows them to 1e-2, and "
+            "dpfast gives the upper end (Opacus 1.6 tests in fp64, where both agree)"
+        ),
+    }
+}
+"""By version of Opacus, tests whose expectation is a defect of it (docs/migration.md): "Class::test": the reason."""
 
 
 def outcomes(opacus: Path, torchvision: Path | None, with_dpfast: bool, expression: str) -> dict[str, str]:
@@ -77,14 +84,16 @@ def outcomes(opacus: Path, torchvision: Path | None, with_dpfast: bool, expressi
     return found
 
 
-def compare(without: dict[str, str], with_dpfast: dict[str, str], selected: bool) -> list[str]:
+def compare(
+    without: dict[str, str], with_dpfast: dict[str, str], expected: dict[str, str], selected: bool
+) -> list[str]:
     """What is wrong, a line each."""
     wrong = []
     for name, before in without.items():
         after = with_dpfast.get(name, "not run")
-        if before == "passed" and after != "passed" and name not in EXPECTED:
+        if before == "passed" and after != "passed" and name not in expected:
             wrong.append(f"{name}: passes without dpfast, with it: {after}")
-    for name in EXPECTED:
+    for name in expected:
         if with_dpfast.get(name) == "passed":
             wrong.append(f"{name}: is in EXPECTED and passes; take it out")
         if name not in without and not selected:
@@ -118,9 +127,10 @@ def main() -> None:
     for name, outcome in results[0].items():
         if outcome not in ("passed", "skipped"):
             print(f"fails without dpfast too: {name}: {outcome}")
-    for name, reason in EXPECTED.items():
+    expected = EXPECTED.get(version, {})
+    for name, reason in expected.items():
         print(f"expected: {name}: {reason}")
-    wrong = compare(*results, selected=bool(options.k))
+    wrong = compare(*results, expected, selected=bool(options.k))
     print("\n".join(wrong) if wrong else "every test that passes without dpfast passes with it")
     sys.exit(bool(wrong) or not any(v == "passed" for v in results[0].values()))
 
