@@ -158,7 +158,9 @@ def tiles(rows: Rows, device: str, left: Left) -> int:
     import tile_search
 
     tile_search.measure(rows, device, lambda: left() <= 0)
-    print("\n".join(tile_search.proposal(rows)))
+    proposal = "".join(f"{line}\n" for line in tile_search.proposal(rows))
+    rows.out.with_name("tiles-proposal.txt").write_text(proposal)
+    print(f"for kernels/_tile_rows.py, each before the row of its conditions:\n{proposal or 'nothing better'}")
     return 0
 
 

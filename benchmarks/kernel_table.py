@@ -43,6 +43,8 @@ def measure(
         ]
         if not todo:
             continue
+        if expired():
+            return False
         inputs = [layer.inputs(device, seed) for seed in range(layer.factors)]
         for verb in dict.fromkeys(verb for verb, _ in todo):
             expected = [exact(verb, *pair) for pair in inputs[:2]]
