@@ -23,7 +23,7 @@ Why the blocks are what they are
 - Convolutions (T long, D·P small): small blocks and short parts, so that one sample has enough programs.
 - LM heads: the general rows' tiles so far, in rows of their own; enough tiles to never split T.
 - Gram tiles hold three accumulators: B's sum, A's sum and A's chain. At 128×128 on sm_90 they fit where a step is a
-  whole chain (steps of 64: 43 spill instructions); on sm_100 they do not (41), so its tiles are 64×64.
+  whole chain (steps of 64: 43 spill instructions); on sm_100 and sm_80 they do not, so tiles are 64×64 there.
 - Rows not a multiple of 16 long are loaded element by element through pointers with a 64-bit address each: blocks of
   4096 elements at most an operand and step.
 - fp32 is IEEE: fused multiply-adds on the ordinary cores, where 64×64 by 16 fits the registers.
@@ -47,7 +47,7 @@ outer_product sm_80 16-bit D<=64,P<=64 T32D64P64 4 4 512 ptr | HMMA, 64 rows at 
 outer_product sm_80 16-bit P<=16 T32D128P16 4 4 256 ptr | HMMA, P in the 16 columns
 outer_product sm_80 16-bit P<=32 T32D128P32 8 4 512 ptr | HMMA, P in the 32 columns
 outer_product sm_80 16-bit P<=64 T32D128P64 4 4 512 ptr | HMMA, P in the 64 columns
-outer_product sm_80 16-bit D<=16 T32D16P128 4 4 256 ptr | HMMA, D in the 16 columns
+outer_product sm_80 16-bit D<=16 T32D16P128 8 4 256 ptr | HMMA, D in the 16 columns
 outer_product sm_80 16-bit D<=32 T32D32P128 4 4 512 ptr | HMMA, D in the 32 columns
 outer_product sm_80 16-bit D<=64 T32D64P128 4 4 512 ptr | HMMA, D in the 64 columns
 outer_product sm_80 16-bit P>=65536,D%16,P%16 T32D128P128 8 4 0 ptr | LM head: two accumulators of 64 registers, never split
@@ -96,7 +96,7 @@ outer_norm sm_80 16-bit D<=64,P<=64 T32D64P64 4 4 512 ptr | HMMA, 64 rows at lea
 outer_norm sm_80 16-bit P<=16 T32D128P16 4 4 256 ptr | HMMA, P in the 16 columns
 outer_norm sm_80 16-bit P<=32 T32D128P32 8 4 512 ptr | HMMA, P in the 32 columns
 outer_norm sm_80 16-bit P<=64 T32D128P64 4 4 512 ptr | HMMA, P in the 64 columns
-outer_norm sm_80 16-bit D<=16 T32D16P128 4 4 256 ptr | HMMA, D in the 16 columns
+outer_norm sm_80 16-bit D<=16 T32D16P128 8 4 256 ptr | HMMA, D in the 16 columns
 outer_norm sm_80 16-bit D<=32 T32D32P128 4 4 512 ptr | HMMA, D in the 32 columns
 outer_norm sm_80 16-bit D<=64 T32D64P128 4 4 512 ptr | HMMA, D in the 64 columns
 outer_norm sm_80 16-bit P>=65536,D%16,P%16 T32D128P128 8 4 0 ptr | LM head: two accumulators of 64 registers, never split
@@ -142,16 +142,16 @@ outer_norm sm_80,sm_90,sm_100,gfx942 fp32 * T16D64P64 8 3 1024 ptr | IEEE multip
 gram_norm sm_80 16-bit T<=16,D%16,P%16 T16K64 1 3 0 ptr | one warp a tile of 16 rows
 gram_norm sm_80 16-bit T<=32,D%16,P%16 T32K64 4 3 0 ptr | HMMA: warpgroup MMA starts at 64 rows
 gram_norm sm_80 16-bit T<=64,D%16,P%16 T64K64 4 3 0 ptr | three accumulators of 32 registers
-gram_norm sm_80 16-bit P>=65536,D%16,P%16 T128K32 8 4 0 ptr | LM head: as the general row
-gram_norm sm_80 16-bit D%16,P%16 T128K32 8 4 0 ptr | B and two accumulators of A stay in 247 registers
+gram_norm sm_80 16-bit P>=65536,D%16,P%16 T64K64 4 3 0 ptr | LM head: as the general row
+gram_norm sm_80 16-bit D%16,P%16 T64K64 4 3 0 ptr | B and two accumulators of A stay in 178 registers, which 128 rows spill with Triton 3.6
 gram_norm sm_80 16-bit T<=32 T32K32 4 2 0 ptr | element by element
 gram_norm sm_80 16-bit * T64K32 8 2 0 ptr | element by element, 16 accumulators a thread
 # gram_norm sm_90
 gram_norm sm_90 16-bit T<=16,D%16,P%16 T16K128 1 3 0 tma | one warp a tile of 16 rows
 gram_norm sm_90 16-bit T<=32,D%16,P%16 T32K128 4 3 0 tma | HMMA: warpgroup MMA starts at 64 rows
 gram_norm sm_90 16-bit T<=64,D%16,P%16 T64K128 4 3 0 tma | three accumulators of 32 registers
-gram_norm sm_90 16-bit P>=65536,D%16,P%16 T128K128 8 3 0 tma | LM head: as the general row
-gram_norm sm_90 16-bit D%16,P%16 T128K128 8 3 0 tma | a step is a chain: 232 registers by descriptors, 252 by pointers, 192 KiB of stages
+gram_norm sm_90 16-bit P>=65536,D%16,P%16 T128K128 8 2 0 tma | LM head: as the general row
+gram_norm sm_90 16-bit D%16,P%16 T128K128 8 2 0 tma | a step is a chain: 232 registers by descriptors; a third stage spills by pointers with Triton 3.6
 gram_norm sm_90 16-bit T<=32 T32K32 4 2 0 tma | element by element
 gram_norm sm_90 16-bit * T64K32 8 2 0 tma | element by element, 16 accumulators a thread
 # gram_norm sm_100
