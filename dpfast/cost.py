@@ -20,7 +20,7 @@ from dpfast import bounds
 
 Way = Literal["rank_one", "gram", "direct", "keep"]
 
-KEEP_RATIO = 1.0
+KEEP_RATIO = 1.5
 """The memory budget of "keep": a sample's gradient is kept where it takes at most this many times the bytes of the
 activations and backprops that would be kept in its place."""
 

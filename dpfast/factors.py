@@ -55,7 +55,7 @@ class OuterProduct:
         activations: (N, ..., D); backprops: (N, ..., P). Kept, not copied; never written to.
     """
 
-    def __init__(self, activations: Tensor, backprops: Tensor, *, where: str = "OuterProduct"):
+    def __init__(self, activations: Tensor, backprops: Tensor, *, where: object = "OuterProduct"):
         self.activations, self.backprops = ops.as_rows(activations, backprops, where)
         self.shape = torch.Size((self.backprops.shape[-1], self.activations.shape[-1]))
 
@@ -277,11 +277,16 @@ def row_sum(backprops: Tensor) -> Dense:
     return Dense(reference.bias_grad_sample(rows), error=error)
 
 
-def channel_sum(backprops: Tensor, row_norms: Tensor) -> Dense:
+def channel_sum(backprops: Tensor, row_norms: Tensor, sums: Tensor | None = None) -> Dense:
     """The gradients of a bias by channel: ``g_n = Σ_t b_nct`` from contiguous backprops (N, C, T) and their norms over
-    T, (N, C). The error follows from ``Σ_t |b_nct| <= √T ‖b_nc‖``."""
+    T, (N, C). The error follows from ``Σ_t |b_nct| <= √T ‖b_nc‖``.
+
+    Args:
+        sums: the g_n, where they are known, added in blocks of ``reference.sum_block``.
+    """
     block = reference.sum_block(backprops.shape[2])
-    blocks = backprops.unflatten(2, (-1, block)) if block else backprops.unsqueeze(2)
     error = bounds.gamma(block + 1, backprops.dtype) * backprops.shape[2] ** 0.5 * row_norms
-    sums = blocks.sum(-1).sum(-1, dtype=torch.float64).to(backprops.dtype)
-    return Dense(sums, error=error.norm(dim=1))
+    if sums is None:
+        blocks = backprops.unflatten(2, (-1, block)) if block else backprops.unsqueeze(2)
+        sums = blocks.sum(-1).sum(-1, dtype=torch.float64)
+    return Dense(sums.to(backprops.dtype), error=error.norm(dim=1))

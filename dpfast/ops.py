@@ -192,34 +192,38 @@ def _call(op: Callable, function: Callable, *args: Any) -> Any:
     return op(*args) if torch.compiler.is_compiling() else function(*args)
 
 
-def as_rows(activations: Tensor, backprops: Tensor, where: str = "ops") -> tuple[Tensor, Tensor]:
+def as_rows(activations: Tensor, backprops: Tensor, where: object = "ops") -> tuple[Tensor, Tensor]:
     """Both tensors as (N, T, ·): 2-D inputs get T = 1, the middle dimensions of n-D inputs are flattened.
 
     Raises:
         InputError: fewer than two dimensions, leading dimensions or devices that differ, a dtype that is not
             floating point; the message names ``where``, both shapes and the remedy.
     """
-    shapes = f"activations {tuple(activations.shape)} and backprops {tuple(backprops.shape)}"
     if activations.dim() < 2 or activations.shape[:-1] != backprops.shape[:-1]:
         raise InputError(
-            f"{where}: {shapes} do not fit; they must be (N, ..., in_features) and (N, ..., out_features) with "
-            "the same N and the same dimensions in between"
+            f"{where}: {_shapes(activations, backprops)} do not fit; they must be (N, ..., in_features) and "
+            "(N, ..., out_features) with the same N and the same dimensions in between"
         )
     if activations.device != backprops.device:
         raise InputError(
-            f"{where}: {shapes} are on {activations.device} and {backprops.device}; move them to one device"
+            f"{where}: {_shapes(activations, backprops)} are on {activations.device} and {backprops.device}; move "
+            "them to one device"
         )
     for name, x in (("activations", activations), ("backprops", backprops)):
         if x.dtype not in _FLOATING:
             raise InputError(
                 f"{where}: {name} {tuple(x.shape)} has dtype {x.dtype}; use bfloat16, float16, "
-                f"float32 or float64 ({shapes})"
+                f"float32 or float64 ({_shapes(activations, backprops)})"
             )
     if activations.dim() == 2:
         return activations.unsqueeze(1), backprops.unsqueeze(1)
     if activations.dim() > 3:
         return activations.flatten(1, -2), backprops.flatten(1, -2)
     return activations, backprops
+
+
+def _shapes(activations: Tensor, backprops: Tensor) -> str:
+    return f"activations {tuple(activations.shape)} and backprops {tuple(backprops.shape)}"
 
 
 def accumulating_dtype(activations: Tensor, backprops: Tensor) -> torch.dtype:

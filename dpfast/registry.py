@@ -11,6 +11,7 @@ Classes of packages that may not be installed, or should not be imported, are re
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -198,8 +199,10 @@ def register_fault(target: Target) -> Callable[[Callable[[nn.Module], str | None
 # --- look-up ---
 
 
-def _names(cls: type) -> tuple[type, str]:
-    return cls, f"{cls.__module__}.{cls.__qualname__}"
+@lru_cache(maxsize=4096)
+def _names(cls: type) -> tuple[tuple[type, Any], ...]:
+    """(base class, key) of everything that the class may be registered as, its own first."""
+    return tuple((base, key) for base in cls.__mro__ for key in (base, f"{base.__module__}.{base.__qualname__}"))
 
 
 def _find(module: nn.Module, *tables: Mapping[Any, T]) -> T | None:
@@ -208,13 +211,12 @@ def _find(module: nn.Module, *tables: Mapping[Any, T]) -> T | None:
     own = getattr(own, "replaced", own)
     if own is not None and not hasattr(module, "_hf_hook"):  # accelerate's hooks call the old forward
         return None
-    if is_parametrized(module):
+    if "parametrizations" in module._modules:
         return None
-    for cls in type(module).__mro__:
+    for base, key in _names(type(module)):
         for table in tables:
-            for key in _names(cls):
-                if key in table:
-                    return table[key] if type(module).forward is cls.forward else None
+            if key in table:
+                return table[key] if type(module).forward is base.forward else None
     return None
 
 
@@ -246,7 +248,7 @@ def folds_samples(module: nn.Module) -> bool:
 
 def find_fault(module: nn.Module) -> str | None:
     """Why the module cannot have per-sample gradients."""
-    faults = (_FAULTS[key](module) for cls in type(module).__mro__ for key in _names(cls) if key in _FAULTS)
+    faults = (_FAULTS[key](module) for _, key in _names(type(module)) if key in _FAULTS)
     return next((fault for fault in faults if fault is not None), None)
 
 

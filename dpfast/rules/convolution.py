@@ -17,7 +17,7 @@ from dpfast import bounds, buffers, cost
 from dpfast.bounds import SquaredNorm
 from dpfast.errors import InputError
 from dpfast.factors import Dense, Factor, OuterProduct, channel_sum
-from dpfast.reference import WORKSPACE_BYTES, compute_dtype, row_norm, row_sq_norm
+from dpfast.reference import WORKSPACE_BYTES, compute_dtype, row_norm
 from dpfast.registry import Activations, register_rule
 
 TOGETHER = 16
@@ -37,6 +37,7 @@ class PatchProduct:
         kernel, stride, dilation: one number a spatial dimension.
         padding: zeros around the image, on both sides alike.
         groups: channels of image and rows that go together.
+        rows_norm: L2 norms of ``rows`` by sample, (N,) fp64, where they are known.
     """
 
     def __init__(
@@ -49,9 +50,11 @@ class PatchProduct:
         dilation: Sequence[int],
         padding: Sequence[int],
         groups: int,
+        rows_norm: Tensor | None = None,
     ):
         self.kernel, self.stride, self.dilation, self.groups = tuple(kernel), tuple(stride), tuple(dilation), groups
         self.image, self.rows, self.padding = image, rows, tuple(padding)
+        self._rows_norm = rows_norm
         reached = self._reached()
         sizes = [size + 2 * p for size, p in zip(image.shape[2:], padding, strict=True)]
         if any(size - end >= s for size, end, s in zip(sizes, reached, stride, strict=True)):
@@ -108,7 +111,7 @@ class PatchProduct:
         return values.mul_(scale) if scale != 1.0 else values
 
     def sq_norm(self) -> SquaredNorm:
-        if self._by_convolution and cost.norm_way(*self.matrix_shape) == "direct":
+        if self._by_convolution and self._goes_direct:
             error, norms = self._error(), []
             part = self.rows.new_empty((TOGETHER, *self.shape), dtype=compute_dtype(self.image, self.rows))
             for i in range(0, self.num_samples, TOGETHER):
@@ -121,6 +124,15 @@ class PatchProduct:
             return SquaredNorm(*(self.rows.new_zeros(0, dtype=torch.float64) for _ in range(2)))
         value, upper = (torch.cat(x).view(-1, self.groups).sum(1) for x in zip(*norms, strict=True))
         return SquaredNorm(value, upper * (1.0 + 2.0**-40))
+
+    @property
+    def _goes_direct(self) -> bool:
+        """Whether the norm comes from the gradient itself where torch's convolution gives that. A FLOP of Gram matrices
+        costs 4 to 6 of the convolution's there, cut out patches included (T = 64, D = 576, P = 64, AMD EPYC)."""
+        t, d, p = self.matrix_shape
+        return cost.norm_way(t, d, p) == "direct" or cost.norm_flops("direct", t, d, p) < 4 * cost.norm_flops(
+            "gram", t, d, p
+        )
 
     @property
     def _by_convolution(self) -> bool:
@@ -159,12 +171,10 @@ class PatchProduct:
         """How far :meth:`_convolved` may be from the exact gradients, in L2 norm, (N,): ``Σ_t |b_tp||a_td|`` is at most
         the product of two columns' norms, and a pixel is in at most as many patches as the kernel has places."""
         dtype = compute_dtype(self.image, self.rows)
-        lost = bounds.smallest_normal(dtype)  # of each square that underflows
-        flat = [x.reshape(self.num_samples, 1, -1) for x in (self.image, self.rows)]
-        norms = [row_sq_norm(x).sum(-1) + x.shape[-1] * lost for x in flat]
+        rows_norm = _norm(self.rows) if self._rows_norm is None else self._rows_norm
         places = self.shape[2:].numel()
         chain = self._block * self.rows.shape[3:].numel() + self._blocks
-        row_products = (norms[0] * norms[1] * places).sqrt()
+        row_products = _norm(self.image) * rows_norm * places**0.5
         return bounds.chain_error(row_products, terms=chain, numel=self.shape.numel(), dtype=dtype)
 
     def _summed_by_group(self, image: Tensor, rows: Tensor, padding: Sequence[int]) -> Tensor:
@@ -214,9 +224,11 @@ class PatchProduct:
 
     @property
     def keeps(self) -> bool:
-        """Whether :meth:`kept` writes the gradients."""
+        """Whether :meth:`kept` writes the gradients. Patches count as inputs: a norm would cut them out."""
+        t, d, p = self.matrix_shape
         gradient = self.shape.numel() * compute_dtype(self.image, self.rows).itemsize
-        return cost.keeps(self.matrix_shape[0], gradient, self.nbytes // max(1, self.num_samples))
+        patches = t * self.groups * (d * self.image.element_size() + p * self.rows.element_size())
+        return cost.keeps(t, gradient, patches)
 
     @property
     def nbytes(self) -> int:
@@ -229,14 +241,14 @@ def convolution(layer: nn.Conv2d, activations: Activations, backprops: Tensor) -
     """activations[0] (N, D, *spatial), backprops (N, P, *positions)."""
     image = activations[0]
     _check(layer, image)
-    factors = _bias(layer, backprops)
+    factors, rows_norm = _bias(layer, backprops)
     if layer.weight.requires_grad:
         sides = _padding(layer)
         padding = sides[::2][::-1]
         if layer.padding_mode != "zeros" or sides[::2] != sides[1::2]:
             mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
             image, padding = F.pad(image, sides, mode=mode), [0] * len(padding)
-        factors[layer.weight] = PatchProduct(image, backprops, padding=padding, **_geometry(layer))
+        factors[layer.weight] = PatchProduct(image, backprops, padding=padding, rows_norm=rows_norm, **_geometry(layer))
     return factors
 
 
@@ -246,7 +258,7 @@ def transposed_convolution(
 ) -> dict[nn.Parameter, Factor]:
     """activations[0] (N, D, *spatial), backprops (N, P, *positions)."""
     _check(layer, activations[0])
-    factors = _bias(layer, backprops)
+    factors, _ = _bias(layer, backprops)
     if layer.weight.requires_grad:
         # output_padding adds places that no input reaches; those that dilation leaves over are cut off.
         factors[layer.weight] = PatchProduct(backprops, activations[0], padding=layer.padding, **_geometry(layer))
@@ -272,11 +284,18 @@ def _padding(layer: nn.Conv2d) -> list[int]:
     return [side for p in reversed(layer.padding) for side in (p, p)]
 
 
-def _bias(layer: nn.Conv2d, backprops: Tensor) -> dict[nn.Parameter, Factor]:
+def _bias(layer: nn.Conv2d, backprops: Tensor) -> tuple[dict[nn.Parameter, Factor], Tensor | None]:
+    """The bias's factor, and the norms of the backprops that came with it, (N,)."""
     if layer.bias is None or not layer.bias.requires_grad:
-        return {}
+        return {}, None
     rows = backprops.to(compute_dtype(backprops)).flatten(2).contiguous()
-    return {layer.bias: channel_sum(rows, row_norm(rows))}
+    norms = row_norm(rows)
+    return {layer.bias: channel_sum(rows, norms)}, norms.norm(dim=1)
+
+
+def _norm(x: Tensor) -> Tensor:
+    """L2 norms by sample for error bounds, (N,) in fp64."""
+    return row_norm(x.to(compute_dtype(x)).flatten(2)).norm(dim=1)
 
 
 def _check(layer: nn.Conv2d, inputs: Tensor) -> None:

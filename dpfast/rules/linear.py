@@ -19,7 +19,7 @@ def linear(layer: nn.Linear, activations: Activations, backprops: Tensor) -> dic
     _check(layer, activations[0], backprops)
     factors: dict[nn.Parameter, Factor] = {}
     if layer.weight.requires_grad:
-        factors[layer.weight] = OuterProduct(activations[0], backprops, where=str(layer))
+        factors[layer.weight] = OuterProduct(activations[0], backprops, where=layer)
     if layer.bias is not None and layer.bias.requires_grad:
         factors[layer.bias] = row_sum(backprops)
     return factors
@@ -80,7 +80,7 @@ def compute_linear_norm_sample(
 
 def _check(layer: nn.Linear, activations: Tensor, backprops: Tensor) -> None:
     """Raises InputError, with the layer's name, where the widths are not the layer's or the rows do not match."""
-    ops.as_rows(activations, backprops, where=str(layer))
+    ops.as_rows(activations, backprops, where=layer)
     if (activations.shape[-1], backprops.shape[-1]) != (layer.in_features, layer.out_features):
         raise InputError(
             f"{layer}: activations {tuple(activations.shape)} and backprops {tuple(backprops.shape)} do not fit a "
@@ -107,7 +107,7 @@ def bilinear(layer: nn.Bilinear, activations: Activations, backprops: Tensor) ->
         dtype = ops.accumulating_dtype(*activations)
         first, second = (x.to(dtype) for x in activations)
         products = (first.unsqueeze(-1) * second.unsqueeze(-2)).flatten(-2)
-        factors[layer.weight] = Reshaped(OuterProduct(products, backprops, where=str(layer)), layer.weight.shape)
+        factors[layer.weight] = Reshaped(OuterProduct(products, backprops, where=layer), layer.weight.shape)
     if layer.bias is not None and layer.bias.requires_grad:
         factors[layer.bias] = row_sum(backprops)
     return factors

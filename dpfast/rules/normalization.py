@@ -110,13 +110,13 @@ def _by_channel(
     Numerics:
         x̂ as torch computes it is brought to mean 0 and variance 1 - ε once more, in fp64 and by two numbers a group:
         with mean m and mean square q of x̂, ``G = (Σ_t b x̂ - m Σ_t b) / √(q - m² + ε·rstd²)``. So torch's statistics
-        need not be exact, only its products; all sums are of short blocks (:func:`reference.sums`).
+        need not be exact, only its products; all sums are of short blocks (``reference.sum_block``).
     """
     dtype = compute_dtype(inputs, backprops)
     n, channels = inputs.shape[:2]
     positions = inputs.shape[2:].numel()
     backprops = backprops.to(dtype).reshape(n, channels, positions).contiguous()
-    norm_b, chain = row_norm(backprops), sum_block(positions)
+    norm_b, chain, bias_sums = row_norm(backprops), sum_block(positions), None
     factors: dict[nn.Parameter, Factor] = {}
     if layer.weight is not None and layer.weight.requires_grad:
         x = inputs.to(dtype).contiguous()
@@ -127,16 +127,17 @@ def _by_channel(
         size = max(1, by_group[2] * positions)
         m, q = (s.sum(-1, keepdim=True) / size for s in (totals, squares))
         again = torch.rsqrt(q - m.square() + eps * rstd.double().square().unsqueeze(-1))
-        products, bias_sums = (s.view(by_group) for s in _sums_of_products(x, backprops))
-        values = (products - m * bias_sums) * again
+        products, bias_sums = _sums_of_products(x, backprops)
+        products, b = products.view(by_group), bias_sums.view(by_group)
+        values = (products - m * b) * again
         # Of the sums over blocks, m and q among them, and of x̂ = x·rstd - mean·rstd, whose two terms may cancel.
         cancelled = (mean * rstd).abs().double().unsqueeze(-1)
         relative = bounds.gamma(chain + 12, dtype) + bounds.gamma(4, dtype) * cancelled
         row_products = norm_b.view(by_group) * (squares.sqrt() + positions**0.5)
-        error = relative * ((row_products + bias_sums.abs()) * again + 2.0 * values.abs())
+        error = relative * ((row_products + b.abs()) * again + 2.0 * values.abs())
         factors[layer.weight] = Dense(values.view(n, channels).to(dtype), error=error.flatten(1).norm(dim=1))
     if layer.bias is not None and layer.bias.requires_grad:
-        factors[layer.bias] = channel_sum(backprops, norm_b)
+        factors[layer.bias] = channel_sum(backprops, norm_b, bias_sums)
     return factors
 
 
