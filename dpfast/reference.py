@@ -184,7 +184,8 @@ def dense_sq_norm(values: Tensor, error: Tensor | None = None) -> SquaredNorm:
     """‖v_n‖² of values (N, ...), which themselves may be off by ``error`` (N,) in L2 norm."""
     n, dtype = values.shape[0], compute_dtype(values)
     width, dims = 1, values.dim()
-    while dims > 1 and (width == 1 or width * values.shape[dims - 1] <= SUM_BLOCK):  # rows of 3 would be slow
+    # A kernel's rows of 3 would be slow; longer sums than need be would be less exact.
+    while dims > 1 and (dims == values.dim() or (width < 16 and width * values.shape[dims - 1] <= SUM_BLOCK)):
         dims -= 1
         width *= values.shape[dims]
     rows = values.reshape(n, values.shape[1:dims].numel(), width)

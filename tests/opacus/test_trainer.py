@@ -24,8 +24,7 @@ def example():
 
 
 def test_one_pass_clips_as_materialized(example, tmp_path):
-    """Four micro-batches a step, some empty: the same clipped gradient, with both kinds of checkpointing, but for how
-    much the norms' proven upper ends are above the norms that Opacus's optimizer computes."""
+    """Four micro-batches a step, some empty: the same clipped gradient, with both kinds of checkpointing."""
     data = example.Sequences(24, 10, 16)
     example.LOGICAL_BATCH = 3
     exact, _, _ = example.train(example.materialize, example.build_model(32, 1, 16), data, 2, 0.0, out=tmp_path, lr=0.0)
@@ -34,21 +33,9 @@ def test_one_pass_clips_as_materialized(example, tmp_path):
     sizes = [len(b) for b in example.PoissonMicroBatches(24, 3 / 24, 2)]
     assert len(sizes) == 8 and 0 in sizes
     for options in ({}, {"reentrant": True}):
-        slacks = []
-
-        def one_pass(model, sgd, slacks=slacks, **noise):
-            optimizer = example.one_pass(model, sgd, **noise)
-            take = optimizer.accumulate
-            optimizer.accumulate = lambda: (slacks.append(optimizer.module.norm_slack), take())
-            return optimizer
-
         model = example.build_model(32, 1, 16)
-        actual, _, _ = example.train(one_pass, model, data, 2, 0.0, out=tmp_path, lr=0.0, **options)
-        slack = torch.cat(slacks)
-        slack = slack[slack.isfinite()].max()  # a norm of 0 has none
-        assert slack <= 1e-4 and len(slacks) == 8
-        bound = slack * sum(sizes) * example.MAX_GRAD_NORM / example.LOGICAL_BATCH
-        assert (torch.stack(actual) - exact).norm() <= bound + 1e-6 * exact.norm(), options
+        actual, _, _ = example.train(example.one_pass, model, data, 2, 0.0, out=tmp_path, lr=0.0, **options)
+        assert (torch.stack(actual) - exact).norm() <= 1e-5 * exact.norm(), options
     for p in model.parameters():
         assert getattr(p, "grad_sample", None) is None
 
