@@ -200,14 +200,14 @@ weighted_sum:flat sm_90 16-bit T<=63,P>=65536,D%16,P%16 T32D128P128 8 7 0 ptr | 
 weighted_sum:flat sm_90 16-bit T<=63,D%16,P%16 T32D128P128 8 7 0 ptr | the weighted operand from registers
 weighted_sum:flat sm_90 16-bit T<=63,P<=64 T32D64P64 8 2 0 ptr | element by element
 weighted_sum:flat sm_90 16-bit T<=63 T32D64P128 8 3 0 ptr | element by element, 4096 elements of the larger operand
-weighted_sum sm_90 16-bit D<=64,P<=64,D%16,P%16 T64D64P64 4 7 0 ptr | a sample's sum and the total in registers
-weighted_sum sm_90 16-bit D<=16,D%16,P%16 T64D16P128 4 7 0 ptr | D in 16 columns
-weighted_sum sm_90 16-bit D<=64,D%16,P%16 T64D64P128 4 7 0 ptr | a sample's sum and the total in registers
-weighted_sum sm_90 16-bit P<=64,D%16,P%16 T64D128P64 4 7 0 ptr | a sample's sum and the total in registers
-weighted_sum sm_90 16-bit P>=65536,D%16,P%16 T64D128P128 8 7 0 ptr | LM head: a sample's sum and the total in registers
-weighted_sum sm_90 16-bit D%16,P%16 T64D128P128 8 7 0 ptr | a sample's sum and the total in registers
-weighted_sum sm_90 16-bit P<=64 T32D64P64 8 2 0 ptr | element by element
-weighted_sum sm_90 16-bit * T32D64P128 8 3 0 ptr | element by element, 4096 elements of the larger operand
+weighted_sum sm_90 16-bit D<=64,P<=64,D%16,P%16 T64D64P64 4 7 0 tma | a sample's sum and the total in registers
+weighted_sum sm_90 16-bit D<=16,D%16,P%16 T64D16P128 4 7 0 tma | D in 16 columns
+weighted_sum sm_90 16-bit D<=64,D%16,P%16 T64D64P128 4 7 0 tma | a sample's sum and the total in registers
+weighted_sum sm_90 16-bit P<=64,D%16,P%16 T64D128P64 4 7 0 tma | a sample's sum and the total in registers
+weighted_sum sm_90 16-bit P>=65536,D%16,P%16 T64D128P128 8 7 0 tma | LM head: a sample's sum and the total in registers
+weighted_sum sm_90 16-bit D%16,P%16 T64D128P128 8 7 0 tma | a sample's sum and the total in registers
+weighted_sum sm_90 16-bit P<=64 T32D64P64 8 2 0 tma | element by element
+weighted_sum sm_90 16-bit * T32D64P128 8 3 0 tma | element by element, 4096 elements of the larger operand
 # weighted_sum sm_100
 weighted_sum:flat sm_100 16-bit T<=63,D<=64,P<=64,D%16,P%16 T32D64P64 4 5 0 ptr | the weighted operand from registers
 weighted_sum:flat sm_100 16-bit T<=63,D<=16,D%16,P%16 T32D16P128 4 5 0 ptr | D in 16 columns
@@ -217,14 +217,14 @@ weighted_sum:flat sm_100 16-bit T<=63,P>=65536,D%16,P%16 T32D128P128 8 5 0 ptr |
 weighted_sum:flat sm_100 16-bit T<=63,D%16,P%16 T32D128P128 8 5 0 ptr | the weighted operand from registers
 weighted_sum:flat sm_100 16-bit T<=63,P<=64 T32D64P64 8 2 0 ptr | element by element
 weighted_sum:flat sm_100 16-bit T<=63 T32D64P128 8 3 0 ptr | element by element, 4096 elements of the larger operand
-weighted_sum sm_100 16-bit D<=64,P<=64,D%16,P%16 T64D64P64 4 7 0 ptr | a sample's sum and the total in registers
-weighted_sum sm_100 16-bit D<=16,D%16,P%16 T64D16P128 4 7 0 ptr | D in 16 columns
-weighted_sum sm_100 16-bit D<=64,D%16,P%16 T64D64P128 4 7 0 ptr | a sample's sum and the total in registers
-weighted_sum sm_100 16-bit P<=64,D%16,P%16 T64D128P64 4 7 0 ptr | a sample's sum and the total in registers
-weighted_sum sm_100 16-bit P>=65536,D%16,P%16 T64D128P128 8 7 0 ptr | LM head: a sample's sum and the total in registers
-weighted_sum sm_100 16-bit D%16,P%16 T64D128P128 8 7 0 ptr | a sample's sum and the total in registers
-weighted_sum sm_100 16-bit P<=64 T32D64P64 8 2 0 ptr | element by element
-weighted_sum sm_100 16-bit * T32D64P128 8 3 0 ptr | element by element, 4096 elements of the larger operand
+weighted_sum sm_100 16-bit D<=64,P<=64,D%16,P%16 T64D64P64 4 7 0 tma | a sample's sum and the total in registers
+weighted_sum sm_100 16-bit D<=16,D%16,P%16 T64D16P128 4 7 0 tma | D in 16 columns
+weighted_sum sm_100 16-bit D<=64,D%16,P%16 T64D64P128 4 7 0 tma | a sample's sum and the total in registers
+weighted_sum sm_100 16-bit P<=64,D%16,P%16 T64D128P64 4 7 0 tma | a sample's sum and the total in registers
+weighted_sum sm_100 16-bit P>=65536,D%16,P%16 T64D128P128 8 7 0 tma | LM head: a sample's sum and the total in registers
+weighted_sum sm_100 16-bit D%16,P%16 T64D128P128 8 7 0 tma | a sample's sum and the total in registers
+weighted_sum sm_100 16-bit P<=64 T32D64P64 8 2 0 tma | element by element
+weighted_sum sm_100 16-bit * T32D64P128 8 3 0 tma | element by element, 4096 elements of the larger operand
 # weighted_sum gfx942
 weighted_sum:flat gfx942 16-bit T<=63,D<=64,P<=64,D%16,P%16 T32D64P64 4 2 0 ptr | the weighted operand from registers
 weighted_sum:flat gfx942 16-bit T<=63,D<=16,D%16,P%16 T32D16P128 4 2 0 ptr | D in 16 columns
@@ -257,7 +257,7 @@ outer_norm interpreter fp32 * T32D64P64 4 1 256 ptr | interpreter
 gram_norm interpreter 16-bit * T32K64 4 1 0 tma | interpreter
 gram_norm interpreter fp32 * T32K64 4 1 0 ptr | interpreter
 weighted_sum:flat interpreter 16-bit T<=63 T32D64P64 4 1 0 ptr | interpreter
-weighted_sum interpreter 16-bit * T32D64P64 4 1 0 ptr | interpreter
+weighted_sum interpreter 16-bit * T32D64P64 4 1 0 tma | interpreter
 weighted_sum:flat interpreter fp32 T<=63 T32D64P64 4 1 0 ptr | interpreter
 weighted_sum interpreter fp32 * T32D64P64 4 1 0 ptr | interpreter
 """  # noqa: E501 (a row is a line)

@@ -7,16 +7,17 @@ Rounding c·b to 16 bits would cost 2⁻⁹ of every product, so the factor is a
 
 - "per_sample" (long T): a sample's product is accumulated unweighted in fp32, one `tl.dot` a step of BLOCK_T
   positions, and `total += c[n] · acc` once a sample. Two fp32 accumulators; inputs go to the tensor cores as
-  they are.
+  they are, through descriptors where strides allow.
 - "flat" (short T, where that epilogue would cost as much as the dots and masked positions more): rows of
   several samples form one step, c·b is taken in fp32 and split into two bf16 parts, c·b = hi + lo + O(2⁻¹⁸),
   with one dot a part. fp16 activations split exactly into two bf16 parts (11 bits = 8 + 3), and the product
-  of the low parts, 2⁻¹⁸, is dropped: three dots. fp32 needs no split.
+  of the low parts, 2⁻¹⁸, is dropped: three dots. fp32 needs no split. Always through pointers: a descriptor's
+  block has one sample and no mask, and here a step has rows of several, some with factor 0.
 
 Tiling: one program a BLOCK_P × BLOCK_D tile of W and part of the reduction; both layouts walk their part
 in one loop, so that loads stay in flight from sample to sample. Parts are fp32 and are added by
 `torch.sum` in a second stage: no atomics. With a bias, BLOCK_P-wide weighted column sums follow as further
-programs. c[n] = 0 masks the sample's loads: its NaN or inf are never read, and neither are its bytes.
+programs. c[n] = 0 keeps the sample from being loaded: its NaN or inf are never read, and neither are its bytes.
 Reference: `einsum("n,ntp,ntd->pd", c, b, a)` over samples with c[n] != 0. Source: Bu et al., Differentially
 private optimization on large model at small cost (2023), the book-keeping step.
 """
@@ -31,53 +32,77 @@ import triton.language as tl
 
 from . import _tiles
 from ._launch import arch_of, launch, promote, validate, widens
+from ._rows import load_rows, row_sources
 
 
 @triton.jit
-def _rows_of(step, c_ptr, stride_cn, N, T, FLAT: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Samples, positions, factors and mask of a step's rows; sample and factor are scalars in "per_sample".
+def _step_of(step, c_ptr, stride_cn, N, T, FLAT: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Samples, positions and factors of a step's rows; in "per_sample" scalars, the first position's for all.
 
-    Masked are rows past the end and those of samples whose factor is 0.
+    There a sample whose factor is 0 is read at position T: past its end, where a load reads no byte.
     """
     if FLAT:
         offs_r = step * BLOCK_T + tl.arange(0, BLOCK_T)
         n = (offs_r // T).to(tl.int64)
-        offs_t = (offs_r % T).to(tl.int64)
         c = tl.load(c_ptr + n * stride_cn, mask=offs_r < N * T, other=0.0)
-        return n, offs_t, c, c != 0.0
+        return n, (offs_r % T).to(tl.int64), c
     else:
         steps = tl.cdiv(T, BLOCK_T)
-        n = tl.cast(step // steps, tl.int64)
-        offs_t = (step % steps * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
-        c = tl.load(c_ptr + n * stride_cn)
-        return n, offs_t, c, offs_t < tl.where(c != 0.0, T, 0)
+        n = step // steps
+        c = tl.load(c_ptr + tl.cast(n, tl.int64) * stride_cn)
+        return n, tl.where(c != 0.0, step % steps * BLOCK_T, T), c
+
+
+@triton.jit
+def _load_step(
+    x,  # (N, T, F), see `load_rows`
+    stride_n,
+    stride_t,
+    n,
+    t,
+    c,
+    f,
+    T,
+    F,
+    FLAT: tl.constexpr,
+    TMA: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+):
+    """A step's rows of x, f : f + BLOCK_F of each: zero past the end and where the factor is 0."""
+    if FLAT:
+        offs_f = f + tl.arange(0, BLOCK_F)
+        row_ptrs = x + n * stride_n + t * stride_t
+        mask = (c != 0.0)[:, None] & (offs_f < F)[None, :]
+        return tl.load(row_ptrs[:, None] + offs_f[None, :], mask=mask, other=0.0)
+    else:
+        return load_rows(x, stride_n, stride_t, n, t, f, T, F, TMA, BLOCK_T, BLOCK_F)
 
 
 @triton.jit
 def _weighted_column_sums(
-    b_ptr,
+    b,
     c_ptr,
     stride_bn,
     stride_bt,
     stride_cn,
     first,
     last,
-    offs_p,
+    p,
     N,
     T,
     P,
     FLAT: tl.constexpr,
+    TMA: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
     """Σ c·b over steps [first, last) of one block of columns in fp32, zero outside P."""
-    mask_p = offs_p < P
     acc = tl.zeros((BLOCK_T, BLOCK_P), tl.float32)
     for step in range(first, last):
-        n, offs_t, c, mask_r = _rows_of(step, c_ptr, stride_cn, N, T, FLAT, BLOCK_T)
-        b_ptrs = b_ptr + (n * stride_bn + offs_t * stride_bt)[:, None] + offs_p[None, :]
-        b = tl.load(b_ptrs, mask=mask_r[:, None] & mask_p[None, :], other=0.0)
-        acc += (c + tl.zeros((BLOCK_T,), tl.float32))[:, None] * b.to(tl.float32)
+        n, t, c = _step_of(step, c_ptr, stride_cn, N, T, FLAT, BLOCK_T)
+        b_rows = _load_step(b, stride_bn, stride_bt, n, t, c, p, T, P, FLAT, TMA, BLOCK_T, BLOCK_P)
+        acc += (c + tl.zeros((BLOCK_T,), tl.float32))[:, None] * b_rows.to(tl.float32)
     return tl.sum(acc, axis=0)
 
 
@@ -93,8 +118,8 @@ def _to_bf16(x, WIDEN: tl.constexpr):
 
 @triton.jit
 def _weighted_tile(
-    a_ptr,
-    b_ptr,
+    a,
+    b,
     c_ptr,
     stride_an,
     stride_at,
@@ -103,40 +128,37 @@ def _weighted_tile(
     stride_cn,
     first,
     last,
-    offs_p,
-    offs_d,
+    p,
+    d,
     N,
     T,
     D,
     P,
     FLAT: tl.constexpr,
     SPLIT: tl.constexpr,
+    TMA: tl.constexpr,
     WIDEN: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
     """Steps [first, last) of a tile of W."""
-    mask_p = offs_p < P
-    mask_d = offs_d < D
     steps = tl.cdiv(T, BLOCK_T)
     acc = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
     total = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
     for step in range(first, last):
-        n, offs_t, c, mask_r = _rows_of(step, c_ptr, stride_cn, N, T, FLAT, BLOCK_T)
-        b_ptrs = b_ptr + (n * stride_bn + offs_t * stride_bt)[:, None] + offs_p[None, :]
-        a_ptrs = a_ptr + (n * stride_an + offs_t * stride_at)[:, None] + offs_d[None, :]
-        b = tl.load(b_ptrs, mask=mask_r[:, None] & mask_p[None, :], other=0.0)  # (BLOCK_T, BLOCK_P)
-        a = tl.load(a_ptrs, mask=mask_r[:, None] & mask_d[None, :], other=0.0)  # (BLOCK_T, BLOCK_D)
+        n, t, c = _step_of(step, c_ptr, stride_cn, N, T, FLAT, BLOCK_T)
+        b_rows = _load_step(b, stride_bn, stride_bt, n, t, c, p, T, P, FLAT, TMA, BLOCK_T, BLOCK_P)
+        a_rows = _load_step(a, stride_an, stride_at, n, t, c, d, T, D, FLAT, TMA, BLOCK_T, BLOCK_D)
         if FLAT:
             # W += (c b)ᵀ a
-            x = a.to(tl.float32)
-            cb = tl.trans(c[:, None] * b.to(tl.float32))  # (BLOCK_P, BLOCK_T)
+            x = a_rows.to(tl.float32)
+            cb = tl.trans(c[:, None] * b_rows.to(tl.float32))  # (BLOCK_P, BLOCK_T)
             if SPLIT:
                 cb_hi = _to_bf16(cb, WIDEN)
                 cb_lo = _to_bf16(cb - cb_hi.to(tl.float32), WIDEN)
                 a_hi = _to_bf16(x, WIDEN)
-                if a.dtype == tl.float16:
+                if a_rows.dtype == tl.float16:
                     a_lo = _to_bf16(x - a_hi.to(tl.float32), WIDEN)
                     acc = tl.dot(cb_hi, a_lo, acc, input_precision="ieee")
                 acc = tl.dot(cb_lo, a_hi, acc, input_precision="ieee")
@@ -146,9 +168,9 @@ def _weighted_tile(
         else:
             # G[n] += bᵀ a
             if WIDEN:
-                b = b.to(tl.float32)
-                a = a.to(tl.float32)
-            acc = tl.dot(tl.trans(b), a, acc, input_precision="ieee")
+                b_rows = b_rows.to(tl.float32)
+                a_rows = a_rows.to(tl.float32)
+            acc = tl.dot(tl.trans(b_rows), a_rows, acc, input_precision="ieee")
             if (step + 1) % steps == 0 or step == last - 1:
                 # W += c G[n], or the share of G[n] that falls into this part
                 total += c * acc
@@ -158,16 +180,16 @@ def _weighted_tile(
 
 @triton.jit(do_not_specialize=["N", "T", "steps_per_split", "steps"])
 def _weighted_sum_kernel(
-    a_ptr,
-    b_ptr,
-    c_ptr,
+    a,  # activations (N, T, D), see `load_rows`
+    b,  # backprops (N, T, P)
+    c_ptr,  # clip_factor (N,)
     out_ptr,  # (splits, P, D)
     bias_ptr,  # (splits, P)
-    stride_an,  # activations (N, T, D)
+    stride_an,
     stride_at,
-    stride_bn,  # backprops (N, T, P)
+    stride_bn,
     stride_bt,
-    stride_cn,  # clip_factor (N,)
+    stride_cn,
     N,
     T,
     D,
@@ -177,6 +199,7 @@ def _weighted_sum_kernel(
     BIAS: tl.constexpr,
     FLAT: tl.constexpr,
     SPLIT: tl.constexpr,
+    TMA: tl.constexpr,
     WIDEN: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -194,23 +217,28 @@ def _weighted_sum_kernel(
     first = pid_s * steps_per_split
     last = tl.minimum(first + steps_per_split, steps)
 
-    # fmt: off
     if pid_tile < tiles:
-        offs_p = (pid_tile // tiles_d).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
-        offs_d = (pid_tile % tiles_d).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
+        p = pid_tile // tiles_d * BLOCK_P
+        d = pid_tile % tiles_d * BLOCK_D
+        # fmt: off
         total = _weighted_tile(
-            a_ptr, b_ptr, c_ptr, stride_an, stride_at, stride_bn, stride_bt, stride_cn, first, last, offs_p, offs_d,
-            N, T, D, P, FLAT, SPLIT, WIDEN, BLOCK_T, BLOCK_D, BLOCK_P,
+            a, b, c_ptr, stride_an, stride_at, stride_bn, stride_bt, stride_cn, first, last, p, d, N, T, D, P,
+            FLAT, SPLIT, TMA, WIDEN, BLOCK_T, BLOCK_D, BLOCK_P,
         )
-        out_ptrs = out_ptr + pid_s.to(tl.int64) * P * D + offs_p[:, None] * D + offs_d[None, :]
+        # fmt: on
+        offs_p = p + tl.arange(0, BLOCK_P)
+        offs_d = d + tl.arange(0, BLOCK_D)
+        out_ptrs = out_ptr + pid_s.to(tl.int64) * P * D + offs_p.to(tl.int64)[:, None] * D + offs_d[None, :]
         tl.store(out_ptrs, total, mask=(offs_p < P)[:, None] & (offs_d < D)[None, :])
     elif BIAS:
-        offs_p = (pid_tile - tiles).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
+        p = (pid_tile - tiles) * BLOCK_P
+        # fmt: off
         sums = _weighted_column_sums(
-            b_ptr, c_ptr, stride_bn, stride_bt, stride_cn, first, last, offs_p, N, T, P, FLAT, BLOCK_T, BLOCK_P,
+            b, c_ptr, stride_bn, stride_bt, stride_cn, first, last, p, N, T, P, FLAT, TMA, BLOCK_T, BLOCK_P,
         )
+        # fmt: on
+        offs_p = p + tl.arange(0, BLOCK_P)
         tl.store(bias_ptr + pid_s.to(tl.int64) * P + offs_p, sums, mask=offs_p < P)
-    # fmt: on
 
 
 class WeightedSumResult(NamedTuple):
@@ -250,8 +278,6 @@ def weighted_sum(
     device = activations.device
     if clip_factor.shape != (N,) or clip_factor.dtype != torch.float32:
         raise ValueError(f"clip_factor is (N,) float32, not {tuple(clip_factor.shape)} {clip_factor.dtype}")
-    if N * T >= 2**31:
-        raise ValueError(f"N·T = {N * T} rows: at most 2³¹ - 1")
     if 0 in (N, T, P):
         zeros = torch.zeros((P, D), dtype=torch.float32, device=device)
         return WeightedSumResult(zeros, zeros.new_zeros(P) if bias else None)
@@ -259,7 +285,13 @@ def weighted_sum(
     arch = arch_of(activations)
     if tile is None:
         tile = _tiles.tile("weighted_sum", T, D, P, dtype, arch)
+    if N * T > 2**31 - tile.BLOCK_T:  # the kernel counts them in 32 bits, a block past the last included
+        raise ValueError(f"N·T = {N * T} rows: at most 2³¹ - {tile.BLOCK_T}")
     flat = tile.layout == "flat"
+    if flat:
+        a, b, described = activations, backprops, False
+    else:
+        a, b, described = row_sources(tile, (activations, tile.BLOCK_D), (backprops, tile.BLOCK_P))
     tiles_p = triton.cdiv(P, tile.BLOCK_P)
     tiles = tiles_p * triton.cdiv(D, tile.BLOCK_D)
     programs = tiles + (tiles_p if bias else 0)
@@ -273,8 +305,8 @@ def weighted_sum(
             splits * programs,
             tile,
             device,
-            a_ptr=activations,
-            b_ptr=backprops,
+            a=a,
+            b=b,
             c_ptr=clip_factor,
             out_ptr=out,
             bias_ptr=bias_out,
@@ -292,6 +324,7 @@ def weighted_sum(
             BIAS=bias,
             FLAT=flat,
             SPLIT=dtype != torch.float32,
+            TMA=described,
             WIDEN=widens(_weighted_sum_kernel),
             BLOCK_T=tile.BLOCK_T,
             BLOCK_D=tile.BLOCK_D,

@@ -76,11 +76,10 @@ def test_gram_norms(pair, tile):
         assert identical(x, y)
 
 
-@pytest.mark.parametrize("layout", ["per_sample", "flat"])
-def test_weighted_sums(pair, layout):
+@pytest.mark.parametrize("tile", [*TILES, pytest.param(Tile(16, 16, 32, 0, 4, 1, "test", "flat"), id="flat")])
+def test_weighted_sums(pair, tile):
     packed, far = pair
     c = torch.tensor([0.5, 0.25], device=DEVICE)[: len(packed[0])]
-    tile = Tile(16, 16, 32, 0, 4, 1, "test", layout)
     with in_place():
         actual = weighted_sum(*far, c, bias=True, tile=tile)
     for x, y in zip(actual, weighted_sum(*packed, c, bias=True, tile=tile), strict=True):

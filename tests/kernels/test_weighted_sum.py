@@ -1,9 +1,12 @@
 """weighted_sum against fp64."""
 
+from dataclasses import replace
+from unittest import mock
+
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from kernel_cases import (
     BF16,
     DEVICE,
@@ -22,7 +25,8 @@ from kernel_cases import (
     wide,
 )
 
-from dpfast.kernels import weighted_sum
+from dpfast.kernels import _tiles, weighted_sum
+from dpfast.kernels._rows import row_sources
 
 LAYOUTS = ("per_sample", "flat")
 
@@ -81,9 +85,10 @@ def test_factors_far_apart_lose_nothing(dtype, T):
 @pytest.mark.parametrize("dtypes", [(BF16, BF16), (FP16, FP16), (FP32, FP32), (BF16, FP32)], ids=str)
 @pytest.mark.parametrize("T", [1, 3, 70])
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_a_sample_with_factor_zero_adds_nothing(dtypes, T, poison):
+@pytest.mark.parametrize(("D", "P"), [(33, 17), (40, 72)])
+def test_a_sample_with_factor_zero_adds_nothing(dtypes, T, D, P, poison):
     N = 5
-    a, b = (x.tensor.clone() for x in ordinary(dtypes, N=N, T=T, D=33, P=17))
+    a, b = (x.tensor.clone() for x in ordinary(dtypes, N=N, T=T, D=D, P=P))
     c = factors(N)
     c[1] = c[3] = 0.0
     clean = weighted_sum(a, b, c, bias=True)
@@ -92,6 +97,48 @@ def test_a_sample_with_factor_zero_adds_nothing(dtypes, T, poison):
     assert identical(poisoned.weight, clean.weight)
     assert identical(poisoned.bias, clean.bias)
     assert not weighted_sum(a, b, torch.zeros(N, device=DEVICE)).weight.any()
+
+
+@settings(few, max_examples=15)
+@given(
+    T=st.sampled_from([1, 15, 16, 31, 32, 33, 70]),
+    octets=st.tuples(st.integers(1, 9), st.integers(1, 17)),
+    dtype=st.sampled_from([BF16, FP16, FP32]),
+    tile=tiles(),
+    dropped=st.sets(st.integers(0, 4)),
+    parts=st.integers(1, 4),
+)
+def test_descriptors_give_the_bits_of_pointers_and_read_nothing_of_dropped_samples(
+    T, octets, dtype, tile, dropped, parts
+):
+    """NaN in all of the samples with factor 0 and around the buffers: also behind the last, where position T is."""
+    N = 5
+    pair = [Guarded(N, T, 8 * count, dtype, seed=seed) for seed, count in enumerate(octets)]
+    c = factors(N) + 0.1
+    for n in dropped:
+        c[n] = 0.0
+        for x in pair:
+            x.tensor[n] = float("nan")
+            x.before.copy_(x.buffer)
+    through = {tma: replace(tile, TMA=tma) for tma in (True, False)}
+    assert row_sources(through[True], *((x.tensor, 32) for x in pair))[-1]
+    with mock.patch.object(_tiles, "splits", lambda *_: parts):
+        results = {tma: call(weighted_sum, *pair, c, bias=True, tile=through[tma]) for tma in through}
+    for by_descriptor, by_pointer in zip(results[True], results[False], strict=True):
+        assert identical(by_descriptor, by_pointer)
+        assert by_descriptor.isfinite().all()
+    kept = [n for n in range(N) if n not in dropped]
+    expected = oracle(*(wide(x)[kept] for x in pair), wide(c)[kept])
+    for actual, each in zip(results[True], expected, strict=True):
+        assert_close(actual, each, tolerance=1e-5)
+
+
+def test_a_flat_step_takes_no_descriptor():
+    """Its rows are of several samples; a tile that asks for descriptors all the same gets pointers."""
+    pair = ordinary((BF16, BF16), T=20, D=32, P=48)
+    tile = _tiles.Tile(16, 32, 32, 0, 4, 1, "test", "flat")
+    asked, plain = (call(weighted_sum, *pair, factors(3), tile=replace(tile, TMA=tma)) for tma in (True, False))
+    assert identical(asked.weight, plain.weight)
 
 
 def test_a_poisoned_sample_with_a_factor_shows():
@@ -103,8 +150,6 @@ def test_a_poisoned_sample_with_a_factor_shows():
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_split_reductions(layout, monkeypatch):
     """Parts that end within a sample, and a last part that is shorter or empty."""
-    from dpfast.kernels import _tiles
-
     pair = ordinary((BF16, BF16), N=3, T=50, D=20, P=30)
     c = factors(3)
     expected = oracle(*map(wide, pair), wide(c))
