@@ -313,7 +313,11 @@ class Record:
         self.fresh = fresh
         self.created_in = in_backward()
         self.uses: Counter[int] | None = None
-        self.leaves, self.structure = tree_flatten(inputs)
+        args, kwargs = inputs
+        if kwargs or not all(isinstance(x, Tensor) for x in args):
+            self.leaves, self.structure = tree_flatten(inputs)
+        else:  # nearly all layers; a flattened tree costs as much as all else here
+            self.leaves, self.structure = list(args), None
         self.followed = [isinstance(x, Tensor) and x.requires_grad for x in self.leaves]
         self.tensor_places = [i for i, x in enumerate(self.leaves) if isinstance(x, Tensor)]
 
@@ -331,7 +335,8 @@ class Record:
         leaves = list(self.leaves)
         for i, x in zip(self.tensor_places, tensors, strict=True):
             leaves[i] = x
-        activations = Activations(*tree_unflatten(leaves, self.structure))
+        inputs = (leaves, {}) if self.structure is None else tree_unflatten(leaves, self.structure)
+        activations = Activations(*inputs)
         activations.followed = self.followed
         return activations
 
