@@ -27,7 +27,7 @@ from dpfast import cost, ops
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "scaling.png"
 ROUNDS = 5
 STEPS = {  # what varies -> its values and (N, T, width) of each
-    "T": [(t, (max(1, 1024 // t), t, 128)) for t in (64, 128, 256, 512, 1024, 2048)],
+    "T": [(t, (max(1, 1024 // t), t, 128)) for t in (64, 128, 256, 512, 1024, 2048, 4096, 8192)],
     "N": [(n, (n, 128, 128)) for n in (1, 4, 16, 32)],
     "width": [(d, (8, 128, d)) for d in (64, 128, 256, 512)],
 }
