@@ -27,6 +27,8 @@ Why the blocks are what they are
 - Rows not a multiple of 16 long are loaded element by element through pointers with a 64-bit address each: blocks of
   4096 elements at most an operand and step.
 - fp32 is IEEE: fused multiply-adds on the ordinary cores, where 64×64 by 16 fits the registers.
+  Gram tiles of fp32 keep to pointers: with descriptors they take 168 registers instead of 128 on sm_90, which leaves a
+  multiprocessor one program instead of two.
 - interpreter: small blocks, so that small inputs have several tiles of each kind; both ways of loading.
 """
 
@@ -83,11 +85,16 @@ outer_product gfx942 16-bit P>=65536,D%16,P%16 T64D128P128 8 2 0 ptr | LM head: 
 outer_product gfx942 16-bit D%16,P%16 T64D128P128 8 2 1024 ptr | two accumulators of 64 registers, 64 FLOP a byte
 outer_product gfx942 16-bit * T32D64P128 8 2 512 ptr | element by element, 4096 elements of the larger operand
 # outer_product fp32
-outer_product sm_80,sm_90,sm_100,gfx942 fp32 T>=1024,DP<=65536,D>=33,P>=33 T16D64P64 8 3 256 ptr | convolutions: short parts
-outer_product sm_80,sm_90,sm_100,gfx942 fp32 P<=16 T32D64P16 4 3 256 ptr | P in 16 columns
-outer_product sm_80,sm_90,sm_100,gfx942 fp32 D<=16 T32D16P64 4 3 256 ptr | D in 16 columns
-outer_product sm_80,sm_90,sm_100,gfx942 fp32 P>=65536 T16D64P64 8 3 0 ptr | LM head: never split
-outer_product sm_80,sm_90,sm_100,gfx942 fp32 * T16D64P64 8 3 1024 ptr | IEEE multiply-adds, twice 16 accumulators a thread
+outer_product sm_80,gfx942 fp32 T>=1024,DP<=65536,D>=33,P>=33 T16D64P64 8 3 256 ptr | convolutions: short parts
+outer_product sm_80,gfx942 fp32 P<=16 T32D64P16 4 3 256 ptr | P in 16 columns
+outer_product sm_80,gfx942 fp32 D<=16 T32D16P64 4 3 256 ptr | D in 16 columns
+outer_product sm_80,gfx942 fp32 P>=65536 T16D64P64 8 3 0 ptr | LM head: never split
+outer_product sm_80,gfx942 fp32 * T16D64P64 8 3 1024 ptr | IEEE multiply-adds, twice 16 accumulators a thread
+outer_product sm_90,sm_100 fp32 T>=1024,DP<=65536,D>=33,P>=33 T16D64P64 8 3 256 tma | convolutions: short parts
+outer_product sm_90,sm_100 fp32 P<=16 T32D64P16 4 3 256 tma | P in 16 columns
+outer_product sm_90,sm_100 fp32 D<=16 T32D16P64 4 3 256 tma | D in 16 columns
+outer_product sm_90,sm_100 fp32 P>=65536 T16D64P64 8 3 0 tma | LM head: never split
+outer_product sm_90,sm_100 fp32 * T16D64P64 8 3 1024 tma | IEEE multiply-adds, twice 16 accumulators a thread
 # outer_norm sm_80
 outer_norm sm_80 16-bit T<=16,D>=65,P>=65,D%16,P%16 T16D128P128 8 2 0 ptr | HMMA, one step of 16 positions
 outer_norm sm_80 16-bit T<=32,D>=65,P>=65,D%16,P%16 T32D128P128 8 2 0 ptr | HMMA, one step of 32 positions
@@ -133,11 +140,16 @@ outer_norm gfx942 16-bit P>=65536,D%16,P%16 T64D128P128 8 2 0 ptr | LM head: two
 outer_norm gfx942 16-bit D%16,P%16 T64D128P128 8 2 1024 ptr | two accumulators of 64 registers, 64 FLOP a byte
 outer_norm gfx942 16-bit * T32D64P128 8 2 512 ptr | element by element, 4096 elements of the larger operand
 # outer_norm fp32
-outer_norm sm_80,sm_90,sm_100,gfx942 fp32 T>=1024,DP<=65536,D>=33,P>=33 T16D64P64 8 3 256 ptr | convolutions: short parts
-outer_norm sm_80,sm_90,sm_100,gfx942 fp32 P<=16 T32D64P16 4 3 256 ptr | P in 16 columns
-outer_norm sm_80,sm_90,sm_100,gfx942 fp32 D<=16 T32D16P64 4 3 256 ptr | D in 16 columns
-outer_norm sm_80,sm_90,sm_100,gfx942 fp32 P>=65536 T16D64P64 8 3 0 ptr | LM head: never split
-outer_norm sm_80,sm_90,sm_100,gfx942 fp32 * T16D64P64 8 3 1024 ptr | IEEE multiply-adds, twice 16 accumulators a thread
+outer_norm sm_80,gfx942 fp32 T>=1024,DP<=65536,D>=33,P>=33 T16D64P64 8 3 256 ptr | convolutions: short parts
+outer_norm sm_80,gfx942 fp32 P<=16 T32D64P16 4 3 256 ptr | P in 16 columns
+outer_norm sm_80,gfx942 fp32 D<=16 T32D16P64 4 3 256 ptr | D in 16 columns
+outer_norm sm_80,gfx942 fp32 P>=65536 T16D64P64 8 3 0 ptr | LM head: never split
+outer_norm sm_80,gfx942 fp32 * T16D64P64 8 3 1024 ptr | IEEE multiply-adds, twice 16 accumulators a thread
+outer_norm sm_90,sm_100 fp32 T>=1024,DP<=65536,D>=33,P>=33 T16D64P64 8 3 256 tma | convolutions: short parts
+outer_norm sm_90,sm_100 fp32 P<=16 T32D64P16 4 3 256 tma | P in 16 columns
+outer_norm sm_90,sm_100 fp32 D<=16 T32D16P64 4 3 256 tma | D in 16 columns
+outer_norm sm_90,sm_100 fp32 P>=65536 T16D64P64 8 3 0 tma | LM head: never split
+outer_norm sm_90,sm_100 fp32 * T16D64P64 8 3 1024 tma | IEEE multiply-adds, twice 16 accumulators a thread
 # gram_norm sm_80
 gram_norm sm_80 16-bit T<=16,D%16,P%16 T16K64 1 3 0 ptr | one warp a tile of 16 rows
 gram_norm sm_80 16-bit T<=32,D%16,P%16 T32K64 4 3 0 ptr | HMMA: warpgroup MMA starts at 64 rows
@@ -246,9 +258,12 @@ weighted_sum gfx942 16-bit * T32D64P128 8 2 0 ptr | element by element, 4096 ele
 weighted_sum:flat sm_80,sm_90,sm_100,gfx942 fp32 T<=63,D<=16 T16D16P64 4 3 0 ptr | D in 16 columns
 weighted_sum:flat sm_80,sm_90,sm_100,gfx942 fp32 T<=63,P>=65536 T16D64P64 8 3 0 ptr | LM head: as the general row
 weighted_sum:flat sm_80,sm_90,sm_100,gfx942 fp32 T<=63 T16D64P64 8 3 0 ptr | IEEE multiply-adds, 16 or twice 16 accumulators a thread
-weighted_sum sm_80,sm_90,sm_100,gfx942 fp32 D<=16 T16D16P64 4 3 0 ptr | D in 16 columns
-weighted_sum sm_80,sm_90,sm_100,gfx942 fp32 P>=65536 T16D64P64 8 3 0 ptr | LM head: as the general row
-weighted_sum sm_80,sm_90,sm_100,gfx942 fp32 * T16D64P64 8 3 0 ptr | IEEE multiply-adds, 16 or twice 16 accumulators a thread
+weighted_sum sm_80,gfx942 fp32 D<=16 T16D16P64 4 3 0 ptr | D in 16 columns
+weighted_sum sm_80,gfx942 fp32 P>=65536 T16D64P64 8 3 0 ptr | LM head: as the general row
+weighted_sum sm_80,gfx942 fp32 * T16D64P64 8 3 0 ptr | IEEE multiply-adds, 16 or twice 16 accumulators a thread
+weighted_sum sm_90,sm_100 fp32 D<=16 T16D16P64 4 3 0 tma | D in 16 columns
+weighted_sum sm_90,sm_100 fp32 P>=65536 T16D64P64 8 3 0 tma | LM head: as the general row
+weighted_sum sm_90,sm_100 fp32 * T16D64P64 8 3 0 tma | IEEE multiply-adds, 16 or twice 16 accumulators a thread
 # interpreter
 outer_product interpreter 16-bit * T32D64P64 4 1 256 tma | interpreter
 outer_product interpreter fp32 * T32D64P64 4 1 256 ptr | interpreter

@@ -35,9 +35,9 @@ DTYPES["fp32", "flat"] = "float32"
 def jobs():
     """Every row, on a shape whose rows are multiples of 16 and on one whose are not, where it is for both.
 
-    Rows that load through descriptors are compiled with pointers too, which strides may ask for. Direct norms share
-    the kernel of outer products, whose launches do more: once a row is enough. The first row of a verb is also
-    compiled without options.
+    Rows that load through descriptors are compiled with pointers too, which strides may ask for, and those that aligned
+    shapes never take on odd multiples of 8, which descriptors take as well. Direct norms share the kernel of outer
+    products, whose launches do more: once a row is enough. The first row of a verb is also compiled without options.
     """
     for (verb, arch, dtype), rows in _tiles.ROWS.items():
         if arch == "interpreter":
@@ -51,6 +51,9 @@ def jobs():
                 for tma in ((True, False) if tile.TMA and aligned else (False,))
                 if (number, aligned) in shapes
             ]
+            if tile.TMA and (number, True) not in shapes:
+                T, D, P = shapes[number, False]
+                variants.append((tile, (T, D // 16 * 16 + 8, P // 16 * 16 + 8)))
             for tile, shape in variants[:1] if verb == "outer_norm" else variants:
                 yield job(verb, name, arch, tile, shape)
             if number == 0 and verb != "row_sq_norm":

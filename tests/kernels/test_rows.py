@@ -53,7 +53,7 @@ def test_both_operands_or_none():
     N=st.integers(1, 2),
     T=st.integers(1, 40),
     octets=st.tuples(st.integers(1, 9), st.integers(1, 9)),
-    dtype=st.sampled_from([BF16, FP16]),
+    dtype=st.sampled_from([BF16, FP16, FP32]),
     tile=tiles(),
 )
 def test_the_same_bits_as_through_pointers(N, T, octets, dtype, tile):
