@@ -3,9 +3,9 @@
     make test-opacus                                    # or:
     python tests/run_opacus_tests.py [--opacus DIR] [--torchvision DIR] [-k EXPRESSION]
 
-A test that passes without dpfast must pass with it, except those in EXPECTED, each with its reason. Fails
-otherwise, and where a test in EXPECTED passes after all. The tests are those of the Opacus that is installed (they
-are inside its wheel), or of the one under DIR.
+A test that passes without dpfast must pass with it, except those in EXPECTED, each with its reason (they draw their
+cases at random, so they may pass too). Fails otherwise. The tests are those of the Opacus that is installed (they are
+inside its wheel), or of the one under DIR.
 """
 
 import argparse
@@ -94,8 +94,6 @@ def compare(
         if before == "passed" and after != "passed" and name not in expected:
             wrong.append(f"{name}: passes without dpfast, with it: {after}")
     for name in expected:
-        if with_dpfast.get(name) == "passed":
-            wrong.append(f"{name}: is in EXPECTED and passes; take it out")
         if name not in without and not selected:
             wrong.append(f"{name}: is in EXPECTED and there is no such test")
     return wrong
