@@ -51,10 +51,11 @@ def _lines(rows: dict[Key, dict[str, dict]]) -> Iterator[str]:
     yield (
         "Made by `python benchmarks/report.py` from the rows that `python benchmarks/step.py` writes. All legs of a "
         "workload run in one process and take turns; a ratio is the median over rounds of (leg / plain) within a "
-        "round, its quartiles beside it. On a CPU: one thread, fp32, CPU time, a C allocator that keeps its memory "
-        "(for all legs alike). *Memory* is the peak of model, batch and three steps in a process of its own. *Error* "
-        "is the largest relative error of a parameter's clipped gradient against an fp64 loop over samples; for "
-        "dpfast it is the slack of the proven norm bound. Every private leg adds the same noise as *plain+noise*."
+        "round, its quartiles beside it. On a CPU: one thread, fp32, CPU time, rounds from four processes, a C "
+        "allocator that keeps its memory (for all legs alike). *Memory* is the peak of model, batch and three steps "
+        "in a process of its own. *Error* is the largest relative error of a parameter's clipped gradient against an "
+        "fp64 loop over samples; for dpfast it is the slack of the proven norm bound. Every private leg adds the same "
+        "noise as *plain+noise*."
     )
     for (machine, workload), legs in rows.items():
         some = next(iter(legs.values()))

@@ -5,9 +5,10 @@
     python benchmarks/step.py gpt --legs "dpfast one-pass" --no-write
 
 Before a leg is timed, its clipped gradient is compared with an fp64 loop over samples. Legs take turns, round after
-round; the figure is the median over rounds of (leg / plain) within a round. On a CPU: one thread, CPU time. Peak
-memory is measured in a process of its own, with the C allocator's defaults; on a GPU the allocator counts it. Rows go
-to benchmarks/results/step.jsonl, one a leg. A GPU's workloads are the "steps" of benchmarks/gpu.py.
+round; the figure is the median over rounds of (leg / plain) within a round. On a CPU: one thread, CPU time, rounds from
+several processes (where a process's memory happens to lie moves its ratios by several percent). Peak memory is measured
+in a process of its own, with the C allocator's defaults; on a GPU the allocator counts it. Rows go to
+benchmarks/results/step.jsonl, one a leg. A GPU's workloads are the "steps" of benchmarks/gpu.py.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
+import json
 import os
 import statistics
 import subprocess
@@ -35,6 +37,8 @@ from dpfast.testing import clipped_sum, loop_over_samples, relative_error
 # Of the clipped gradient against fp64, the slack of the norm's bound included. In 16 bits the model's own forward and
 # backward round, so there twice the error of a loop over samples in that dtype is allowed too.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
+PROCESSES = 4
+WARM_UP = 2  # rounds of each process: until then its memory grows
 SLOW = 10.0  # a leg that takes this many plain steps is timed once, without a round to warm up
 SIGMA = 1.0
 # One process runs all legs, so one leg's memory would decide how many pages the next one has to get from the system
@@ -46,15 +50,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("workloads", nargs="*", metavar="workload", help=", ".join(WORKLOADS))
     parser.add_argument("--legs", nargs="*", choices=[*LEGS], help="these legs; plain and plain+noise always run")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=7, help=f"on a CPU, of each of {PROCESSES} processes")
     parser.add_argument("--again", action="store_true", help="measure anew what this commit has rows of")
     parser.add_argument("--no-write", action="store_true")
     parser.add_argument("--no-memory", action="store_true")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)  # a child process: this leg's peak, nothing else
+    parser.add_argument("--seconds", action="store_true", help=argparse.SUPPRESS)  # likewise: the legs' times
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.memory_of:
         print(_peak_memory(WORKLOADS[options.workloads[0]], options.memory_of))
+        return
+    if options.seconds:
+        workload = WORKLOADS[options.workloads[0]]
+        torch.manual_seed(0)
+        model, batch = _model(workload), workload.batch()
+        steps = {leg: build(leg, copy.deepcopy(model), workload, SIGMA) for leg in options.legs}
+        _interleaved(workload, steps, batch, WARM_UP)
+        print(json.dumps(_interleaved(workload, steps, batch, options.rounds)))
         return
     if sys.platform == "linux" and not STEADY.keys() <= os.environ.keys():
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **STEADY})
@@ -65,14 +78,15 @@ def main() -> None:
             print(f"{name}: this commit has its rows in {table.out.name}")
             continue
         chosen = [leg for leg in LEGS if not options.legs or leg in ("plain", "plain+noise", *options.legs)]
-        rows = measure(workload, chosen, options.rounds, memory=not options.no_memory)
+        several = workload.device == "cpu"
+        rows = measure(workload, chosen, options.rounds, memory=not options.no_memory, in_processes=several)
         if not options.no_write:
             for row in rows:
                 table.add(**row)
         show(workload, rows)
 
 
-def measure(workload: Workload, legs: list[str], rounds: int, memory: bool) -> list[dict]:
+def measure(workload: Workload, legs: list[str], rounds: int, memory: bool, in_processes: bool = False) -> list[dict]:
     """One row a leg: milliseconds, ratios to plain and plain+noise, their spread, the gradient's error, peak memory."""
     steps, slow, rows = {}, {}, {leg: {"workload": workload.name, "leg": leg} for leg in legs}
     limit = float("inf")
@@ -110,7 +124,11 @@ def measure(workload: Workload, legs: list[str], rounds: int, memory: bool) -> l
             torch.cuda.empty_cache()
     if not {"plain", "plain+noise"} <= steps.keys():  # nothing to compare with: the notes say why
         return list(rows.values())
-    seconds = {**_interleaved(workload, steps, batch, rounds), **slow}
+    if in_processes:
+        seconds = _in_processes(workload.name, list(steps), rounds)
+    else:
+        seconds = _interleaved(workload, steps, batch, rounds)
+    seconds.update(slow)
     steps.clear()
     buffers.release()
     for leg, own in seconds.items():
@@ -179,6 +197,17 @@ def _interleaved(workload: Workload, steps: dict, batch: tuple, rounds: int) -> 
             seconds[leg].append(_timed(workload, steps[leg], batch))
         gc.collect()
     gc.enable()
+    return seconds
+
+
+def _in_processes(name: str, legs: list[str], rounds: int) -> dict[str, list[float]]:
+    """Seconds per leg and round of :data:`PROCESSES` processes, one after the other."""
+    seconds: dict[str, list[float]] = {leg: [] for leg in legs}
+    command = [sys.executable, __file__, name, "--seconds", "--rounds", str(rounds), "--legs", *legs]
+    for _ in range(PROCESSES):
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        for leg, own in json.loads(done.stdout.splitlines()[-1]).items():
+            seconds[leg] += own
     return seconds
 
 

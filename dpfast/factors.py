@@ -203,10 +203,10 @@ class Dense:
         return values * scale if scale != 1.0 or values is self.values else values
 
     def sq_norm(self) -> SquaredNorm:
-        return self._norm or reference.dense_sq_norm(self.values, self.error)
+        return self._norm or reference.dense_sq_norm([self.values], self.error)
 
     def weighted_sum(self, coefficients: Tensor) -> Tensor:
-        return reference.weighted_rows(self.values, coefficients)
+        return reference.weighted_rows([self.values], coefficients)
 
     @property
     def has_norm(self) -> bool:

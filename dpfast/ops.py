@@ -70,8 +70,8 @@ def choose_backend(backend: str, device: torch.device, dtype: torch.dtype = torc
         BackendError: an unknown name, or a backend that cannot run on this device or dtype.
     """
     source = "backend"
-    if backend == "auto" and os.environ.get("DPFAST_BACKEND"):
-        backend, source = os.environ["DPFAST_BACKEND"], "DPFAST_BACKEND"
+    if backend == "auto" and (wanted := os.environ.get("DPFAST_BACKEND")):
+        backend, source = wanted, "DPFAST_BACKEND"
     if backend not in _BACKENDS:
         raise BackendError(f"{source}={backend!r} is not one of {', '.join(map(repr, _BACKENDS))}")
     if backend == "auto":

@@ -11,8 +11,8 @@ size follows from T, D and P, and matrix products whose result could depend on t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import lru_cache
 
 import opt_einsum
@@ -33,19 +33,26 @@ SUM_BLOCK = 1024
 """The longest run of terms that one fp32 sum of squares adds up (see ``bounds``)."""
 
 
-@contextmanager
-def exact_arithmetic() -> Iterator[None]:
+def exact_arithmetic() -> AbstractContextManager[object]:
     """Autocast off: our own arithmetic must not be rounded to 16 bits."""
-    with ExitStack() as stack:
-        for device in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
-        yield
+    on = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+    if not on:  # asked for several times a layer
+        return _NOTHING
+    stack = ExitStack()
+    for device in on:
+        stack.enter_context(torch.autocast(device, enabled=False))
+    return stack
+
+
+_NOTHING = nullcontext()
 
 
 def compute_dtype(*tensors: Tensor) -> torch.dtype:
     """fp64 where any of the tensors is fp64, else fp32."""
-    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+    for t in tensors:
+        if t.dtype is torch.float64:
+            return torch.float64
+    return torch.float32
 
 
 @lru_cache(maxsize=4096)
@@ -82,9 +89,9 @@ def bias_grad_sample(backprops: Tensor, *, scale: float = 1.0) -> Tensor:
 def weighted_sum(activations: Tensor, backprops: Tensor, coefficients: Tensor) -> Tensor:
     """``Σ_n c_n Σ_t b_nt a_ntᵀ`` of shape (P, D); a sample with c_n = 0 adds exactly nothing, whatever it holds."""
     dtype = compute_dtype(activations, backprops)
-    activations, backprops = _without_dropped_samples(
-        activations.to(dtype), backprops.to(dtype), coefficients=coefficients
-    )
+    activations, backprops = activations.to(dtype), backprops.to(dtype)
+    if _drops_samples(coefficients):
+        activations, backprops = (_without_dropped(x, coefficients) for x in (activations, backprops))
     c = coefficients.to(dtype)[:, None, None]
     d, p = activations.shape[-1], backprops.shape[-1]
     if products.by_onednn(p, c.numel() * activations.shape[1], d, like=activations):
@@ -117,25 +124,31 @@ def _transposed_product(x: Tensor, y: Tensor, c: Tensor) -> Tensor:
 
 def weighted_bias_sum(backprops: Tensor, coefficients: Tensor) -> Tensor:
     """``Σ_n c_n Σ_t b_nt`` of shape (P,)."""
-    return weighted_rows(bias_grad_sample(backprops), coefficients)
+    return weighted_rows([bias_grad_sample(backprops)], coefficients)
 
 
-def weighted_rows(values: Tensor, coefficients: Tensor) -> Tensor:
-    """``Σ_n c_n v_n`` for values (N, ...); a sample with c_n = 0 adds exactly nothing, whatever it holds."""
-    dtype = compute_dtype(values)
-    (values,) = _without_dropped_samples(values.to(dtype), coefficients=coefficients)
-    if values.shape[0] == 0:
-        return values.new_zeros(values.shape[1:])
-    return torch.mv(values.reshape(len(values), -1).mT, coefficients.to(dtype)).view(values.shape[1:])
+def weighted_rows(blocks: Sequence[Tensor], coefficients: Tensor) -> Tensor:
+    """``Σ_n c_n v_n`` for values (N, ...) in blocks of samples, at least one; a sample with c_n = 0 adds exactly
+    nothing, whatever it holds."""
+    dtype, total = compute_dtype(blocks[0]), None
+    masks = _drops_samples(coefficients)
+    for values, c in zip(blocks, coefficients.split([len(v) for v in blocks]), strict=True):
+        values = values.to(dtype).reshape(len(values), values.shape[1:].numel())
+        if masks:
+            values = _without_dropped(values, c)
+        total = torch.mv(values.mT, c.to(dtype)) if total is None else total.addmv_(values.mT, c.to(dtype))
+    return total.view(blocks[0].shape[1:])
 
 
-def _without_dropped_samples(*tensors: Tensor, coefficients: Tensor) -> tuple[Tensor, ...]:
-    """The tensors with zeros where a sample's coefficient is 0: 0·inf would be NaN in the sum."""
-    dropped = coefficients == 0
-    # Reading one flag back is free on a CPU; elsewhere it would wait for the device, so there we always mask.
-    if dropped.device.type == "cpu" and not bool(dropped.any()):
-        return tensors
-    return tuple(t.masked_fill(dropped.view(-1, *[1] * (t.dim() - 1)), 0.0) if t.dim() else t for t in tensors)
+def _drops_samples(coefficients: Tensor) -> bool:
+    """Whether a coefficient may be 0. Reading one flag back is free on a CPU; elsewhere it would wait for the device,
+    so there we always mask."""
+    return coefficients.device.type != "cpu" or bool((coefficients == 0).any())
+
+
+def _without_dropped(x: Tensor, coefficients: Tensor) -> Tensor:
+    """``x`` (N, ...) with zeros where a sample's coefficient is 0: 0·inf would be NaN in the sum."""
+    return x.masked_fill((coefficients == 0).view(-1, *[1] * (x.dim() - 1)), 0.0)
 
 
 def row_norm(x: Tensor) -> Tensor:
@@ -180,18 +193,28 @@ def sum_block(length: int) -> int:
     return block if block >= 8 else length
 
 
-def dense_sq_norm(values: Tensor, error: Tensor | None = None) -> SquaredNorm:
-    """‖v_n‖² of values (N, ...), which themselves may be off by ``error`` (N,) in L2 norm."""
-    n, dtype = values.shape[0], compute_dtype(values)
+def dense_sq_norm(blocks: Iterable[Tensor], error: Tensor | None = None) -> SquaredNorm:
+    """‖v_n‖² of values (N, ...) that come in blocks of samples, at least one, each used while it is in the cache.
+
+    Args:
+        error: how far the values themselves may be off, in L2 norm, (N,).
+    """
+    squares = []
+    for block in blocks:
+        rows = _rows_of_entries(block)
+        squares.append(row_sq_norm(rows))
+    total = sum_blocks(squares[0] if len(squares) == 1 else torch.cat(squares))
+    width, numel = min(rows.shape[-1], SUM_BLOCK), rows.shape[1] * rows.shape[2]
+    return bounds.dense(total, width=width, numel=numel, dtype=compute_dtype(rows), error=error)
+
+
+def _rows_of_entries(values: Tensor) -> Tensor:
+    """(N, ...) as (N, rows, width). Rows of a kernel's 3 would be slow, longer sums than need be less exact."""
     width, dims = 1, values.dim()
-    # A kernel's rows of 3 would be slow; longer sums than need be would be less exact.
     while dims > 1 and (dims == values.dim() or (width < 16 and width * values.shape[dims - 1] <= SUM_BLOCK)):
         dims -= 1
         width *= values.shape[dims]
-    rows = values.reshape(n, values.shape[1:dims].numel(), width)
-    total = sum_blocks(row_sq_norm(rows))
-    width = min(rows.shape[-1], SUM_BLOCK)
-    return bounds.dense(total, width=width, numel=rows.shape[1] * rows.shape[2], dtype=dtype, error=error)
+    return values.reshape(values.shape[0], values.shape[1:dims].numel(), width)
 
 
 def rank_one_sq_norm(activations: Tensor, backprops: Tensor) -> SquaredNorm:

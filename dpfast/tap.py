@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from dpfast.errors import InputError, UnsupportedModuleError
+from dpfast.errors import InputError, StateError, UnsupportedModuleError
 from dpfast.factors import Factor
 from dpfast.registry import (
     Activations,
@@ -360,7 +360,13 @@ class _TapFunction(torch.autograd.Function):
     def backward(ctx, *grads: Tensor | None):
         record, taps = ctx.record, ctx.record.tap.taps
         nodes = [node for node, _ in ctx.next_functions[record.num_outputs :]]
-        wanted = any(node is not None and torch._C._will_engine_execute_node(node) for node in nodes)
+        try:
+            wanted = any(node is not None and torch._C._will_engine_execute_node(node) for node in nodes)
+        except RuntimeError as error:
+            raise StateError(
+                f"{record.tap.layer}: torch.autograd.grad() cannot give the gradients of its parameters; "
+                "loss.backward() leaves them in the parameters"
+            ) from error
         to_parameters: tuple[Tensor | None, ...] = (None,) * len(nodes)
         if wanted and any(g is not None for g in grads):
             activations = record.activations(ctx.saved_tensors)

@@ -1,15 +1,22 @@
 """Fine-tunes a small Llama by LoRA with differential privacy in Hugging Face's Trainer, in three ways.
 
-    python examples/trainer_lora.py [--steps 3] [--sigma 1.0]        # needs transformers and peft
+    python examples/trainer_lora.py [--rank 128] [--length 32] [--sigma 1.0]        # needs transformers and peft
 
 bf16 autocast, gradient checkpointing, and a logical batch in several micro-batches (gradient accumulation). The
 ways to clip are Opacus's `DPOptimizer` on `p.grad_sample`, from Opacus's hooks or from dpfast's, and dpfast's one
-backward pass, which writes no sample's gradient. Prints each way's time, memory and distance from the first one's
-clipped gradient. The model is random and the data is synthetic: nothing is downloaded.
+backward pass. Prints each way's time, memory and distance from the first one's clipped gradient. The model is random
+and the data is synthetic: nothing is downloaded.
+
+Of a micro-batch of N samples, `p.grad_sample` holds N times the LoRA weights: N·rank rows of the layers' widths. One
+pass holds the layers' inputs and output gradients instead, N·length rows, where these take less memory. So it needs
+less where the rank is well above the length (high rank, short texts), as here; with `--rank 16 --length 64` it holds
+what `p.grad_sample` holds. Most of the time is the frozen model's, whichever way is taken.
 """
 
 import argparse
+import os
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -32,6 +39,9 @@ from dpfast.opacus import OnePassOptimizer
 MAX_GRAD_NORM = 0.1
 LOGICAL_BATCH, MICRO_BATCHES = 64, 4  # expected; a Poisson batch has as many samples as its coins say
 DELTA = 1e-4
+# The ways take turns in one process, where the C allocator would give one way's memory back to the system for the
+# next to fetch again, a page fault per 4 KB. Here it keeps it, for all; memory is measured without these.
+STEADY = {"MALLOC_TRIM_THRESHOLD_": "4000000000", "MALLOC_MMAP_THRESHOLD_": "4000000000"}
 
 
 class Sequences(Dataset):
@@ -99,6 +109,10 @@ class PrivateSteps(TrainerCallback):
 
     def __init__(self):
         self.gradients: list[torch.Tensor] = []  # of each step, to compare the ways
+        self.seconds: list[float] = []  # that each step took
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.start = clock()
 
     def on_substep_end(self, args, state, control, optimizer=None, **kwargs):
         optimizer = optimizer.optimizer  # accelerate's wrapper takes no steps between
@@ -111,9 +125,10 @@ class PrivateSteps(TrainerCallback):
 
     def on_step_end(self, args, state, control, optimizer=None, **kwargs):
         optimizer.optimizer.zero_grad(set_to_none=True)
+        self.seconds.append(clock() - self.start)
 
 
-def build_model(d: int = 64, layers: int = 2, vocabulary: int = 64) -> torch.nn.Module:
+def build_model(d: int = 64, layers: int = 2, vocabulary: int = 64, rank: int = 16) -> torch.nn.Module:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=vocabulary,
@@ -126,7 +141,7 @@ def build_model(d: int = 64, layers: int = 2, vocabulary: int = 64) -> torch.nn.
         use_cache=False,
     )
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    lora = LoraConfig(r=16, target_modules=targets, init_lora_weights=False)
+    lora = LoraConfig(r=rank, target_modules=targets, init_lora_weights=False)
     model = get_peft_model(LlamaForCausalLM(config), lora)
     model.enable_input_require_grads()  # checkpoints have something to differentiate; the base is frozen
     return model
@@ -156,7 +171,7 @@ WAYS = {"dpfast, p.grad_sample": materialize, "dpfast, one pass": one_pass, "Opa
 
 
 def train(way, model, data, steps: int, sigma: float, checkpointing=True, reentrant=False, out=".", lr=0.5):
-    """Returns the gradients of the steps (clipped, averaged, noised), the seconds taken, and ε."""
+    """Returns the gradients of the steps (clipped, averaged, noised), the seconds that each took, and ε."""
     rate = LOGICAL_BATCH / len(data)
     parameters = [p for p in model.parameters() if p.requires_grad]
     noise = {
@@ -192,10 +207,8 @@ def train(way, model, data, steps: int, sigma: float, checkpointing=True, reentr
         micro_batches=PoissonMicroBatches(len(data), rate, steps),
     )
     trainer.remove_callback(PrinterCallback)
-    start = clock()
     trainer.train()
-    seconds = clock() - start
-    return callback.gradients, seconds, accountant.get_epsilon(DELTA) if sigma else float("inf")
+    return callback.gradients, callback.seconds, accountant.get_epsilon(DELTA) if sigma else float("inf")
 
 
 def clock() -> float:
@@ -210,47 +223,65 @@ def peak_memory() -> float:
     """MB, the most since the process started."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**20
+    for line in Path("/proc/self/status").read_text().splitlines() if sys.platform == "linux" else ():
+        if line.startswith("VmHWM"):  # ru_maxrss would begin with the parent's
+            return int(line.split()[1]) / 2**10
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 
-def run_one(name: str, options: argparse.Namespace) -> None:
+def run(name: str, options: argparse.Namespace, steps: int) -> tuple:
+    # Reentrant checkpointing for all: under the other kind Opacus's hooks leave no grad_sample.
+    data, model = Sequences(1024, options.length, 64), build_model(options.d, rank=options.rank)
+    with tempfile.TemporaryDirectory() as out:
+        return train(WAYS[name], model, data, steps, options.sigma, reentrant=True, out=out)
+
+
+def measure_memory(name: str, options: argparse.Namespace) -> None:
     """One way in a process of its own, so that its memory can be told from the others'."""
-    warnings.filterwarnings("ignore")
-    data, way = Sequences(1024, options.length, 64), WAYS[name]
-    reentrant = way is opacus_hooks  # which leave no grad_sample under the other kind of checkpointing
-    torch.set_num_threads(1)
-    train(way, build_model(32), data, 1, 0.0, reentrant=reentrant, out=options.out)  # warm-up
-    model, before = build_model(options.d), peak_memory()
-    gradients, seconds, epsilon = train(way, model, data, options.steps, options.sigma, reentrant=reentrant)
-    result = {"gradients": gradients, "seconds": seconds, "epsilon": epsilon, "memory": peak_memory() - before}
-    torch.save(result, Path(options.out) / "result.pt")
+    small = argparse.Namespace(**{**vars(options), "d": 32, "rank": 1})
+    run(name, small, 1)  # what the libraries hold themselves
+    build_model(options.d, rank=options.rank)
+    before = peak_memory()
+    run(name, options, 2)
+    print(peak_memory() - before)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=2, help="of a round")
+    parser.add_argument("--rounds", type=int, default=4, help="of all ways in turn, after one to warm up")
     parser.add_argument("--sigma", type=float, default=0.0, help="noise multiplier")
     parser.add_argument("--d", type=int, default=512, help="width of the model")
-    parser.add_argument("--length", type=int, default=64, help="tokens in a sequence")
-    parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
-    parser.add_argument("--out", default=".", help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, default=128, help="of LoRA")
+    parser.add_argument("--length", type=int, default=32, help="tokens in a sequence")
+    parser.add_argument("--memory-of", choices=WAYS, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.way:
-        return run_one(options.way, options)
-    first = None
-    for name in WAYS:
-        with tempfile.TemporaryDirectory() as out:
-            command = [sys.executable, __file__, *sys.argv[1:], "--way", name, "--out", out]
-            subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
-            result = torch.load(Path(out) / "result.pt")
-        total = result["gradients"][0]  # later ones are of weights that differ in the last bits already
-        first = total if first is None else first
-        print(
-            f"{name:24s} {result['seconds'] / options.steps:6.2f} s a step, {result['memory']:5.0f} MB more than the "
-            f"model, first gradient off by {((total - first).norm() / first.norm()).item():.1e}, "
-            f"epsilon {result['epsilon']:.2f} at delta {DELTA}",
-            flush=True,
-        )
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    if options.memory_of:
+        return measure_memory(options.memory_of, options)
+    if sys.platform == "linux" and not STEADY.keys() <= os.environ.keys():
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **STEADY})
+    seconds = {name: [] for name in WAYS}
+    gradient, epsilon = {}, 0.0
+    for i in range(options.rounds + 1):
+        for name in WAYS:
+            gradients, taken, epsilon = run(name, options, options.steps)
+            gradient[name] = gradients[0]  # later ones are of weights that differ in the last bits already
+            seconds[name] += taken if i else []
+    first = gradient[next(iter(WAYS))]
+    one_pass = seconds["dpfast, one pass"]
+    print(f"Rank {options.rank}, {options.length} tokens, {LOGICAL_BATCH} expected samples in {MICRO_BATCHES} parts")
+    print(f"{'':24s}{'s a step':>10s}{'/ one pass':>12s}{'peak MB over the model':>24s}{'gradient off by':>17s}")
+    for name, own in seconds.items():
+        command = [sys.executable, __file__, *sys.argv[1:], "--memory-of", name]
+        environment = {k: v for k, v in os.environ.items() if k not in STEADY}
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment)
+        ratio = statistics.median(x / y for x, y in zip(own, one_pass, strict=True))  # of the same step in a round
+        off = ((gradient[name] - first).norm() / first.norm()).item()
+        memory = float(done.stdout.split()[-1])
+        print(f"{name:24s}{statistics.median(own):10.2f}{ratio:12.2f}{memory:24.0f}{off:17.1e}", flush=True)
+    print(f"epsilon {epsilon:.2f} at delta {DELTA} for each round's {options.steps} steps")
     return None
 
 

@@ -21,7 +21,7 @@ ORDER = [
     ["grad_sample_module"],
     ["tapped_model", "clipping"],
     ["rules.opacus_layers"],
-    ["broadcast", "rules.attention", "rules.huggingface", "rules.recurrent"],
+    ["broadcast", "rules.attention", "rules.copies", "rules.huggingface", "rules.recurrent"],
     [
         *("tap", "rules.convolution", "rules.embedding", "rules.functorch", "rules.linear", "rules.normalization"),
         *("rules.refused", "scalar_loss"),

@@ -96,7 +96,7 @@ def test_a_dropped_sample_adds_exactly_nothing(where, poison):
     assert torch.equal(reference.weighted_sum(a, b, c), clean)
     values = ordinary(3, 7, seed=2)
     values[1] = poison
-    assert torch.equal(reference.weighted_rows(values, c), torch.mv(values[[0, 2]].mT, c[[0, 2]]))
+    assert torch.equal(reference.weighted_rows([values], c), torch.mv(values[[0, 2]].mT, c[[0, 2]]))
 
 
 @pytest.mark.parametrize("t", [1, 2, 7, 33, 70, 300])
@@ -110,7 +110,7 @@ def test_a_samples_numbers_do_not_depend_on_its_batch(t, d, p, dtype):
         "bias": lambda a, b: reference.bias_grad_sample(b),
         "direct": lambda a, b: torch.stack(reference.direct_sq_norm(a, b), 1),
         "gram": lambda a, b: torch.stack(reference.gram_sq_norm(a, b), 1),
-        "dense": lambda a, b: torch.stack(reference.dense_sq_norm(b), 1),
+        "dense": lambda a, b: torch.stack(reference.dense_sq_norm([b]), 1),
     }
     if t == 1:
         verbs["rank_one"] = lambda a, b: torch.stack(reference.rank_one_sq_norm(a, b), 1)

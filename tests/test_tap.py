@@ -132,6 +132,15 @@ def test_gradients_of_inputs_alone_leave_parameters_alone():
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
 
 
+def test_gradients_of_parameters_are_refused_where_taps_cannot_leave_them():
+    model, x, y = example("mlp")
+    wrapped = wrap(model)
+    with pytest.raises(StateError, match=r"Linear\): torch.autograd.grad\(\) cannot give .* loss.backward\(\) leaves"):
+        torch.autograd.grad(mean_loss(wrapped, x, y), list(model.parameters()))
+    mean_loss(wrapped, x, y).backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
 def test_in_place_activations_after_a_layer():
     class InPlace(nn.Module):
         def __init__(self):

@@ -3,6 +3,7 @@
 from dpfast.rules import (
     attention,
     convolution,
+    copies,
     embedding,
     functorch,
     huggingface,
@@ -16,6 +17,7 @@ from dpfast.rules import (
 __all__ = [
     "attention",
     "convolution",
+    "copies",
     "embedding",
     "functorch",
     "huggingface",

@@ -7,13 +7,13 @@ input and output change places: the gradient at the output is the image, the inp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpfast import bounds, buffers, cost
+from dpfast import bounds, buffers, cost, products, reference
 from dpfast.bounds import SquaredNorm
 from dpfast.errors import InputError
 from dpfast.factors import Dense, Factor, OuterProduct, channel_sum
@@ -90,15 +90,19 @@ class PatchProduct:
 
     def _outer_product(self, first: int, last: int) -> OuterProduct:
         """Samples first to last, groups folded into samples."""
-        image, rows = self._padded(self.image[first:last]), self.rows[first:last]
+        patches, rows = self._cut_out(self._padded(self.image[first:last]), self.rows[first:last])
+        return OuterProduct(patches.mT, rows.mT)
+
+    def _cut_out(self, image: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Patches (n·groups, D/groups·kernel, positions) of an image without padding, and rows to match."""
+        n, dims = len(image), len(self.kernel)
         for i, (k, s, d) in enumerate(zip(self.kernel, self.stride, self.dilation, strict=True)):
             image = image.unfold(2 + i, d * (k - 1) + 1, s)[..., ::d]
-        n, dims = image.shape[0], len(self.kernel)
-        # (n, D, *positions, *kernel) -> (n·groups, D/groups·kernel, positions)
+        # (n, D, *positions, *kernel) -> (n, D, *kernel, *positions)
         image = image.movedim(tuple(range(2 + dims, 2 + 2 * dims)), tuple(range(2, 2 + dims)))
-        patches = image.reshape(n * self.groups, self.shape[1:].numel(), self.rows.shape[2:].numel())
-        rows = rows.reshape(n * self.groups, self._rows_a_group, self.rows.shape[2:].numel())
-        return OuterProduct(patches.mT, rows.mT)
+        positions = rows.shape[2:].numel()
+        patches = image.reshape(n * self.groups, self.shape[1:].numel(), positions)
+        return patches, rows.reshape(n * self.groups, self._rows_a_group, positions)
 
     def _outer_products(self) -> list[tuple[int, int]]:
         """Ranges of samples whose patches fit the workspace."""
@@ -112,13 +116,7 @@ class PatchProduct:
 
     def sq_norm(self) -> SquaredNorm:
         if self._by_convolution and self._goes_direct:
-            error, norms = self._error(), []
-            part = self.rows.new_empty((TOGETHER, *self.shape), dtype=compute_dtype(self.image, self.rows))
-            for i in range(0, self.num_samples, TOGETHER):
-                part = part[: self.num_samples - i]
-                self._convolved(i, i + TOGETHER, out=part)
-                norms.append(Dense(part, error=error[i : i + TOGETHER]).sq_norm())
-            return SquaredNorm(*(torch.cat(x) for x in zip(*norms, strict=True)))
+            return reference.dense_sq_norm(self._convolved(), self._error())
         norms = [self._outer_product(i, j).sq_norm() for i, j in self._outer_products()]
         if not norms:
             return SquaredNorm(*(self.rows.new_zeros(0, dtype=torch.float64) for _ in range(2)))
@@ -141,22 +139,31 @@ class PatchProduct:
         switch = getattr(getattr(torch.backends.mkldnn, "conv", None), "fp32_precision", "none")
         return self.rows.device.type == "cpu" and switch in ("none", "ieee") and self.rows.numel() > 0
 
-    def _convolved(self, first: int, last: int, out: Tensor) -> None:
-        """Writes the gradients of samples first to last into ``out`` (last - first, *shape)."""
-        image, rows = self.image[first:last].to(out.dtype), self.rows[first:last].to(out.dtype)
-        missing = next(size for size in (2, 4, 8, TOGETHER) if len(rows) <= size) - len(rows)
-        if missing:
-            image, rows = (torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) for x in (image, rows))
-        if self._blocks == 1:
-            out.copy_(self._summed_by_group(image, rows, self.padding)[: len(out)])
-            return
-        out.zero_()
-        image, span = self._padded(image), self.dilation[0] * (self.kernel[0] - 1) + 1
-        for start in range(0, rows.shape[2], self._block):
-            length = min(self._block, rows.shape[2] - start)
-            part = image.narrow(2, start * self.stride[0], (length - 1) * self.stride[0] + span)
-            none = [0] * len(self.kernel)
-            out.add_(self._summed_by_group(part, rows.narrow(2, start, length), none)[: len(out)])
+    def _convolved(self) -> Iterator[Tensor]:
+        """The gradients (n, *shape) of so many samples, until there are no more."""
+        dtype, span = compute_dtype(self.image, self.rows), self.dilation[0] * (self.kernel[0] - 1) + 1
+        for image, rows in zip(self.image.split(TOGETHER), self.rows.split(TOGETHER), strict=True):
+            n, image, rows = len(rows), image.to(dtype), rows.to(dtype)
+            missing = next(size for size in (2, 4, 8, TOGETHER) if n <= size) - n
+            if missing:
+                image, rows = (torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) for x in (image, rows))
+            if self._blocks == 1:
+                yield self._added_up(image, rows, self.padding)[:n]
+                continue
+            image, total = self._padded(image), None
+            for start in range(0, rows.shape[2], self._block):
+                length = min(self._block, rows.shape[2] - start)
+                part = image.narrow(2, start * self.stride[0], (length - 1) * self.stride[0] + span)
+                none = [0] * len(self.kernel)
+                gradients = self._added_up(part, rows.narrow(2, start, length), none)
+                total = gradients if total is None else total.add_(gradients)
+            yield total[:n]
+
+    @property
+    def _is_narrow(self) -> bool:
+        """Whether there are few channels, of which torch's convolution would make 16, and patches are small."""
+        few = self.groups == 1 and self.shape[1] <= 4 and self.shape[1:].numel() <= 64
+        return few and torch.get_float32_matmul_precision() == "highest"
 
     @property
     def _block(self) -> int:
@@ -177,9 +184,13 @@ class PatchProduct:
         row_products = _norm(self.image) * rows_norm * places**0.5
         return bounds.chain_error(row_products, terms=chain, numel=self.shape.numel(), dtype=dtype)
 
-    def _summed_by_group(self, image: Tensor, rows: Tensor, padding: Sequence[int]) -> Tensor:
-        """Gradients (n, *shape) of n samples, as the weight gradient of one sample with n times the groups."""
+    def _added_up(self, image: Tensor, rows: Tensor, padding: Sequence[int]) -> Tensor:
+        """Gradients (n, *shape) of n samples: as the weight gradient of one sample with n times the groups, or as
+        products of small patches."""
         n = len(rows)
+        if self._is_narrow:
+            patches, rows = self._cut_out(self._padded(image) if any(padding) else image, rows)
+            return products.batched(patches, rows.mT).mT.reshape(n, *self.shape)
         rows = rows.reshape(1, -1, *rows.shape[2:])
         weight = rows.new_empty(1).expand(rows.shape[1], *self.shape[1:])
         return self._weight_gradient(
@@ -209,8 +220,8 @@ class PatchProduct:
         dtype = compute_dtype(self.image, self.rows)
         if self._by_convolution:
             values = buffers.empty((self.num_samples, *self.shape), dtype, self.rows.device)
-            for i in range(0, self.num_samples, TOGETHER):
-                self._convolved(i, i + TOGETHER, out=values[i : i + TOGETHER])
+            for block, gradients in zip(values.split(TOGETHER), self._convolved(), strict=True):
+                block.copy_(gradients)
             return Dense(values, error=self._error())
         parts = [self._outer_product(i, j).materialized() for i, j in self._outer_products()]
         if not parts:
@@ -220,7 +231,9 @@ class PatchProduct:
         return Dense(values, error=errors * (1.0 + 2.0**-40))
 
     def kept(self) -> Factor:
-        return self.materialized() if self.keeps else self
+        if not self.keeps:
+            return self
+        return InBlocks(self._convolved(), self._error()) if self._by_convolution else self.materialized()
 
     @property
     def keeps(self) -> bool:
@@ -234,6 +247,48 @@ class PatchProduct:
     def nbytes(self) -> int:
         """Bytes of the inputs."""
         return self.image.nbytes + self.rows.nbytes
+
+
+class InBlocks:
+    """Gradients as they are, in blocks of samples: their norms are taken while a block is in the cache, and nothing is
+    copied together.
+
+    Args:
+        blocks: (n, *shape) each, at least one.
+        error: how far they may be from the exact gradients, in L2 norm, (N,) fp64.
+    """
+
+    def __init__(self, blocks: Iterable[Tensor], error: Tensor):
+        self.blocks: list[Tensor] = []
+        self.error = error
+
+        def keeping() -> Iterator[Tensor]:
+            for block in blocks:
+                self.blocks.append(block)
+                yield block
+
+        self._norm = reference.dense_sq_norm(keeping(), error)
+        self.shape = self.blocks[0].shape[1:]
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.error)
+
+    def materialize(self, scale: float = 1.0) -> Tensor:
+        values = torch.cat(self.blocks)
+        return values.mul_(scale) if scale != 1.0 else values
+
+    def sq_norm(self) -> SquaredNorm:
+        return self._norm
+
+    def weighted_sum(self, coefficients: Tensor) -> Tensor:
+        return reference.weighted_rows(self.blocks, coefficients)
+
+    def materialized(self) -> Dense:
+        return Dense(self.materialize(), error=self.error, norm=self._norm)
+
+    def kept(self) -> Factor:
+        return self
 
 
 @register_rule((nn.Conv1d, nn.Conv2d, nn.Conv3d), fresh=True)

@@ -6,12 +6,14 @@ import pytest
 import torch
 from torch import nn
 
+import dpfast
 from dpfast.registry import Activations, find_rule
 from dpfast.rules.convolution import CHAIN, TOGETHER
 
 CONVOLUTIONS = {
     "3x3": (lambda: nn.Conv2d(3, 32, 3, padding=1), (3, 12, 12)),
     "strided, dilated, leftovers": (lambda: nn.Conv2d(5, 7, 3, padding=2, stride=2, dilation=2), (5, 14, 11)),
+    "few channels, large kernel": (lambda: nn.Conv2d(4, 20, 4, padding=1, stride=3), (4, 14, 12)),
     "groups": (lambda: nn.Conv2d(8, 16, 3, padding=1, groups=4), (8, 9, 7)),
     "1x1": (lambda: nn.Conv2d(32, 16, 1), (32, 6, 6)),
     "more positions than one call adds": (lambda: nn.Conv2d(4, 6, 3, padding=1), (4, 47, 40)),
@@ -81,6 +83,55 @@ def test_group_norm_of_bright_and_of_even_images(mean, deviation):
         floor = 2.0**-24 * mean * rstd * 16 * backprops.flatten(1).norm(dim=1)
         assert (off <= found[name].error).all(), name
         assert (found[name].error <= 1e-3 * values.flatten(1).norm(dim=1) + 5e-3 + 10 * floor).all(), name
+
+
+@pytest.mark.parametrize("mean", [0.0, 30.0, 1e3])
+@pytest.mark.parametrize("shape", [(6, 16, 16), (6, 101), (6,)])
+def test_copies_of_a_group_norm(mean, shape):
+    """The layer's own output, its input's gradient and the batch's summed gradients, bit by bit or nearly; a sample's
+    gradient is as exact as the plain one, and the same in every batch."""
+    torch.manual_seed(0)
+    layer, x = nn.GroupNorm(2, 6), mean + torch.randn(5, *shape)
+    torch.nn.init.normal_(layer.weight)
+    backprops, plain_x = torch.randn_like(x), x.clone().requires_grad_()
+    plain = layer(plain_x)
+    by_hand = torch.autograd.grad(plain, [plain_x, layer.weight, layer.bias], backprops)
+    truth = exact(layer, x, backprops)
+    wrapped = dpfast.GradSampleModule(layer, loss_reduction="sum")
+
+    def run(chosen):
+        wrapped.zero_grad()
+        own_x = x[chosen].requires_grad_()
+        output = wrapped(own_x)
+        output.backward(backprops[chosen])
+        return output.detach(), own_x.grad, layer.weight.grad_sample, layer.bias.grad_sample
+
+    output, of_x, of_weight, of_bias = run(torch.arange(5))
+    assert torch.equal(output, plain) and torch.equal(of_x, by_hand[0])
+    for of_samples, summed in ((of_weight, by_hand[1]), (of_bias, by_hand[2])):
+        assert (of_samples.sum(0) - summed).norm() <= 1e-5 * (1.0 + mean) * summed.norm()
+    assert (of_weight - truth["weight"]).norm() <= 1e-6 * (1.0 + mean) * truth["weight"].norm()
+    for chosen in (torch.tensor([3]), torch.tensor([4, 0, 3])):
+        for whole, part in zip((output, of_x, of_weight, of_bias), run(chosen), strict=True):
+            assert torch.equal(part, whole[chosen])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer, x: (layer.bfloat16(), x.bfloat16()),
+        lambda layer, x: (layer, x.to(memory_format=torch.channels_last)),
+    ],
+    ids=["bf16", "channels last"],
+)
+def test_group_norm_that_has_no_copies(change):
+    """Gradients are fp32, and the output keeps its memory format."""
+    layer, x = change(nn.GroupNorm(2, 6), torch.randn(3, 6, 4, 5))
+    wrapped = dpfast.GradSampleModule(layer)
+    output = wrapped(x.requires_grad_())  # torch crashes in channels last where x needs none
+    assert output.is_contiguous(memory_format=torch.channels_last) == x.is_contiguous(memory_format=torch.channels_last)
+    output.float().square().mean().backward()
+    assert layer.weight.grad_sample.dtype == torch.float32
 
 
 @pytest.mark.parametrize("case", CONVOLUTIONS)

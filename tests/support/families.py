@@ -151,7 +151,7 @@ FAMILIES = {
         ("bias=False", nn.LayerNorm(4, bias=False), (_floats(4),)),
     ]),
     "nn.RMSNorm": ("torch_rms_norm", lambda: [("3-D", nn.RMSNorm(4, eps=1e-3), (_floats(6, 4),))]),
-    "nn.GroupNorm": ("group_norm", lambda: [
+    "nn.GroupNorm": ("group_norm_of_copies", lambda: [
         ("4-D", nn.GroupNorm(2, 6), (_floats(6, 3, 4),)),
         ("2-D", nn.GroupNorm(2, 6), (_floats(6),)),
     ]),

@@ -1,0 +1,45 @@
+"""Layers that run with copies of their parameters, one a sample: torch's own backward gives each its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dpfast.factors import Dense, Factor
+from dpfast.registry import Activations, register_forward
+from dpfast.rules.normalization import group_norm
+from dpfast.tap import Pieces
+
+
+@register_forward(nn.GroupNorm)
+def group_norm_of_copies(layer: nn.GroupNorm, piece: Pieces, input: Tensor) -> Tensor:
+    """The samples as the channels of one, (1, N·C, *spatial), each with its own copies of weight and bias. Their
+    gradients come beside that of the input, at no cost; output and input gradient have the bits of the layer's own.
+
+    Copies in 16 bits would have gradients in 16 bits, and other memory formats would be copied: there the rule answers.
+    """
+    n, channels = input.shape[:2]
+    parameters = [layer.weight, layer.bias]
+    exact = all(p is None or p.dtype in (torch.float32, torch.float64) for p in parameters)
+    values_a_group = input[0].numel() // layer.num_groups if n else 0
+    if not exact or values_a_group < 2 or not input.is_contiguous():
+
+        def by_rule(parameters: Any, activations: Activations, backprops: Tensor) -> Mapping[Any, Factor]:
+            return group_norm(layer, activations, backprops)
+
+        return piece(by_rule, lambda x, w, b: F.group_norm(x, layer.num_groups, w, b, layer.eps), parameters, input)
+    weight, bias = (None if p is None else piece(_of_copies, lambda p: p.repeat(n), [p]) for p in parameters)
+    as_one = input.view(1, n * channels, *input.shape[2:])
+    return F.group_norm(as_one, n * layer.num_groups, weight, bias, layer.eps).view(input.shape)
+
+
+def _of_copies(
+    parameters: Sequence[nn.Parameter | None], activations: Activations, backprops: Tensor
+) -> Mapping[Any, Factor]:
+    """backprops (N·C,), of copies one after the other."""
+    (parameter,) = parameters
+    return {parameter: Dense(backprops.view(-1, *parameter.shape))}
