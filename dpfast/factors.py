@@ -76,7 +76,8 @@ class OuterProduct:
         if ops.groups(self.activations, self.backprops):
             (direct,) = ops.grouped_direct([(self.activations, self.backprops)], keep=True)
             return Dense(direct.grad_sample, error=direct.error, norm=direct.norm)
-        return Dense(self.materialize(), error=ops.grad_sample_error(self.activations, self.backprops))
+        values, error = ops.certified_grad_sample(self.activations, self.backprops)
+        return Dense(values, error=error)
 
     def kept(self) -> Factor:
         return self.materialized() if self.keeps else self

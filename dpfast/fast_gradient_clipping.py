@@ -201,7 +201,8 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
             entry.clip(factor, self._scale(step))
 
     def on_finish(self, step: Step) -> None:
-        self._start_step()
+        if not step.gathered:  # nothing has come by
+            self._start_step()
         if step.waiting is not None:
             step.waiting.take()
         scale, clipper = self._scale(step), self._clipper()

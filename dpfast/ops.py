@@ -298,11 +298,15 @@ def certified_sq_norm(
     return SquaredNorm(*_call(_sq_norm_op, _sq_norm, activations, backprops, way, backend))
 
 
-def grad_sample_error(activations: Tensor, backprops: Tensor) -> Tensor:
-    """How far :func:`grad_sample` with ``backend="auto"`` may be from the exact G_n, in L2 norm, (N,) fp64."""
-    backend = choose_backend("auto", activations.device, reference.compute_dtype(activations, backprops))
-    kernel_chain = import_kernels()[0].CHAIN if backend == "triton" else None
-    return reference.outer_product_error(activations, backprops, kernel_chain)
+def certified_grad_sample(activations: Tensor, backprops: Tensor) -> tuple[Tensor, Tensor]:
+    """G (N, P, D) of (N, T, ·) inputs, and how far it may be from the exact one, in L2 norm, (N,) fp64."""
+    dtype = reference.compute_dtype(activations, backprops)
+    if choose_backend("auto", activations.device, dtype) == "triton":
+        error = reference.outer_product_error(activations, backprops, import_kernels()[0].CHAIN)
+        return grad_sample(activations, backprops), error
+    activations, backprops = activations.to(dtype), backprops.to(dtype)  # once for both
+    with exact_arithmetic():
+        return reference.grad_sample(activations, backprops), reference.outer_product_error(activations, backprops)
 
 
 def groups(activations: Tensor, backprops: Tensor) -> bool:
