@@ -29,6 +29,9 @@ WORKSPACE_BYTES = 32 * 2**20
 GRAM_TILE = 128
 """Positions per side of a tile of the Gram matrices; also bounds the length of one row's sum."""
 
+_WORTH_TRANSPOSING = 2**17
+"""Entries of a clipped sum from which oneDNN saves more than the transposed copies cost that it wants (AMD EPYC)."""
+
 SUM_BLOCK = 1024
 """The longest run of terms that one fp32 sum of squares adds up (see ``bounds``)."""
 
@@ -94,7 +97,7 @@ def weighted_sum(activations: Tensor, backprops: Tensor, coefficients: Tensor) -
         activations, backprops = (_without_dropped(x, coefficients) for x in (activations, backprops))
     c = coefficients.to(dtype)[:, None, None]
     d, p = activations.shape[-1], backprops.shape[-1]
-    if products.by_onednn(p, c.numel() * activations.shape[1], d, like=activations):
+    if d * p >= _WORTH_TRANSPOSING and products.by_onednn(p, c.numel() * activations.shape[1], d, like=activations):
         return _transposed_product(backprops, activations, c)
     # The scaled copy is made of the smaller operand.
     if d <= p:
