@@ -115,10 +115,10 @@ def main() -> None:
         axis.legend()
     for i, (d, p) in enumerate(NORMS):
         positions, ratios = crossover(d, p)
-        model = 2 * d * p / (d + p)
+        model = next(t for t in range(2, d + p) if cost.norm_way(t, d, p) == "direct")
         measured = next((t for t, r in zip(positions, ratios, strict=True) if r >= 1.0), None)
         taken = [cost.norm_way(t, d, p) for t in positions]
-        print(f"D, P = {d}, {p}: Gram costs as much as direct from T = {measured}, model T = {model:.0f}; {taken}")
+        print(f"D, P = {d}, {p}: Gram costs as much as direct from T = {measured}, model T = {model}; {taken}")
         axes[3].plot(positions, ratios, marker="o", color=f"C{i}", label=f"{d}×{p}")
         axes[3].axvline(model, color=f"C{i}", linestyle=":")
     axes[3].axhline(1.0, color="black", linewidth=0.8)

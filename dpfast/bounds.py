@@ -21,6 +21,10 @@ CHAIN_BLOCK = 256
 DOT_BLOCK = 512
 """Features that the reference adds up in one product of its Gram matrices before it starts a new partial sum."""
 
+GRAM_TILE = 128
+"""Positions per side of a tile of the Gram matrices; also bounds the length of one row's sum. The kernels have tiles of
+16 to 128, the smallest that hold T where T is short."""
+
 TENSOR_CORE = 4.0
 """How much longer a sum on tensor cores counts: they align 16 products and the accumulator to the largest and cut
 off (not round) what falls below its 24 bits, at most 2.2 times the error of a rounded sum of the same length

@@ -26,9 +26,6 @@ from dpfast.bounds import SquaredNorm
 WORKSPACE_BYTES = 32 * 2**20
 """The most that a norm may hold in intermediate results at one time."""
 
-GRAM_TILE = 128
-"""Positions per side of a tile of the Gram matrices; also bounds the length of one row's sum."""
-
 _WORTH_TRANSPOSING = 2**17
 """Entries of a clipped sum from which oneDNN saves more than the transposed copies cost that it wants (AMD EPYC)."""
 
@@ -272,7 +269,7 @@ def gram_sq_norm(activations: Tensor, backprops: Tensor) -> SquaredNorm:
         norm_a, norm_b = (F.pad(x, (0, missing)) for x in (norm_a, norm_b))
     sums = activations.new_zeros(4, n, dtype=torch.float64)
     t_padded = t + missing
-    side = max(1, min(t_padded, GRAM_TILE))
+    side = max(1, min(t_padded, bounds.GRAM_TILE))
     samples = max(1, WORKSPACE_BYTES // (3 * dtype.itemsize * side**2))
     for first in range(0, n, samples):
         s = slice(first, first + samples)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from dpfast import cost
+from dpfast import bounds, cost
 from dpfast.factors import OuterProduct
 
 
@@ -17,7 +17,7 @@ from dpfast.factors import OuterProduct
         (256, 4096, 4096, "gram"),
         (8192, 1024, 1024, "direct"),
         (1024, 4096, 16, "direct"),  # LoRA
-        (16, 4096, 16, "gram"),
+        (8, 4096, 16, "gram"),
         (1024, 27, 64, "direct"),  # a convolution's windows
     ],
 )
@@ -36,7 +36,7 @@ def test_the_way_is_the_cheapest_that_is_tight(t, d, p):
 
 def test_crossover_is_where_the_flops_are_equal():
     d = p = 512
-    crossover = 2 * d * p // (d + p)
+    crossover = 2 * d * p // (d + p) - bounds.GRAM_TILE  # the diagonal's tiles are computed whole
     assert cost.norm_way(crossover - 1, d, p) == "gram"
     assert cost.norm_way(crossover + 1, d, p) == "direct"
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from dpfast import products, reference
+from dpfast import bounds, products, reference
 from dpfast.testing import relative_error
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -136,7 +136,7 @@ def test_norms_stay_within_the_workspace(monkeypatch):
 
     monkeypatch.setattr(products, "batched", watched)
     monkeypatch.setattr(reference, "WORKSPACE_BYTES", 2000)
-    monkeypatch.setattr(reference, "GRAM_TILE", 16)
+    monkeypatch.setattr(bounds, "GRAM_TILE", 16)
     assert torch.equal(reference.direct_sq_norm(a, b).value, whole[0]) or torch.allclose(
         reference.direct_sq_norm(a, b).value, whole[0], rtol=1e-6
     )
