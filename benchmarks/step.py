@@ -50,7 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("workloads", nargs="*", metavar="workload", help=", ".join(WORKLOADS))
     parser.add_argument("--legs", nargs="*", choices=[*LEGS], help="these legs; plain and plain+noise always run")
-    parser.add_argument("--rounds", type=int, default=7, help=f"on a CPU, of each of {PROCESSES} processes")
+    parser.add_argument("--rounds", type=int, default=5, help=f"on a CPU, of each of {PROCESSES} processes")
     parser.add_argument("--again", action="store_true", help="measure anew what this commit has rows of")
     parser.add_argument("--no-write", action="store_true")
     parser.add_argument("--no-memory", action="store_true")

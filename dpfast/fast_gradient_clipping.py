@@ -197,8 +197,8 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
         if clips_alone and entry.closed:
             limit = self._norm_clipper.flat_values[self._places[parameter]]
             norm = entry.norm.upper.sqrt() * self._scale(step)
-            entry.clip_factors = safe_factors((limit / norm).clamp(max=1.0), norm, limit).float()
-            entry.clip(factor, self._scale(step))
+            factors = safe_factors((limit / norm).clamp(max=1.0), norm, limit).float()
+            entry.clip(factor, factors.double() * self._scale(step))
 
     def on_finish(self, step: Step) -> None:
         if not step.gathered:  # nothing has come by
@@ -218,17 +218,17 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
             norms = [unused if e is None else e.norm.upper.to(unused.device).sqrt() * scale for e in entries]
             factors = [f.float() for f in clip_factors(clipper, norms)]
             self._clip_factors = torch.stack(factors) if factors else unused.float()
+            coefficients = [f.double() * scale for f in factors]
         else:
             norms = [self._norms.upper.sqrt()]
             self._clip_factors = clip_factors(clipper, norms)[0].float()
-            factors = [self._clip_factors] * len(entries)
+            coefficients = [self._clip_factors.double() * scale] * len(entries)
         if norms:
             self._dropped.add(torch.stack(norms))
         if self.passes == 1:
-            for entry, entry_factors in zip(entries, factors, strict=True):
+            for entry, own in zip(entries, coefficients, strict=True):
                 if entry is not None and entry.total is None:
-                    entry.clip_factors = entry_factors
-                    entry.clip(entry.factors.pop(), scale)
+                    entry.clip(entry.factors.pop(), own)
             self._leave_sums(entries)
 
     def _start_step(self) -> None:
@@ -261,7 +261,6 @@ class _Gathered:
         self.factors: list[Factor] = []
         self.norm: SquaredNorm | None = None
         self.closed = False  # whether the norm has been taken, or waits to be, for good
-        self.clip_factors: Tensor | None = None
         self.total: Tensor | None = None
 
     def receive(self, result: Dense | SquaredNorm) -> None:
@@ -271,9 +270,8 @@ class _Gathered:
         else:
             self.norm = result
 
-    def clip(self, factor: Factor, scale: float) -> None:
+    def clip(self, factor: Factor, coefficients: Tensor) -> None:
         """Takes the clipped sum; what the factor keeps is freed with it."""
-        coefficients = self.clip_factors.double() * scale
         self.total = factor.weighted_sum(coefficients.to(self.norm.upper.device))
 
 

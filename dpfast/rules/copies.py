@@ -32,14 +32,16 @@ def group_norm_of_copies(layer: nn.GroupNorm, piece: Pieces, input: Tensor) -> T
             return group_norm(layer, activations, backprops)
 
         return piece(by_rule, lambda x, w, b: F.group_norm(x, layer.num_groups, w, b, layer.eps), parameters, input)
-    weight, bias = (None if p is None else piece(_of_copies, lambda p: p.repeat(n), [p]) for p in parameters)
+    own = [p for p in parameters if p is not None]
+    copies = piece(_of_copies, lambda *own: tuple(p.repeat(n) for p in own), own)
+    weight, bias = (dict(zip(own, copies, strict=True)).get(p) for p in parameters)
     as_one = input.view(1, n * channels, *input.shape[2:])
     return F.group_norm(as_one, n * layer.num_groups, weight, bias, layer.eps).view(input.shape)
 
 
 def _of_copies(
-    parameters: Sequence[nn.Parameter | None], activations: Activations, backprops: Tensor
-) -> Mapping[Any, Factor]:
-    """backprops (N·C,), of copies one after the other."""
-    (parameter,) = parameters
-    return {parameter: Dense(backprops.view(-1, *parameter.shape))}
+    parameters: Sequence[nn.Parameter], activations: Activations, backprops: Tensor | Sequence[Tensor]
+) -> Mapping[nn.Parameter, Factor]:
+    """backprops (N·C,) each, of copies one after the other."""
+    backprops = (backprops,) if isinstance(backprops, Tensor) else backprops
+    return {p: Dense(b.view(-1, *p.shape)) for p, b in zip(parameters, backprops, strict=True)}
