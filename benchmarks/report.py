@@ -97,7 +97,9 @@ def picture(rows: dict[Key, dict[str, dict]], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(1.5 + 2.0 * len(rows), 4), layout="constrained")
     width = 0.8 / len(legs)
     for i, leg in enumerate(legs):
-        colour = plt.cm.Blues(0.5 + 0.15 * i) if leg.startswith("dpfast") else plt.cm.Greys(0.35 + 0.15 * i)
+        mine = leg.startswith("dpfast")
+        place = [other for other in legs if other.startswith("dpfast") == mine].index(leg)
+        colour = (plt.cm.Blues if mine else plt.cm.Greys)(0.35 + 0.25 * place)
         for j, found in enumerate(rows.values()):
             ratio = found.get(leg, {}).get("ratio_noise")
             if ratio is None:
