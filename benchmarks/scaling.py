@@ -122,7 +122,7 @@ def main() -> None:
         axes[3].plot(positions, ratios, marker="o", color=f"C{i}", label=f"{d}×{p}")
         axes[3].axvline(model, color=f"C{i}", linestyle=":")
     axes[3].axhline(1.0, color="black", linewidth=0.8)
-    axes[3].set(xscale="log", yscale="log", xlabel="T", title="Gram / direct norm (dotted: cost.py's crossover)")
+    axes[3].set(xscale="log", yscale="log", xlabel="T", title="Gram / direct norm (dotted: as modelled)")
     axes[3].legend(title="D×P")
     figure.savefig(PICTURE, dpi=130)
 
