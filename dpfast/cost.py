@@ -8,8 +8,9 @@
 | keep     | none, 8·D·P bytes read and written | 4·D·P bytes in the place of the inputs  |
 
 A multiply-add counts as two FLOPs. ``gram`` counts the tiles of the lower triangle; those on the diagonal are computed
-whole. On a CPU (one thread, fp32) the two ways take equal time at T = 128 to 160 for 256×256 and at 180 to 270 for
-256×1024 and 512×512; the counts are equal at 128, 282 and 384, and would be at 256, 410 and 512 for half a square.
+whole. On a CPU ``benchmarks/scaling.py`` finds the two ways equal near T = 128 for 256×256 and between 128 and 256 for
+256×1024, where the counts are equal at 128 and 282 (for half a square: 256 and 410). Layers of 128×128 and less are too
+small there for a count of FLOPs to tell.
 """
 
 from __future__ import annotations

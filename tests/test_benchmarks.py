@@ -218,3 +218,10 @@ def test_without_rows_the_report_says_that_nothing_was_measured(tmp_path):
 
 def test_the_published_tables_are_what_the_rows_say():
     assert report.stale() == [], "run `python benchmarks/report.py`"
+
+
+def test_rounds_come_from_processes_of_their_own(monkeypatch):
+    monkeypatch.setattr(step, "PROCESSES", 2)
+    found = step._in_processes("cnn", ["plain", "dpfast one-pass"], rounds=2)
+    assert {leg: len(seconds) for leg, seconds in found.items()} == {"plain": 4, "dpfast one-pass": 4}
+    assert min(min(seconds) for seconds in found.values()) > 0
