@@ -34,6 +34,35 @@ def test_products(backend, shape):
         assert torch.equal(alone[0], whole[n])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "shape", [(8, 256, 256), (704, 256, 8), (5, 127, 333), (15, 64, 1024), (3, 200, 700), (700, 200, 1)]
+)
+def test_narrow_products(shape, dtype):
+    """Like LoRA's: the same bits in any company, whatever lies around a sample in memory."""
+    r, k, c = shape
+    torch.manual_seed(0)
+    x, y = torch.randn(11, k, r + 3, dtype=dtype)[..., 1 : r + 1].mT, torch.randn(11, k, c, dtype=dtype)
+    whole = products.batched(x, y)
+    assert whole.is_contiguous()
+    assert relative_error(whole, x.double() @ y.double()) <= 1e-6
+    assert relative_error(products.batched(x, y, scale=2.0, add_to=whole.clone()), 3 * whole) <= 1e-6
+    for n in range(1, 12):
+        company = torch.randperm(11)[:n]
+        assert torch.equal(products.batched(x[company], y[company]), whole[company])
+        assert torch.equal(products.batched(x[-n:], y[-n:]), whole[-n:])
+
+
+def test_narrow_products_of_bad_samples():
+    x, y = torch.ones(6, 8, 256), torch.ones(6, 256, 256)
+    clean = products.batched(x, y)
+    x[2], y[5, 0] = float("nan"), float("inf")
+    found = products.batched(x, y)
+    for n in (0, 1, 3, 4):
+        assert torch.equal(found[n], clean[n])
+    assert found[2].isnan().all() and found[5].isinf().all()
+
+
 @pytest.mark.parametrize(("d", "p"), [(70, 300), (300, 70)])
 def test_weighted_sum_a_workspace_at_a_time(backend, monkeypatch, d, p):
     monkeypatch.setattr(reference, "WORKSPACE_BYTES", 0)  # so 1024 rows
