@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpfast.detached import detached_parameters
 from dpfast.errors import UnsupportedModuleError
 from dpfast.factors import Factor
 from dpfast.registry import Activations
-from dpfast.tap import Tap, detached_parameters, suspended, taps_suspended
+from dpfast.tap import Tap, suspended, taps_suspended
 
 
 class BroadcastMethod:
@@ -41,4 +42,4 @@ class BroadcastMethod:
         def rule(module: nn.Module, activations: Activations, backprops: Tensor) -> Mapping[nn.Parameter, Factor]:
             return self.rule(self.child, lambda: method(*args, **kwargs), backprops)
 
-        return tap.tapped(output.expand(n, *output.shape[1:]), ((), {}), parameters, fresh=False, rule=rule)
+        return tap.tapped(output.expand(n, *output.shape[1:]), ((), {}), parameters, fresh=False, rule=rule, as_is=True)

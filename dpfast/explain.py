@@ -13,7 +13,7 @@ from dpfast import cost
 from dpfast.errors import InputError
 from dpfast.factors import Factor, Lookup, OuterProduct
 from dpfast.grad_sample_module import GradSampleModule
-from dpfast.registry import find_forward, find_rule
+from dpfast.registry import find_forward
 from dpfast.reshaped import Blocks, Reshaped
 from dpfast.rules.convolution import PatchProduct
 from dpfast.tap import Record
@@ -147,10 +147,10 @@ def _trainable(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _rule_name(tapped: TappedModel, record: Record) -> str:
-    if record.rule is not None:
+    if record.as_is:
         forward = find_forward(record.tap.module)
         return record.rule.__name__ if forward is None else forward.__name__
-    rule = None if tapped.force_functorch else find_rule(record.tap.module)
+    rule = None if tapped.force_functorch else record.rule
     return FALLBACK if rule is None else rule.__name__
 
 

@@ -73,11 +73,7 @@ class OuterProduct:
         return ops.weighted_sum(self.activations, self.backprops, coefficients)
 
     def materialized(self) -> Dense:
-        if ops.groups(self.activations, self.backprops):
-            (direct,) = ops.grouped_direct([(self.activations, self.backprops)], keep=True)
-            return Dense(direct.grad_sample, error=direct.error, norm=direct.norm)
-        values, error = ops.certified_grad_sample(self.activations, self.backprops)
-        return Dense(values, error=error)
+        return Dense(*ops.certified_grad_sample(self.activations, self.backprops))
 
     def kept(self) -> Factor:
         return self.materialized() if self.keeps else self

@@ -298,15 +298,20 @@ def certified_sq_norm(
     return SquaredNorm(*_call(_sq_norm_op, _sq_norm, activations, backprops, way, backend))
 
 
-def certified_grad_sample(activations: Tensor, backprops: Tensor) -> tuple[Tensor, Tensor]:
-    """G (N, P, D) of (N, T, ·) inputs, and how far it may be from the exact one, in L2 norm, (N,) fp64."""
+def certified_grad_sample(activations: Tensor, backprops: Tensor) -> tuple[Tensor, Tensor, SquaredNorm | None]:
+    """G (N, P, D) of (N, T, ·) inputs, how far it may be from the exact one, in L2 norm, (N,) fp64, and its norm where
+    that comes with it."""
     dtype = reference.compute_dtype(activations, backprops)
     if choose_backend("auto", activations.device, dtype) == "triton":
+        if kernel_norms.groups(activations.shape[1], activations.shape[2], backprops.shape[2]):
+            (direct,) = grouped_direct([(activations, backprops)], keep=True)
+            return direct.grad_sample, direct.error, direct.norm
         error = reference.outer_product_error(activations, backprops, import_kernels()[0].CHAIN)
-        return grad_sample(activations, backprops), error
+        return grad_sample(activations, backprops), error, None
     activations, backprops = activations.to(dtype), backprops.to(dtype)  # once for both
     with exact_arithmetic():
-        return reference.grad_sample(activations, backprops), reference.outer_product_error(activations, backprops)
+        values = reference.grad_sample(activations, backprops)
+        return values, reference.outer_product_error(activations, backprops), None
 
 
 def groups(activations: Tensor, backprops: Tensor) -> bool:

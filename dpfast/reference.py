@@ -73,6 +73,8 @@ def grad_sample(activations: Tensor, backprops: Tensor, *, scale: float = 1.0) -
     if t == 1:
         return (backprops.mT * scale) * activations if scale != 1.0 else backprops.mT * activations
     block = bounds.CHAIN_BLOCK  # short chains of additions: see bounds.direct_error
+    if t <= block:
+        return products.batched(backprops.mT, activations, scale=scale)
     out = products.batched(backprops[:, :block].mT, activations[:, :block], scale=scale)
     for start in range(block, t, block):
         positions = slice(start, start + block)
@@ -90,9 +92,10 @@ def weighted_sum(activations: Tensor, backprops: Tensor, coefficients: Tensor) -
     """``Σ_n c_n Σ_t b_nt a_ntᵀ`` of shape (P, D); a sample with c_n = 0 adds exactly nothing, whatever it holds."""
     dtype = compute_dtype(activations, backprops)
     activations, backprops = activations.to(dtype), backprops.to(dtype)
-    if _drops_samples(coefficients):
-        activations, backprops = (_without_dropped(x, coefficients) for x in (activations, backprops))
-    c = coefficients.to(dtype)[:, None, None]
+    c = coefficients.to(dtype)
+    if _drops_samples(c):
+        activations, backprops = (_without_dropped(x, c) for x in (activations, backprops))
+    c = c[:, None, None]
     d, p = activations.shape[-1], backprops.shape[-1]
     if d * p >= _WORTH_TRANSPOSING and products.by_onednn(p, c.numel() * activations.shape[1], d, like=activations):
         return _transposed_product(backprops, activations, c)
@@ -131,19 +134,20 @@ def weighted_rows(blocks: Sequence[Tensor], coefficients: Tensor) -> Tensor:
     """``Σ_n c_n v_n`` for values (N, ...) in blocks of samples, at least one; a sample with c_n = 0 adds exactly
     nothing, whatever it holds."""
     dtype, total = compute_dtype(blocks[0]), None
-    masks = _drops_samples(coefficients)
-    for values, c in zip(blocks, coefficients.split([len(v) for v in blocks]), strict=True):
+    weights = coefficients.to(dtype)
+    masks = _drops_samples(weights)
+    for values, c in zip(blocks, weights.split([len(v) for v in blocks]), strict=True):
         values = values.to(dtype).reshape(len(values), values.shape[1:].numel())
         if masks:
             values = _without_dropped(values, c)
-        total = torch.mv(values.mT, c.to(dtype)) if total is None else total.addmv_(values.mT, c.to(dtype))
+        total = torch.mv(values.mT, c) if total is None else total.addmv_(values.mT, c)
     return total.view(blocks[0].shape[1:])
 
 
 def _drops_samples(coefficients: Tensor) -> bool:
-    """Whether a coefficient may be 0. Reading one flag back is free on a CPU; elsewhere it would wait for the device,
-    so there we always mask."""
-    return coefficients.device.type != "cpu" or bool((coefficients == 0).any())
+    """Whether a coefficient may be 0. Reading them back is free on a CPU; elsewhere it would wait for the device, so
+    there we always mask."""
+    return coefficients.device.type != "cpu" or 0.0 in coefficients.tolist()
 
 
 def _without_dropped(x: Tensor, coefficients: Tensor) -> Tensor:
@@ -154,10 +158,11 @@ def _without_dropped(x: Tensor, coefficients: Tensor) -> Tensor:
 def row_norm(x: Tensor) -> Tensor:
     """L2 norms along the last dimension for error bounds, in fp64; no fp32 sum is longer than ``SUM_BLOCK`` terms, and
     squares that underflow make none too small."""
-    lost = (x.shape[-1] * bounds.smallest_normal(compute_dtype(x))) ** 0.5
+    dtype = compute_dtype(x)
+    lost = (x.shape[-1] * bounds.smallest_normal(dtype)) ** 0.5
     if x.shape[-1] > SUM_BLOCK or x.stride(-1) != 1:
         return row_sq_norm(x).sqrt_().add_(lost)
-    return torch.linalg.vector_norm(x.to(compute_dtype(x)), dim=-1).double().add_(lost)
+    return torch.linalg.vector_norm(x if x.dtype is dtype else x.to(dtype), dim=-1).double().add_(lost)
 
 
 def row_sq_norm(x: Tensor) -> Tensor:

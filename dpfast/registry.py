@@ -193,6 +193,7 @@ def register_fault(target: Target) -> Callable[[Callable[[nn.Module], str | None
 
     It is asked for subclasses too, whatever forward they have.
     """
+    _faults_of.cache_clear()
     return _register(_FAULTS, target)
 
 
@@ -248,8 +249,16 @@ def folds_samples(module: nn.Module) -> bool:
 
 def find_fault(module: nn.Module) -> str | None:
     """Why the module cannot have per-sample gradients."""
-    faults = (_FAULTS[key](module) for _, key in _names(type(module)) if key in _FAULTS)
-    return next((fault for fault in faults if fault is not None), None)
+    for say in _faults_of(type(module)):
+        fault = say(module)
+        if fault is not None:
+            return fault
+    return None
+
+
+@lru_cache(maxsize=4096)
+def _faults_of(cls: type) -> tuple[Callable[[nn.Module], str | None], ...]:
+    return tuple(_FAULTS[key] for _, key in _names(cls) if key in _FAULTS)
 
 
 def owns_children(module: nn.Module) -> bool:
@@ -257,14 +266,16 @@ def owns_children(module: nn.Module) -> bool:
     return find_rule(module) in _WHOLE or find_forward(module) is not None
 
 
-def makes_fresh_output(module: nn.Module) -> bool:
-    """Whether nothing but the module's caller has its output, not even autograd."""
-    return find_rule(module) in _FRESH
+def makes_fresh_output(rule: Rule | None) -> bool:
+    """Whether nothing but its caller has the output of a module with this rule, not even autograd."""
+    return rule in _FRESH
 
 
 def owned_modules(module: nn.Module) -> list[nn.Module]:
     """The module and those below it that have no forward of their own to be caught at: lists and dicts of parameters
     and parametrizations, or the whole subtree where one rule answers for it."""
+    if not module._modules:  # most layers
+        return [module]
     return [m for _, m in _owned(module)]
 
 

@@ -13,8 +13,7 @@ import inspect
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from dpfast.detached import detached_parameters
 from dpfast.errors import InputError, StateError, UnsupportedModuleError
 from dpfast.factors import Factor
 from dpfast.registry import (
@@ -29,23 +29,24 @@ from dpfast.registry import (
     Rule,
     find_fault,
     find_forward,
+    find_rule,
     makes_fresh_output,
     owned_modules,
-    owned_parameters,
 )
 
 _local = threading.local()
 
 
-@contextmanager
-def taps_suspended() -> Iterator[None]:
-    """Rules may run modules again; those runs are not part of the model's pass."""
-    before = suspended()
-    _local.suspended = True
-    try:
-        yield
-    finally:
-        _local.suspended = before
+class taps_suspended:
+    """Within it modules run untapped: rules may run them again, which is not part of the model's pass. No generator,
+    because every layer enters it."""
+
+    def __enter__(self) -> None:
+        self._before = suspended()
+        _local.suspended = True
+
+    def __exit__(self, *_: object) -> None:
+        _local.suspended = self._before
 
 
 def never_compiled(function: Callable) -> Callable:
@@ -67,31 +68,6 @@ def never_compiled(function: Callable) -> Callable:
 def suspended() -> bool:
     """Whether a rule is running modules again in this thread."""
     return getattr(_local, "suspended", False)
-
-
-class DetachableParameters(dict):
-    """A module's ``_parameters``. Within :func:`detached_parameters` the module's own code, which asks by name, gets
-    its parameters without their history, in that thread alone; whoever iterates (``parameters()``, ``state_dict()``,
-    an optimizer, another thread's backward pass) gets the parameters themselves."""
-
-    def __getitem__(self, name: str) -> Any:
-        value = super().__getitem__(name)
-        if value is None or not any(own is self for own in getattr(_local, "detached", ())):
-            return value
-        return value.detach()
-
-
-@contextmanager
-def detached_parameters(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """The modules' code sees their parameters without their history."""
-    if not hasattr(_local, "detached"):
-        _local.detached = []
-    before = len(_local.detached)
-    _local.detached.extend(m._parameters for m in modules)
-    try:
-        yield
-    finally:
-        del _local.detached[before:]
 
 
 def in_backward() -> int | None:
@@ -168,16 +144,18 @@ class Tap:
         fault = find_fault(self.module)
         if fault is not None:
             return _failing_in_backward(forward(*args, **kwargs), f"{self.layer}: {fault}")
-        parameters = list(owned_parameters(self.module).values())
+        owned = owned_modules(self.module)
+        parameters = [p for m in owned for p in m._parameters.values() if p is not None and p.requires_grad]
         if not parameters:
             return forward(*args, **kwargs)
         substitute = find_forward(self.module)
         if substitute is not None:
             return substitute(self.module, Pieces(self), *args, **kwargs)
-        with detached_parameters(owned_modules(self.module) if self.taps.detach else ()):
+        with detached_parameters(owned if self.taps.detach else ()):
             output = forward(*args, **kwargs)
-        inputs, fresh = self._bound(forward, args, kwargs), makes_fresh_output(self.module)
-        return self.tapped(output, inputs, parameters, fresh=fresh)
+        rule = find_rule(self.module)
+        inputs = self._bound(forward, args, kwargs)
+        return self.tapped(output, inputs, parameters, fresh=makes_fresh_output(rule), rule=rule)
 
     def _with_whole_batch(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """An input with a batch of one that the model broadcasts later (``position_ids``), expanded to the batch."""
@@ -212,7 +190,8 @@ class Tap:
         parameters: Sequence[nn.Parameter],
         *,
         fresh: bool,
-        rule: Rule | None = None,
+        rule: Rule | None,
+        as_is: bool = False,
     ) -> Any:
         """``output`` as it is, with its gradient caught.
 
@@ -220,7 +199,8 @@ class Tap:
             inputs: positional and keyword inputs that the rule needs.
             parameters: those that the rule answers for.
             fresh: the output was made afresh and nothing else refers to it.
-            rule: in place of the module's own; its tensors come to it as they are, samples in any dimension.
+            rule: what makes factors of the tensors; None: autograd itself.
+            as_is: the tensors come to the rule as they are, samples in any dimension.
         """
         leaves, structure = ([output], None) if isinstance(output, Tensor) else tree_flatten(output)
         places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point()]
@@ -233,7 +213,7 @@ class Tap:
         if fresh:
             # It passes on as the tensor itself, no view of it, because an in-place activation may follow.
             tensors = [torch.ops.aten._unsafe_view(x, x.shape) if x._is_view() else x for x in tensors]
-        record = Record(self, inputs, parameters, num_outputs=len(places), fresh=fresh, rule=rule)
+        record = Record(self, inputs, parameters, num_outputs=len(places), fresh=fresh, rule=rule, as_is=as_is)
         if record.created_in is None:  # a forward that is repeated in a backward pass has been counted
             record.uses = self.taps.count_uses(parameters)
         results = _TapFunction.apply(record, *tensors, *parameters)
@@ -275,7 +255,7 @@ class Pieces:
             return {p: factor for p, factor in found.items() if p is not None and p.requires_grad}
 
         of_piece.__name__ = rule.__name__
-        return tap.tapped(output, (inputs, {}), trainable, fresh=fresh, rule=of_piece)
+        return tap.tapped(output, (inputs, {}), trainable, fresh=fresh, rule=of_piece, as_is=True)
 
 
 def _failing_in_backward(output: Any, message: str) -> Any:
@@ -304,9 +284,11 @@ class Record:
         num_outputs: int,
         fresh: bool,
         rule: Rule | None,
+        as_is: bool,
     ):
         self.tap = tap
         self.rule = rule
+        self.as_is = as_is
         self.parameters = parameters
         self.batch_size = tap.taps.batch_size()
         self.num_outputs = num_outputs
@@ -316,10 +298,10 @@ class Record:
         args, kwargs = inputs
         if kwargs or not all(isinstance(x, Tensor) for x in args):
             self.leaves, self.structure = tree_flatten(inputs)
+            self.tensor_places: Sequence[int] = [i for i, x in enumerate(self.leaves) if isinstance(x, Tensor)]
         else:  # nearly all layers; a flattened tree costs as much as all else here
-            self.leaves, self.structure = list(args), None
+            self.leaves, self.structure, self.tensor_places = list(args), None, range(len(args))
         self.followed = [isinstance(x, Tensor) and x.requires_grad for x in self.leaves]
-        self.tensor_places = [i for i, x in enumerate(self.leaves) if isinstance(x, Tensor)]
 
     def is_only_use(self, parameter: nn.Parameter) -> bool:
         """Whether the step has no other use of the parameter; False where that is not known."""
@@ -332,11 +314,13 @@ class Record:
         return tensors
 
     def activations(self, tensors: tuple[Tensor, ...]) -> Activations:
-        leaves = list(self.leaves)
-        for i, x in zip(self.tensor_places, tensors, strict=True):
-            leaves[i] = x
-        inputs = (leaves, {}) if self.structure is None else tree_unflatten(leaves, self.structure)
-        activations = Activations(*inputs)
+        if self.structure is None:
+            activations = Activations(tensors)
+        else:
+            leaves = list(self.leaves)
+            for i, x in zip(self.tensor_places, tensors, strict=True):
+                leaves[i] = x
+            activations = Activations(*tree_unflatten(leaves, self.structure))
         activations.followed = self.followed
         return activations
 

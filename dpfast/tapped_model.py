@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from dpfast.broadcast import BroadcastMethod
+from dpfast.detached import DetachableParameters
 from dpfast.errors import DpfastError, EscapedGradientError, InputError, StateError, UnsupportedModuleError
 from dpfast.factors import Factor
 from dpfast.ops import exact_arithmetic
@@ -29,14 +30,12 @@ from dpfast.registry import (
     find_batch_dim,
     find_broadcast,
     find_fault,
-    find_rule,
     folds_samples,
     owned_modules,
 )
 from dpfast.rules.functorch import functorch, linear_in_parameters
 from dpfast.scalar_loss import check_losses
 from dpfast.tap import (
-    DetachableParameters,
     Record,
     Tap,
     TappedForward,
@@ -255,7 +254,8 @@ class TappedModel:
         """Counts a use of each parameter (by id) since this thread's last step; forwards that no backward
         followed may be counted too, so a count of 1 is exact and a larger one an upper bound."""
         uses = self._uses.setdefault(threading.get_ident(), Counter())
-        uses.update(map(id, parameters))
+        for p in parameters:
+            uses[id(p)] += 1
         return uses
 
     def _finish(self, step: Step) -> None:
@@ -314,13 +314,13 @@ class TappedModel:
     def factors(self, record: Record, activations: Activations, backprops: Any) -> Mapping[nn.Parameter, Factor]:
         """The rule's answer; its errors name the layer."""
         tap, rule = record.tap, record.rule
-        if rule is None:
+        if not record.as_is:
             activations, backprops = _batch_in_front(activations, backprops, record.tap.batch_dim)
             if record.tap.folded and record.batch_size is not None:
                 activations, backprops = _unfolded(activations, backprops, record.batch_size)
-            rule = functorch if self.force_functorch else find_rule(tap.module) or functorch
+            rule = functorch if self.force_functorch or rule is None else rule
         try:
-            with torch.no_grad(), exact_arithmetic(), taps_suspended():
+            with exact_arithmetic(), taps_suspended():
                 return rule(tap.module, activations, backprops[0] if len(backprops) == 1 else backprops)
         except DpfastError as error:
             raise type(error)(f"{tap.layer}: {error}") from error

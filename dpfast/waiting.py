@@ -33,10 +33,9 @@ class Waiting:
 
     def wants(self, factor: Factor) -> bool:
         """Whether the factor would be used up at once and is of the shapes that are better taken together."""
-        if not isinstance(factor, OuterProduct):
+        if not isinstance(factor, OuterProduct) or not ops.groups(factor.activations, factor.backprops):
             return False
-        used_up = factor.keeps if self._keep else cost.norm_way(factor.activations.shape[1], *factor.shape) == "direct"
-        return used_up and ops.groups(factor.activations, factor.backprops)
+        return factor.keeps if self._keep else cost.norm_way(factor.activations.shape[1], *factor.shape) == "direct"
 
     def add(self, factor: OuterProduct, receive: Callable[[Dense | SquaredNorm], None]) -> None:
         """Has ``receive`` called with what becomes of the factor, now or later."""

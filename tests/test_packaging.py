@@ -31,7 +31,7 @@ ORDER = [
     ["ops"],
     ["reference", "cost", "kernel_norms"],
     ["products"],
-    ["bounds", "accumulation", "buffers", "dropped"],
+    ["bounds", "accumulation", "buffers", "detached", "dropped"],
     ["errors"],
 ]
 RANK = {name: len(ORDER) - i for i, names in enumerate(ORDER) for name in names}

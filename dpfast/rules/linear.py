@@ -16,10 +16,12 @@ from dpfast.reshaped import Reshaped
 @register_rule(nn.Linear, fresh=True)
 def linear(layer: nn.Linear, activations: Activations, backprops: Tensor) -> dict[nn.Parameter, Factor]:
     """activations[0] (N, ..., D), backprops (N, ..., P)."""
-    _check(layer, activations[0], backprops)
     factors: dict[nn.Parameter, Factor] = {}
     if layer.weight.requires_grad:
         factors[layer.weight] = OuterProduct(activations[0], backprops, where=layer)
+    else:
+        ops.as_rows(activations[0], backprops, where=layer)
+    _check_widths(layer, activations[0], backprops)
     if layer.bias is not None and layer.bias.requires_grad:
         factors[layer.bias] = row_sum(backprops)
     return factors
@@ -51,7 +53,8 @@ def compute_linear_grad_sample(
     [(4, 2, 3), (4, 2)]
     """
     (inputs,) = (activations,) if isinstance(activations, Tensor) else activations
-    _check(layer, inputs, backprops)
+    ops.as_rows(inputs, backprops, where=layer)
+    _check_widths(layer, inputs, backprops)
     with_weight = layer.weight.requires_grad
     with_bias = layer.bias is not None and layer.bias.requires_grad
     if with_weight and with_bias:
@@ -78,9 +81,8 @@ def compute_linear_norm_sample(
     return {p: factor.sq_norm().value.sqrt().to(dtype) for p, factor in factors.items()}
 
 
-def _check(layer: nn.Linear, activations: Tensor, backprops: Tensor) -> None:
-    """Raises InputError, with the layer's name, where the widths are not the layer's or the rows do not match."""
-    ops.as_rows(activations, backprops, where=layer)
+def _check_widths(layer: nn.Linear, activations: Tensor, backprops: Tensor) -> None:
+    """Raises InputError, with the layer's name, where the widths are not the layer's."""
     if (activations.shape[-1], backprops.shape[-1]) != (layer.in_features, layer.out_features):
         raise InputError(
             f"{layer}: activations {tuple(activations.shape)} and backprops {tuple(backprops.shape)} do not fit a "

@@ -1,0 +1,44 @@
+"""A module's own code sees its parameters without their history, so autograd computes no gradient of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+
+class _Detached(threading.local):
+    """Whose parameters come without their history in this thread, innermost last."""
+
+    def __init__(self) -> None:
+        self.parameters: list[dict] = []
+
+
+_detached = _Detached()
+
+
+class DetachableParameters(dict):
+    """A module's ``_parameters``. Within :func:`detached_parameters` the module's own code, which asks by name, gets
+    its parameters without their history, in that thread alone; whoever iterates (``parameters()``, ``state_dict()``,
+    an optimizer, another thread's backward pass) gets the parameters themselves."""
+
+    def __getitem__(self, name: str) -> Any:
+        value = super().__getitem__(name)
+        for own in _detached.parameters:  # empty but within a tapped forward
+            if own is self:
+                return None if value is None else value.detach()
+        return value
+
+
+@contextmanager
+def detached_parameters(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """The modules' code sees their parameters without their history."""
+    before = len(_detached.parameters)
+    _detached.parameters.extend(m._parameters for m in modules)
+    try:
+        yield
+    finally:
+        del _detached.parameters[before:]
