@@ -1,8 +1,8 @@
 """Memory for large results on the CPU, used again from step to step.
 
 The C allocator gives large blocks back to the operating system as soon as they are free, and the next step pays a
-page fault for every 4 KB that it writes: on a GPT-like model with 218 MB of kept gradients, a third of the time of
-the products that write them. A GPU's tensors need none of this: PyTorch's caching allocator does the same.
+page fault for every 4 KB that it writes: on a GPT-like model with 218 MB of per-sample gradients, a quarter of the time
+of the products that write them. A GPU's tensors need none of this: PyTorch's caching allocator does the same.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 SMALLEST = 2**20
-"""Bytes from which a result gets a block of its own; the C allocator keeps smaller ones itself."""
+"""Results of more bytes get a block of their own; the C allocator keeps smaller ones itself."""
 
 _HEADROOM = 1.125  # batches of Poisson sampling differ in size
 
@@ -27,7 +27,7 @@ _lock = threading.Lock()
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """``torch.empty``; large CPU tensors stand on a block that no living tensor uses."""
     numel = math.prod(shape)
-    if numel * dtype.itemsize < SMALLEST or device.type != "cpu":
+    if numel * dtype.itemsize <= SMALLEST or device.type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device)
     with _lock:
         # The tensor's storage holds a reference to the block for as long as any view of it lives.

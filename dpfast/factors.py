@@ -6,7 +6,7 @@ written unless asked for. A parameter that is used more than once has a list of 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -76,7 +76,10 @@ class OuterProduct:
         return Dense(*ops.certified_grad_sample(self.activations, self.backprops))
 
     def kept(self) -> Factor:
-        return self.materialized() if self.keeps else self
+        if not self.keeps:
+            return self
+        blocks = ops.certified_blocks(self.activations, self.backprops)
+        return self.materialized() if blocks is None else InBlocks(*blocks)
 
     @property
     def keeps(self) -> bool:
@@ -212,6 +215,48 @@ class Dense:
 
     def materialized(self) -> Dense:
         return self
+
+    def kept(self) -> Factor:
+        return self
+
+
+class InBlocks:
+    """Gradients as they are, in blocks of samples: their norms are taken while a block is in the cache, and nothing is
+    copied together.
+
+    Args:
+        blocks: (n, *shape) each, at least one.
+        error: how far they may be from the exact gradients, in L2 norm, (N,) fp64.
+    """
+
+    def __init__(self, blocks: Iterable[Tensor], error: Tensor):
+        self.blocks: list[Tensor] = []
+        self.error = error
+
+        def keeping() -> Iterator[Tensor]:
+            for block in blocks:
+                self.blocks.append(block)
+                yield block
+
+        self._norm = reference.dense_sq_norm(keeping(), error)
+        self.shape = self.blocks[0].shape[1:]
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.error)
+
+    def materialize(self, scale: float = 1.0) -> Tensor:
+        values = torch.cat(self.blocks)
+        return values.mul_(scale) if scale != 1.0 else values
+
+    def sq_norm(self) -> SquaredNorm:
+        return self._norm
+
+    def weighted_sum(self, coefficients: Tensor) -> Tensor:
+        return reference.weighted_rows(self.blocks, coefficients)
+
+    def materialized(self) -> Dense:
+        return Dense(self.materialize(), error=self.error, norm=self._norm)
 
     def kept(self) -> Factor:
         return self

@@ -59,7 +59,7 @@ class Tied:
         return _added([self.lookup, self.other])
 
     def kept(self) -> Factor:
-        return Tied(self.lookup, self.other.kept())
+        return self
 
     def weighted_sum(self, coefficients: Tensor) -> Tensor:
         return self.lookup.weighted_sum(coefficients) + self.other.weighted_sum(coefficients)

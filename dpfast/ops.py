@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -299,8 +299,7 @@ def certified_sq_norm(
 
 
 def certified_grad_sample(activations: Tensor, backprops: Tensor) -> tuple[Tensor, Tensor, SquaredNorm | None]:
-    """G (N, P, D) of (N, T, ·) inputs, how far it may be from the exact one, in L2 norm, (N,) fp64, and its norm where
-    that comes with it."""
+    """G (N, P, D) of (N, T, ·) inputs, how far it may be off in L2 norm, (N,) fp64, and its norm where that is known."""
     dtype = reference.compute_dtype(activations, backprops)
     if choose_backend("auto", activations.device, dtype) == "triton":
         if kernel_norms.groups(activations.shape[1], activations.shape[2], backprops.shape[2]):
@@ -314,9 +313,18 @@ def certified_grad_sample(activations: Tensor, backprops: Tensor) -> tuple[Tenso
         return values, reference.outer_product_error(activations, backprops), None
 
 
+def certified_blocks(activations: Tensor, backprops: Tensor) -> tuple[Iterator[Tensor], Tensor] | None:
+    """As :func:`certified_grad_sample`, G in blocks of samples as they come; None where it is made in one go."""
+    (n, _, d), p, dtype = activations.shape, backprops.shape[2], reference.compute_dtype(activations, backprops)
+    small = n * d * p * dtype.itemsize <= reference.KEPT_BLOCK
+    if small or activations.device.type != "cpu" or choose_backend("auto", activations.device, dtype) == "triton":
+        return None
+    activations, backprops = activations.to(dtype), backprops.to(dtype)
+    return reference.grad_sample_blocks(activations, backprops), reference.outer_product_error(activations, backprops)
+
+
 def groups(activations: Tensor, backprops: Tensor) -> bool:
-    """Whether direct norms of such pairs (N, T, ·) are better taken many at once (:func:`grouped_direct`): thin ones,
-    where kernels run."""
+    """Whether such pairs (N, T, ·) are for :func:`grouped_direct`: thin ones, where kernels run."""
     backend = choose_backend("auto", activations.device, reference.compute_dtype(activations, backprops))
     t, d, p = activations.shape[1], activations.shape[2], backprops.shape[2]
     return backend == "triton" and kernel_norms.groups(t, d, p)

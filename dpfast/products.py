@@ -35,6 +35,8 @@ def batched(x: Tensor, y: Tensor, *, scale: float = 1.0, add_to: Tensor | None =
     if min(n, r, k, c) == 0:
         return x.new_zeros(n, r, c) if add_to is None else add_to
     if by_onednn(r, k, c, x):
+        if n == 1 and add_to is None and scale == 1.0:
+            return onednn(x[0], y[0].mT).unsqueeze(0)
         out = buffers.empty((n, r, c), x.dtype, x.device) if add_to is None else add_to
         for x_n, y_n, out_n in zip(x, y, out, strict=True):
             product = onednn(x_n, y_n.mT)

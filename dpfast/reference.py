@@ -11,7 +11,7 @@ size follows from T, D and P, and matrix products whose result could depend on t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import lru_cache
 
@@ -28,6 +28,10 @@ WORKSPACE_BYTES = 32 * 2**20
 
 _WORTH_TRANSPOSING = 2**17
 """Entries of a clipped sum from which oneDNN saves more than the transposed copies cost that it wants (AMD EPYC)."""
+
+KEPT_BLOCK = 2**20
+"""The most bytes of kept gradients that are made at a time, but of one sample: they are still in the cache when their
+norm is taken, and find room where activations have been freed."""
 
 SUM_BLOCK = 1024
 """The longest run of terms that one fp32 sum of squares adds up (see ``bounds``)."""
@@ -80,6 +84,14 @@ def grad_sample(activations: Tensor, backprops: Tensor, *, scale: float = 1.0) -
         positions = slice(start, start + block)
         products.batched(backprops[:, positions].mT, activations[:, positions], scale=scale, add_to=out)
     return out
+
+
+def grad_sample_blocks(activations: Tensor, backprops: Tensor) -> Iterator[Tensor]:
+    """:func:`grad_sample` in blocks of samples of at most :data:`KEPT_BLOCK` bytes, or of one sample."""
+    gradient = activations.shape[2] * backprops.shape[2] * compute_dtype(activations, backprops).itemsize
+    n = max(1, KEPT_BLOCK // max(1, gradient))
+    for a, b in zip(activations.split(n), backprops.split(n), strict=True):
+        yield grad_sample(a, b)
 
 
 def bias_grad_sample(backprops: Tensor, *, scale: float = 1.0) -> Tensor:

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from dpfast.detached import detached_parameters
 from dpfast.errors import InputError, StateError, UnsupportedModuleError
 from dpfast.factors import Factor
+from dpfast.ops import exact_arithmetic
 from dpfast.registry import (
     Activations,
     Rule,
@@ -358,10 +359,11 @@ class _TapFunction(torch.autograd.Function):
                 torch.zeros(s, dtype=t, device=d) if g is None else g
                 for g, (s, t, d) in zip(grads, ctx.shapes, strict=True)
             )
-            if taps.enabled:
-                taps.receive(record, activations, backprops)
-            elif taps.detach:  # hooks are off: the parameters' ordinary gradients
-                to_parameters = _ordinary_gradients(record, activations, backprops, nodes)
+            with exact_arithmetic():
+                if taps.enabled:
+                    taps.receive(record, activations, backprops)
+                elif taps.detach:  # hooks are off: the parameters' ordinary gradients
+                    to_parameters = _ordinary_gradients(record, activations, backprops, nodes)
         return None, *grads, *to_parameters
 
 

@@ -320,7 +320,7 @@ class TappedModel:
                 activations, backprops = _unfolded(activations, backprops, record.batch_size)
             rule = functorch if self.force_functorch or rule is None else rule
         try:
-            with exact_arithmetic(), taps_suspended():
+            with taps_suspended():
                 return rule(tap.module, activations, backprops[0] if len(backprops) == 1 else backprops)
         except DpfastError as error:
             raise type(error)(f"{tap.layer}: {error}") from error

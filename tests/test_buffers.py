@@ -6,7 +6,7 @@ import torch
 from dpfast import buffers
 
 CPU = torch.device("cpu")
-LARGE = (buffers.SMALLEST // 4,)
+LARGE = (buffers.SMALLEST // 4 + 1,)
 
 
 @pytest.fixture(autouse=True)

@@ -53,6 +53,30 @@ def test_outer_product(n, t, d, p):
     assert_stands_for(row_sum(b.unsqueeze(1)), b.double().sum(1))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(("d", "p", "sizes"), [(200, 300, [4, 4, 1]), (520, 700, [1] * 9), (100, 100, None)])
+def test_large_gradients_are_kept_in_blocks(dtype, d, p, sizes):
+    a, b = (ordinary(9, 600, width, seed=seed).to(dtype) for seed, width in enumerate((d, p)))
+    before = a.clone(), b.clone()
+    factor = OuterProduct(a, b)
+    if sizes and dtype == torch.float64:
+        sizes = [2] * 4 + [1] if d == 200 else sizes
+    exact = torch.einsum("ntp,ntd->npd", b.double(), a.double())
+    assert_stands_for(factor, exact)
+    kept = factor.kept()
+    assert [len(v) for v in getattr(kept, "blocks", ())] == (sizes or [])
+    for n in (0, 5, 8):
+        alone = OuterProduct(a[n : n + 1], b[n : n + 1]).kept()
+        assert torch.equal(alone.materialize()[0], kept.materialize()[n])
+        assert torch.equal(alone.sq_norm().upper[0], kept.sq_norm().upper[n])
+    a[3], c = float("inf"), torch.ones(9)
+    c[3] = 0.0
+    spoilt = OuterProduct(a, b).kept()
+    assert not spoilt.sq_norm().upper[3].isfinite() and spoilt.sq_norm().upper[4] == kept.sq_norm().upper[4]
+    assert torch.equal(spoilt.weighted_sum(c), kept.weighted_sum(c)) and spoilt.weighted_sum(c).isfinite().all()
+    assert torch.equal(a[4:], before[0][4:]) and torch.equal(b, before[1])
+
+
 @some
 @given(
     n=st.integers(0, 5),

@@ -121,8 +121,11 @@ def test_low_precision_parameters():
     assert wrapped.get_norm_sample().dtype == torch.float32
 
 
-def test_autocast_backward_is_exact():
+@pytest.mark.parametrize("large", [False, True])
+def test_autocast_backward_is_exact(large):
     model, x, y = example("mlp")
+    if large:  # its gradients are kept, in blocks
+        model, x, y = nn.Linear(200, 300), torch.randn(9, 100, 200), torch.randn(9, 100, 300)
     other = copy.deepcopy(model)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = mean_loss(wrap(model), x, y)

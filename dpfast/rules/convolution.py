@@ -7,7 +7,7 @@ input and output change places: the gradient at the output is the image, the inp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dpfast import bounds, buffers, cost, products, reference
 from dpfast.bounds import SquaredNorm
 from dpfast.errors import InputError
-from dpfast.factors import Dense, Factor, OuterProduct, channel_sum
+from dpfast.factors import Dense, Factor, InBlocks, OuterProduct, channel_sum
 from dpfast.reference import WORKSPACE_BYTES, compute_dtype, row_norm
 from dpfast.registry import Activations, register_rule
 
@@ -247,48 +247,6 @@ class PatchProduct:
     def nbytes(self) -> int:
         """Bytes of the inputs."""
         return self.image.nbytes + self.rows.nbytes
-
-
-class InBlocks:
-    """Gradients as they are, in blocks of samples: their norms are taken while a block is in the cache, and nothing is
-    copied together.
-
-    Args:
-        blocks: (n, *shape) each, at least one.
-        error: how far they may be from the exact gradients, in L2 norm, (N,) fp64.
-    """
-
-    def __init__(self, blocks: Iterable[Tensor], error: Tensor):
-        self.blocks: list[Tensor] = []
-        self.error = error
-
-        def keeping() -> Iterator[Tensor]:
-            for block in blocks:
-                self.blocks.append(block)
-                yield block
-
-        self._norm = reference.dense_sq_norm(keeping(), error)
-        self.shape = self.blocks[0].shape[1:]
-
-    @property
-    def num_samples(self) -> int:
-        return len(self.error)
-
-    def materialize(self, scale: float = 1.0) -> Tensor:
-        values = torch.cat(self.blocks)
-        return values.mul_(scale) if scale != 1.0 else values
-
-    def sq_norm(self) -> SquaredNorm:
-        return self._norm
-
-    def weighted_sum(self, coefficients: Tensor) -> Tensor:
-        return reference.weighted_rows(self.blocks, coefficients)
-
-    def materialized(self) -> Dense:
-        return Dense(self.materialize(), error=self.error, norm=self._norm)
-
-    def kept(self) -> Factor:
-        return self
 
 
 @register_rule((nn.Conv1d, nn.Conv2d, nn.Conv3d), fresh=True)
