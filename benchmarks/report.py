@@ -53,8 +53,9 @@ def _lines(rows: dict[Key, dict[str, dict]]) -> Iterator[str]:
         "workload run in one process and take turns; a ratio is the median over rounds of (leg / plain) within a "
         "round, its quartiles beside it. On a CPU: one thread, fp32, CPU time, rounds from four processes, a C "
         "allocator that keeps its memory (for all legs alike). *Memory* is the peak of model, batch and three steps "
-        "in a process of its own. *Error* is the largest relative error of a parameter's clipped gradient against an "
-        "fp64 loop over samples; for dpfast it is the slack of the proven norm bound. Every private leg adds the same "
+        "in a process of its own, where the C allocator's unusable gaps count and differ from run to run; *tensors* "
+        "is the peak of the tensors alone in a step. *Error* is the largest relative error of a parameter's clipped "
+        "gradient against an fp64 loop over samples; for dpfast it is the slack of the proven norm bound. Every private leg adds the same "
         "noise as *plain+noise*."
     )
     for (machine, workload), legs in rows.items():
@@ -64,29 +65,27 @@ def _lines(rows: dict[Key, dict[str, dict]]) -> Iterator[str]:
         yield ""
         yield f"{machine}, torch {some['torch']}, commit {some['commit']}, {some['date']}"
         yield ""
-        yield "| leg | ms | / plain | quartiles | / plain+noise | memory, MB | / plain | error |"
-        yield "|---|--:|--:|--:|--:|--:|--:|--:|"
-        plain_peak = legs.get("plain", {}).get("peak_mb")
+        yield "| leg | ms | / plain | quartiles | / plain+noise | memory, MB | / plain | tensors | / plain | error |"
+        yield "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|"
         for leg in LEGS:
             if leg in legs:
-                yield _table_row(legs[leg], plain_peak)
+                yield _table_row(legs[leg], legs.get("plain", {}))
 
 
-def _table_row(row: dict, plain_peak: float | None) -> str:
+def _table_row(row: dict, plain: dict) -> str:
     if "note" in row:
-        return f"| {row['leg']} | {row['note']} | | | | | | {row.get('error', '')} |"
-    peak = row.get("peak_mb")
+        return f"| {row['leg']} | {row['note']} | | | | | | | | {row.get('error', '')} |"
     cells = [
         row["leg"],
         f"{row['ms']:.0f}",
         f"{row['ratio_plain']:.2f}",
         "–".join(f"{q:.2f}" for q in row["quartiles"]),
     ]
-    cells += [f"{row['ratio_noise']:.2f}", f"{peak:.0f}" if peak else ""]
-    cells += [
-        f"{peak / plain_peak:.2f}" if peak and plain_peak else "",
-        f"{row['error']:.1g}" if "error" in row else "",
-    ]
+    cells.append(f"{row['ratio_noise']:.2f}")
+    for peak in ("peak_mb", "tensors_mb"):
+        cells.append(f"{row[peak]:.0f}" if peak in row else "")
+        cells.append(f"{row[peak] / plain[peak]:.2f}" if peak in row and peak in plain else "")
+    cells.append(f"{row['error']:.1g}" if "error" in row else "")
     return "| " + " | ".join(cells) + " |"
 
 

@@ -7,7 +7,8 @@
 Before a leg is timed, its clipped gradient is compared with an fp64 loop over samples. Legs take turns, round after
 round; the figure is the median over rounds of (leg / plain) within a round. On a CPU: one thread, CPU time, rounds from
 several processes (where a process's memory happens to lie moves its ratios by several percent). Peak memory is measured
-in a process of its own, with the C allocator's defaults; on a GPU the allocator counts it. Rows go to
+in a process of its own, with the C allocator's defaults, and that of tensors alone beside it, which does not depend on
+the allocator; on a GPU the allocator counts it. Rows go to
 benchmarks/results/step.jsonl, one a leg. A GPU's workloads are the "steps" of benchmarks/gpu.py.
 """
 
@@ -22,10 +23,10 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import torch
 from legs import LEGS, PRIVATE, C, build
+from memory import peak_of_tensors, resident
 from rich.console import Console
 from rich.table import Table
 from rows import RESULTS, Rows, environment, reason
@@ -59,7 +60,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.memory_of:
-        print(_peak_memory(WORKLOADS[options.workloads[0]], options.memory_of))
+        print(json.dumps(_peak_memory(WORKLOADS[options.workloads[0]], options.memory_of)))
         return
     if options.seconds:
         workload = WORKLOADS[options.workloads[0]]
@@ -105,7 +106,7 @@ def measure(workload: Workload, legs: list[str], rounds: int, memory: bool, in_p
                     rows[leg]["note"] = "wrong gradient: not timed"
                     continue
             if memory and workload.device == "cuda":
-                rows[leg]["peak_mb"] = round(_peak_memory(workload, leg), 1)
+                rows[leg].update(_peak_memory(workload, leg))
             step = build(leg, copy.deepcopy(model), workload, SIGMA)
             first = _timed(workload, step, batch)
             if workload.device == "cuda":  # what the first step compiled and captured is not a step's time
@@ -142,7 +143,7 @@ def measure(workload: Workload, legs: list[str], rounds: int, memory: bool, in_p
             rounds=len(own),
         )
         if memory and workload.device == "cpu":
-            rows[leg]["peak_mb"] = _peak_in_own_process(workload.name, leg)
+            rows[leg].update(_peak_in_own_process(workload.name, leg))
     return list(rows.values())
 
 
@@ -211,42 +212,41 @@ def _in_processes(name: str, legs: list[str], rounds: int) -> dict[str, list[flo
     return seconds
 
 
-def _peak_memory(workload: Workload, leg: str) -> float:
-    """MB that model, batch and three steps need at most, beyond what the process had before."""
+def _peak_memory(workload: Workload, leg: str) -> dict[str, float]:
+    """MB that model, batch and three steps need at most, beyond what the process had before; on a CPU also those of
+    tensors alone, in a step."""
     torch.manual_seed(0)
     torch.mm(torch.ones(64, 64), torch.ones(64, 64))  # the libraries' own memory
     if workload.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated() if workload.device == "cuda" else _resident("VmRSS")
+    before = torch.cuda.memory_allocated() if workload.device == "cuda" else resident("VmRSS")
     step, batch = build(leg, _model(workload), workload, SIGMA), workload.batch()
     for _ in range(3):
         step(*batch)
-    peak = torch.cuda.max_memory_allocated() if workload.device == "cuda" else _resident("VmHWM")
-    return (peak - before) / 2**20
+    peak = torch.cuda.max_memory_allocated() if workload.device == "cuda" else resident("VmHWM")
+    found = {"peak_mb": round((peak - before) / 2**20, 1)}
+    if workload.device == "cpu":
+        model = _model(workload)
+        step = build(leg, model, workload, SIGMA)
+        found["tensors_mb"] = round(peak_of_tensors(lambda: step(*batch), [*model.parameters(), *batch]) / 2**20, 1)
+    return found
 
 
-def _resident(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"/proc/self/status has no {field}")
-
-
-def _peak_in_own_process(name: str, leg: str) -> float | None:
+def _peak_in_own_process(name: str, leg: str) -> dict[str, float]:
     command = [sys.executable, __file__, name, "--memory-of", leg]
     environment = {k: v for k, v in os.environ.items() if k not in STEADY}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    return round(float(done.stdout.split()[-1]), 1) if done.returncode == 0 else None
+    return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {}
 
 
 def show(workload: Workload, rows: list[dict]) -> None:
     table = Table(title=workload.title)
-    for column in ("leg", "ms", "/ plain", "/ plain+noise", "quartiles", "peak MB", "error", "note"):
+    for column in ("leg", "ms", "/ plain", "/ plain+noise", "quartiles", "peak MB", "tensors MB", "error", "note"):
         table.add_column(column, justify="left" if column in ("leg", "note") else "right")
     for r in rows:
-        keys = ("leg", "ms", "ratio_plain", "ratio_noise", "quartiles", "peak_mb", "error", "note")
+        keys = ("leg", "ms", "ratio_plain", "ratio_noise", "quartiles", "peak_mb", "tensors_mb", "error", "note")
         table.add_row(*("" if r.get(k) is None else str(r[k]) for k in keys))
-    Console(width=130).print(table)
+    Console(width=140).print(table)
 
 
 if __name__ == "__main__":

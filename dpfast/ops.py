@@ -299,7 +299,7 @@ def certified_sq_norm(
 
 
 def certified_grad_sample(activations: Tensor, backprops: Tensor) -> tuple[Tensor, Tensor, SquaredNorm | None]:
-    """G (N, P, D) of (N, T, ·) inputs, how far it may be off in L2 norm, (N,) fp64, and its norm where that is known."""
+    """G (N, P, D) of (N, T, ·) inputs, how far it may be off in L2 norm, (N,) fp64, and its norm where it is known."""
     dtype = reference.compute_dtype(activations, backprops)
     if choose_backend("auto", activations.device, dtype) == "triton":
         if kernel_norms.groups(activations.shape[1], activations.shape[2], backprops.shape[2]):
