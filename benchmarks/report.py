@@ -55,8 +55,8 @@ def _lines(rows: dict[Key, dict[str, dict]]) -> Iterator[str]:
         "allocator that keeps its memory (for all legs alike). *Memory* is the peak of model, batch and three steps "
         "in a process of its own, where the C allocator's unusable gaps count and differ from run to run; *tensors* "
         "is the peak of the tensors alone in a step. *Error* is the largest relative error of a parameter's clipped "
-        "gradient against an fp64 loop over samples; for dpfast it is the slack of the proven norm bound. Every private leg adds the same "
-        "noise as *plain+noise*."
+        "gradient against an fp64 loop over samples; for dpfast it is the slack of the proven norm bound. Every "
+        "private leg adds the same noise as *plain+noise*."
     )
     for (machine, workload), legs in rows.items():
         some = next(iter(legs.values()))
