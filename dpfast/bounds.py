@@ -105,11 +105,19 @@ def direct_error(
     The reference adds in blocks of :data:`CHAIN_BLOCK` positions, then block by block; a kernel in chains of
     ``kernel_chain`` on tensor cores, then chain by chain.
     """
+    relative, least = direct_terms(positions=positions, numel=numel, dtype=dtype, kernel_chain=kernel_chain)
+    return relative * row_products + least
+
+
+def direct_terms(
+    *, positions: int, numel: int, dtype: torch.dtype, kernel_chain: int | None = None
+) -> tuple[float, float]:
+    """The two numbers of :func:`direct_error`: relative to S, and what underflow can hide."""
     if kernel_chain is None:
         error = gamma_matmul(blocked_terms(positions, CHAIN_BLOCK), dtype)
     else:
         error = gamma(kernel_terms(positions, kernel_chain), dtype)
-    return _SLOP * error * row_products + 2.0 * positions * smallest_normal(dtype) * numel**0.5
+    return _SLOP * error, 2.0 * positions * smallest_normal(dtype) * numel**0.5
 
 
 def rank_one(sq_a: Tensor, sq_b: Tensor, *, d: int, p: int, width: int, dtype: torch.dtype) -> SquaredNorm:

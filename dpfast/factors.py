@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dpfast import bounds, cost, ops, reference
 from dpfast.bounds import SquaredNorm
+from dpfast.reference import ProductError
 
 STACKED_BYTES = {"cpu": 2**16, "cuda": 2**20}
 """Factors of tensors of at most so many bytes are stacked for their norms: on a CPU more would not stay in the caches,
@@ -184,13 +185,14 @@ class Dense:
 
     Args:
         values: (N, *shape). Kept, not copied; never written to.
-        error: how far ``values`` may be from the exact gradients, in L2 norm, (N,) fp64; None: not at all.
+        error: how far ``values`` may be from the exact gradients, in L2 norm, (N,) fp64, or what it follows from; None:
+            not at all.
         norm: their norms, where these are known already.
     """
 
-    def __init__(self, values: Tensor, error: Tensor | None = None, norm: SquaredNorm | None = None):
+    def __init__(self, values: Tensor, error: Tensor | ProductError | None = None, norm: SquaredNorm | None = None):
         self.values = values
-        self.error = error
+        self._error = error
         self._norm = norm
         self.shape = values.shape[1:]
 
@@ -209,9 +211,30 @@ class Dense:
         return reference.weighted_rows([self.values], coefficients)
 
     @property
-    def has_norm(self) -> bool:
-        """Whether :meth:`sq_norm` has nothing left to compute."""
-        return self._norm is not None
+    def error(self) -> Tensor | None:
+        """(N,) fp64."""
+        if isinstance(self._error, ProductError):
+            self._error = self._error.bound()
+        return self._error
+
+    def likeness(self) -> tuple[list[Tensor], Hashable] | None:
+        """The tensors that dense factors are stacked by, and what they must have in common; None where the norm is
+        known."""
+        if self._norm is not None:
+            return None
+        if isinstance(self._error, ProductError):
+            return [self.values, self._error.norm_a, self._error.norm_b], self._error.terms
+        return [self.values] if self._error is None else [self.values, self._error], None
+
+    @classmethod
+    def stacked(cls, factors: Sequence[Dense]) -> Dense:
+        """One factor with the samples of all, which are alike."""
+        tensors = [torch.cat(parts) for parts in zip(*(f.likeness()[0] for f in factors), strict=True)]
+        values, *error = tensors
+        terms = factors[0].likeness()[1]
+        if terms is not None:
+            return cls(values, error=ProductError(*error, terms))
+        return cls(values, *error)
 
     def materialized(self) -> Dense:
         return self
@@ -286,27 +309,28 @@ def sq_norms(factors: Sequence[Factor]) -> list[SquaredNorm]:
 
 def _likeness(factor: Factor) -> Hashable:
     """What factors that are stacked have in common; None for one that is not."""
-    if isinstance(factor, Dense) and not factor.has_norm:
-        tensors = (factor.values,) if factor.error is None else (factor.values, factor.error)
+    terms: Hashable = None
+    if isinstance(factor, Dense):
+        found = factor.likeness()
+        if found is None:
+            return None
+        tensors, terms = found
     elif isinstance(factor, OuterProduct):
-        tensors = (factor.activations, factor.backprops)
+        tensors = [factor.activations, factor.backprops]
     else:
         return None
     most = STACKED_BYTES.get(tensors[0].device.type, 0)
     if factor.num_samples == 0 or any(x.nbytes > most or not x.is_contiguous() for x in tensors):
         return None
-    return (type(factor), *((x.shape, x.dtype, x.device) for x in tensors))
+    return (type(factor), terms, *((x.shape, x.dtype, x.device) for x in tensors))
 
 
 def _stacked(factors: Sequence[Dense] | Sequence[OuterProduct]) -> Factor:
     """One factor with the samples of all."""
 
-    def all_of(name: str) -> Tensor:
-        return torch.cat([getattr(f, name) for f in factors])
-
-    if isinstance(factors[0], OuterProduct):
-        return OuterProduct(all_of("activations"), all_of("backprops"))
-    return Dense(all_of("values"), error=None if factors[0].error is None else all_of("error"))
+    if isinstance(factors[0], Dense):
+        return Dense.stacked(factors)
+    return OuterProduct(*(torch.cat([getattr(f, name) for f in factors]) for name in ("activations", "backprops")))
 
 
 def row_sum(backprops: Tensor) -> Dense:

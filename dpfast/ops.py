@@ -20,7 +20,7 @@ from dpfast import cost, kernel_norms, reference
 from dpfast.bounds import SquaredNorm
 from dpfast.errors import BackendError, DpfastWarning, InputError
 from dpfast.kernel_norms import Direct, import_kernels
-from dpfast.reference import exact_arithmetic
+from dpfast.reference import ProductError, exact_arithmetic
 
 Backend = Literal["auto", "triton", "reference"]
 _BACKENDS = ("auto", "triton", "reference")
@@ -298,19 +298,20 @@ def certified_sq_norm(
     return SquaredNorm(*_call(_sq_norm_op, _sq_norm, activations, backprops, way, backend))
 
 
-def certified_grad_sample(activations: Tensor, backprops: Tensor) -> tuple[Tensor, Tensor, SquaredNorm | None]:
+def certified_grad_sample(
+    activations: Tensor, backprops: Tensor
+) -> tuple[Tensor, Tensor | ProductError, SquaredNorm | None]:
     """G (N, P, D) of (N, T, ·) inputs, how far it may be off in L2 norm, (N,) fp64, and its norm where it is known."""
     dtype = reference.compute_dtype(activations, backprops)
     if choose_backend("auto", activations.device, dtype) == "triton":
-        if kernel_norms.groups(activations.shape[1], activations.shape[2], backprops.shape[2]):
+        if kernel_norms.groups(*activations.shape[1:], backprops.shape[2]):
             (direct,) = grouped_direct([(activations, backprops)], keep=True)
             return direct.grad_sample, direct.error, direct.norm
-        error = reference.outer_product_error(activations, backprops, import_kernels()[0].CHAIN)
+        error = ProductError.of(activations, backprops, import_kernels()[0].CHAIN)
         return grad_sample(activations, backprops), error, None
     activations, backprops = activations.to(dtype), backprops.to(dtype)  # once for both
     with exact_arithmetic():
-        values = reference.grad_sample(activations, backprops)
-        return values, reference.outer_product_error(activations, backprops), None
+        return reference.grad_sample(activations, backprops), ProductError.of(activations, backprops), None
 
 
 def certified_blocks(activations: Tensor, backprops: Tensor) -> tuple[Iterator[Tensor], Tensor] | None:
@@ -320,14 +321,13 @@ def certified_blocks(activations: Tensor, backprops: Tensor) -> tuple[Iterator[T
     if small or activations.device.type != "cpu" or choose_backend("auto", activations.device, dtype) == "triton":
         return None
     activations, backprops = activations.to(dtype), backprops.to(dtype)
-    return reference.grad_sample_blocks(activations, backprops), reference.outer_product_error(activations, backprops)
+    return reference.grad_sample_blocks(activations, backprops), ProductError.of(activations, backprops).bound()
 
 
 def groups(activations: Tensor, backprops: Tensor) -> bool:
     """Whether such pairs (N, T, ·) are for :func:`grouped_direct`: thin ones, where kernels run."""
     backend = choose_backend("auto", activations.device, reference.compute_dtype(activations, backprops))
-    t, d, p = activations.shape[1], activations.shape[2], backprops.shape[2]
-    return backend == "triton" and kernel_norms.groups(t, d, p)
+    return backend == "triton" and kernel_norms.groups(*activations.shape[1:], backprops.shape[2])
 
 
 def grouped_direct(pairs: Sequence[tuple[Tensor, Tensor]], *, keep: bool = False) -> list[Direct]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import lru_cache
+from typing import NamedTuple
 
 import opt_einsum
 import torch
@@ -170,11 +171,19 @@ def _without_dropped(x: Tensor, coefficients: Tensor) -> Tensor:
 def row_norm(x: Tensor) -> Tensor:
     """L2 norms along the last dimension for error bounds, in fp64; no fp32 sum is longer than ``SUM_BLOCK`` terms, and
     squares that underflow make none too small."""
+    return _row_norm(x).double().add_(_lost(x))
+
+
+def _row_norm(x: Tensor) -> Tensor:
+    """As :func:`row_norm`, in some dtype, but for squares that underflow: each norm may be smaller by :func:`_lost`."""
     dtype = compute_dtype(x)
-    lost = (x.shape[-1] * bounds.smallest_normal(dtype)) ** 0.5
     if x.shape[-1] > SUM_BLOCK or x.stride(-1) != 1:
-        return row_sq_norm(x).sqrt_().add_(lost)
-    return torch.linalg.vector_norm(x if x.dtype is dtype else x.to(dtype), dim=-1).double().add_(lost)
+        return row_sq_norm(x).sqrt_()
+    return torch.linalg.vector_norm(x if x.dtype is dtype else x.to(dtype), dim=-1)
+
+
+def _lost(x: Tensor) -> float:
+    return (x.shape[-1] * bounds.smallest_normal(compute_dtype(x))) ** 0.5
 
 
 def row_sq_norm(x: Tensor) -> Tensor:
@@ -241,19 +250,31 @@ def rank_one_sq_norm(activations: Tensor, backprops: Tensor) -> SquaredNorm:
     return bounds.rank_one(sq_a, sq_b, d=activations.shape[-1], p=backprops.shape[-1], width=SUM_BLOCK, dtype=dtype)
 
 
-def outer_product_error(activations: Tensor, backprops: Tensor, kernel_chain: int | None = None) -> Tensor:
-    """How far :func:`grad_sample` may be from the exact G_n, in L2 norm, (N,) fp64.
+class ProductError(NamedTuple):
+    """How far :func:`grad_sample` may be from the exact G_n, in L2 norm: what it follows from, for several layers of
+    one shape to be worked out together (:meth:`bound`)."""
 
-    With ``kernel_chain``: the kernels', see :func:`bounds.direct_error`.
-    """
-    row_products = (row_norm(activations) * row_norm(backprops)).sum(-1)
-    return bounds.direct_error(
-        row_products,
-        positions=activations.shape[1],
-        numel=activations.shape[2] * backprops.shape[2],
-        dtype=compute_dtype(activations, backprops),
-        kernel_chain=kernel_chain,
-    )
+    norm_a: Tensor
+    norm_b: Tensor
+    terms: tuple[float, float, float, float]
+    """What the norms of a's and b's rows may have lost; the two numbers of ``bounds.direct_terms``."""
+
+    @classmethod
+    def of(cls, activations: Tensor, backprops: Tensor, kernel_chain: int | None = None) -> ProductError:
+        """With ``kernel_chain``: the kernels', see :func:`bounds.direct_error`."""
+        terms = bounds.direct_terms(
+            positions=activations.shape[1],
+            numel=activations.shape[2] * backprops.shape[2],
+            dtype=compute_dtype(activations, backprops),
+            kernel_chain=kernel_chain,
+        )
+        return cls(_row_norm(activations), _row_norm(backprops), (_lost(activations), _lost(backprops), *terms))
+
+    def bound(self) -> Tensor:
+        """(N,) fp64."""
+        lost_a, lost_b, relative, least = self.terms
+        row_products = (self.norm_a.double().add_(lost_a) * self.norm_b.double().add_(lost_b)).sum(-1)
+        return row_products.mul_(relative).add_(least)
 
 
 def direct_sq_norm(activations: Tensor, backprops: Tensor) -> SquaredNorm:
@@ -270,7 +291,7 @@ def direct_sq_norm(activations: Tensor, backprops: Tensor) -> SquaredNorm:
         squares = [row_sq_norm(grad_sample(a, b[..., j : j + rows])) for j in range(0, p, rows)]
         totals.append(sum_blocks(torch.cat(squares, dim=-1)))
     total = torch.cat(totals) if totals and p else activations.new_zeros(n, dtype=torch.float64)
-    error = outer_product_error(activations, backprops)
+    error = ProductError.of(activations, backprops).bound()
     return bounds.dense(total, width=min(d, SUM_BLOCK), numel=p * d, dtype=dtype, error=error)
 
 
