@@ -208,12 +208,15 @@ def test_norms_taken_together_have_the_bits_of_each(n, shapes, dtype, data):
     factors = []
     for shape in shapes:
         values = torch.randn(n, *shape).to(dtype)
-        kind = data.draw(st.sampled_from(["exact", "with error", "strided", "outer product", "summed"]))
+        kind = data.draw(st.sampled_from(["exact", "with error", "strided", "outer product", "summed", "kept"]))
         if kind == "outer product":
             t, d, p = data.draw(st.sampled_from([(1, 64, 40), (4, 30, 20), (20, 40, 33), (30, 20, 3)]))
             factors.append(OuterProduct(torch.randn(n, t, d).to(dtype), torch.randn(n, t, p).to(dtype)))
         elif kind == "summed":
             factors.append(row_sum(torch.randn(n, 4, 17).to(dtype)))
+        elif kind == "kept":
+            t, d, p = data.draw(st.sampled_from([(40, 30, 8), (40, 30, 8), (20, 8, 30)]))
+            factors.append(OuterProduct(torch.randn(n, t, d).to(dtype), torch.randn(n, t, p).to(dtype)).materialized())
         else:
             values = values.mT if kind == "strided" and len(shape) == 2 else values
             error = torch.rand(n, dtype=torch.float64) if kind == "with error" else None

@@ -63,6 +63,13 @@ def test_grad_sample(name, exact):
     proves_model(name, "grad_sample")
 
 
+def test_tables_that_the_model_broadcasts_under_force_functorch(exact):
+    model, inputs = example("T5")
+    wrapped = wrap(model, exact("T5"), force_functorch=True)
+    summed_loss(wrapped, inputs).backward()
+    assert_clipped(wrapped, exact("T5"))
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_one_pass(name, exact):
     model, inputs = example(name)

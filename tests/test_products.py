@@ -36,7 +36,7 @@ def test_products(backend, shape):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
-    "shape", [(8, 256, 256), (704, 256, 8), (5, 127, 333), (15, 64, 1024), (3, 200, 700), (700, 200, 1)]
+    "shape", [(8, 256, 256), (704, 256, 8), (5, 127, 333), (15, 64, 1024), (3, 256, 645), (762, 256, 1)]
 )
 def test_narrow_products(shape, dtype):
     """Like LoRA's: the same bits in any company, whatever lies around a sample in memory."""

@@ -27,6 +27,19 @@ def test_example_of_the_guide():
     dpfast.registry.RULES.pop(names["Rescaled"])
 
 
+def test_a_fault_that_is_registered_late_is_found():
+    class Odd(nn.Linear):
+        pass
+
+    assert dpfast.registry.find_fault(Odd(2, 2)) is None
+    dpfast.registry.register_fault(Odd)(lambda layer: "is odd")
+    try:
+        assert dpfast.registry.find_fault(Odd(2, 2)) == "is odd"
+    finally:
+        dpfast.registry._FAULTS.pop(Odd)
+        dpfast.registry._faults_of.cache_clear()
+
+
 # --- embeddings ---
 
 
