@@ -21,6 +21,7 @@ SMALLEST = 2**20
 _HEADROOM = 1.125  # batches of Poisson sampling differ in size
 
 _blocks: list[mmap.mmap] = []  # least recently used first
+_most = 0  # bytes that were in use at one time
 _lock = threading.Lock()
 
 
@@ -35,16 +36,24 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 
 
 def _block(size: int) -> mmap.mmap:
-    """An idle block of ``size`` to ``2·size`` bytes. Where there is none, a new one in the place of the block that has
-    been idle longest, so the blocks never hold much more than the most that was in use at one time."""
+    """An idle block of ``size`` to ``2·size`` bytes, or a new one. A new one takes the place of an idle block that has
+    become a little too small (batches grow), or of those that have been idle longest where all together would be more
+    than twice what was in use at one time."""
+    global _most
     idle = [i for i in range(len(_blocks)) if _is_idle(i)]
     fitting = [i for i in idle if size <= len(_blocks[i]) <= 2 * size]
     if fitting:
         block = _blocks.pop(min(fitting, key=lambda i: len(_blocks[i])))
     else:
-        if idle:
-            del _blocks[idle[0]]
-        block = _new_block(int(size * _HEADROOM))
+        wanted, held = int(size * _HEADROOM), sum(map(len, _blocks))
+        _most = max(_most, held - sum(len(_blocks[i]) for i in idle) + wanted)
+        outgrown = [i for i in idle if size <= 2 * len(_blocks[i]) < 2 * size]
+        for gone, i in enumerate(outgrown[:1] or idle):
+            if not outgrown and held + wanted <= 2 * _most:
+                break
+            held -= len(_blocks[i - gone])
+            del _blocks[i - gone]
+        block = _new_block(wanted)
     _blocks.append(block)
     return block
 
@@ -73,7 +82,9 @@ _REFERENCES_WHEN_IDLE = _references_of_a_list_item()
 
 def release() -> None:
     """Gives all idle blocks back to the operating system."""
+    global _most
     with _lock:
+        _most = 0
         for i in reversed(range(len(_blocks))):
             if _is_idle(i):
                 del _blocks[i]

@@ -42,6 +42,25 @@ def test_batches_that_grow_do_not_pile_up_blocks():
         del tensors
 
 
+def test_sizes_that_take_turns_keep_their_blocks(monkeypatch):
+    """As layers do whose gradients are copied away one by one."""
+    sizes = [(16, *LARGE), (3, *LARGE), (16, *LARGE), (9, *LARGE)]
+    for n in sizes:
+        buffers.empty(n, torch.float32, CPU)
+    monkeypatch.setattr(buffers, "_new_block", None)
+    for _ in range(3):
+        for n in sizes:
+            buffers.empty(n, torch.float32, CPU)
+
+
+def test_idle_blocks_are_given_back_in_the_end():
+    before = sum(map(len, buffers._blocks))
+    in_use = 0
+    for n in (64, 1, 30, 3, 12, 130, 6, 2, 45, 20, 1, 64):
+        in_use = max(in_use, buffers.empty((n, *LARGE), torch.float32, CPU).nbytes)
+        assert sum(map(len, buffers._blocks)) - before <= 2 * buffers._HEADROOM * in_use
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(), (0, 5), (3, 5), (2, 1024, 1024)])
 def test_shapes_and_dtypes(shape, dtype):
