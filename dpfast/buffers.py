@@ -53,7 +53,11 @@ def _block(size: int) -> mmap.mmap:
                 break
             held -= len(_blocks[i - gone])
             del _blocks[i - gone]
-        block = _new_block(wanted)
+        try:
+            block = _new_block(wanted)
+        except MemoryError:
+            _drop_idle()
+            block = _new_block(wanted)
     _blocks.append(block)
     return block
 
@@ -85,6 +89,10 @@ def release() -> None:
     global _most
     with _lock:
         _most = 0
-        for i in reversed(range(len(_blocks))):
-            if _is_idle(i):
-                del _blocks[i]
+        _drop_idle()
+
+
+def _drop_idle() -> None:
+    for i in reversed(range(len(_blocks))):
+        if _is_idle(i):
+            del _blocks[i]

@@ -61,6 +61,22 @@ def test_idle_blocks_are_given_back_in_the_end():
         assert sum(map(len, buffers._blocks)) - before <= 2 * buffers._HEADROOM * in_use
 
 
+def test_idle_blocks_make_room_where_memory_is_short(monkeypatch):
+    new_block, others = buffers._new_block, len(buffers._blocks)
+
+    def short_of_memory(size):
+        if len(buffers._blocks) > others:
+            raise MemoryError("no room")
+        return new_block(size)
+
+    buffers.empty(LARGE, torch.float32, CPU)
+    monkeypatch.setattr(buffers, "_new_block", short_of_memory)
+    x = buffers.empty((9, *LARGE), torch.float32, CPU)
+    with pytest.raises(MemoryError):
+        buffers.empty(LARGE, torch.float32, CPU)
+    assert x.fill_(1.0).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(), (0, 5), (3, 5), (2, 1024, 1024)])
 def test_shapes_and_dtypes(shape, dtype):
