@@ -1,4 +1,4 @@
-"""What a training step holds at most: by the operating system's count, a GPU allocator's, and as tensors alone."""
+"""What a training step holds at most on a CPU: by the operating system's count, and as tensors alone."""
 
 from __future__ import annotations
 

@@ -65,7 +65,8 @@ def _lines(rows: dict[Key, dict[str, dict]]) -> Iterator[str]:
         yield ""
         yield f"{machine}, torch {some['torch']}, commit {some['commit']}, {some['date']}"
         yield ""
-        yield "| leg | ms | / plain | quartiles | / plain+noise | memory, MB | / plain | tensors | / plain | error |"
+        memory = "memory, MB | / plain | tensors, MB | / plain"
+        yield f"| leg | ms | / plain | quartiles | / plain+noise | {memory} | error |"
         yield "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|"
         for leg in LEGS:
             if leg in legs:

@@ -1,8 +1,8 @@
 """Memory for large results on the CPU, used again from step to step.
 
 The C allocator gives large blocks back to the operating system as soon as they are free, and the next step pays a
-page fault for every 4 KB that it writes: on a GPT-like model with 218 MB of per-sample gradients, a quarter of the time
-of the products that write them. A GPU's tensors need none of this: PyTorch's caching allocator does the same.
+page fault for every 4 KB that it writes, a good part of the time of the products that write per-sample gradients. A
+GPU's tensors need none of this: PyTorch's caching allocator does the same.
 """
 
 from __future__ import annotations
@@ -47,12 +47,15 @@ def _block(size: int) -> mmap.mmap:
     else:
         wanted, held = int(size * _HEADROOM), sum(map(len, _blocks))
         _most = max(_most, held - sum(len(_blocks[i]) for i in idle) + wanted)
-        outgrown = [i for i in idle if size <= 2 * len(_blocks[i]) < 2 * size]
-        for gone, i in enumerate(outgrown[:1] or idle):
-            if not outgrown and held + wanted <= 2 * _most:
-                break
-            held -= len(_blocks[i - gone])
-            del _blocks[i - gone]
+        leaving = [i for i in idle if size <= 2 * len(_blocks[i]) < 2 * size][:1]
+        if not leaving:
+            for i in idle:
+                if held + wanted <= 2 * _most:
+                    break
+                held -= len(_blocks[i])
+                leaving.append(i)
+        for i in reversed(leaving):
+            del _blocks[i]
         try:
             block = _new_block(wanted)
         except MemoryError:

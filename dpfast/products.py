@@ -21,8 +21,8 @@ _WORTH_A_CALL = 2**17
 
 _IN_ONE_CALL = 4
 """Samples in every call of torch.bmm for narrow fp32 products: its bits depend on how many there are, so it is always
-the same number, which takes four fifths of the time of a call for each sample. With fewer than 4 rows, and in fp64, the
-bits depend on a sample's place too (seen with MKL 2024.2)."""
+the same number, which takes less time than a call for each sample. With fewer than 4 rows, and in fp64, the bits depend
+on a sample's place too (seen with MKL 2024.2)."""
 
 _WORTH_ONEDNN = 2**22
 """Multiply-adds from which a product is large enough for oneDNN's call and the transposed copies that it wants."""

@@ -55,10 +55,10 @@ def test_sizes_that_take_turns_keep_their_blocks(monkeypatch):
 
 def test_idle_blocks_are_given_back_in_the_end():
     before = sum(map(len, buffers._blocks))
-    in_use = 0
-    for n in (64, 1, 30, 3, 12, 130, 6, 2, 45, 20, 1, 64):
-        in_use = max(in_use, buffers.empty((n, *LARGE), torch.float32, CPU).nbytes)
-        assert sum(map(len, buffers._blocks)) - before <= 2 * buffers._HEADROOM * in_use
+    for n, together in ((100, 1), (33, 3), (11, 9), (3, 33), (100, 1)):
+        in_use = [buffers.empty((n, *LARGE), torch.float32, CPU) for _ in range(together)]
+        assert sum(map(len, buffers._blocks)) - before <= 2 * buffers._HEADROOM * 100 * in_use[0][0].nbytes
+        del in_use
 
 
 def test_idle_blocks_make_room_where_memory_is_short(monkeypatch):

@@ -124,8 +124,8 @@ def test_low_precision_parameters():
 @pytest.mark.parametrize("large", [False, True])
 def test_autocast_backward_is_exact(large):
     model, x, y = example("mlp")
-    if large:  # its gradients are kept, in blocks
-        model, x, y = nn.Linear(200, 200), torch.randn(9, 80, 200), torch.randn(9, 80, 200)
+    if large:  # its gradients are kept in blocks, made by a product that autocast would take in bf16
+        model, x, y = nn.Linear(3, 12000), torch.randn(9, 4, 3), torch.randn(9, 4, 12000)
     other = copy.deepcopy(model)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = mean_loss(wrap(model), x, y)
