@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from dpfast import buffers
+from dpfast.arithmetic import buffers
 
 
 def peak_of_tensors(run: Callable[[], object], held: Iterable[Tensor]) -> int:

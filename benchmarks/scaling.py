@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 from workloads import Gpt, language_losses
 
 import dpfast
-from dpfast import cost, ops
+from dpfast.arithmetic import buffers, cost, ops
 
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "scaling.png"
 ROUNDS = 5
@@ -66,17 +66,17 @@ def step_ratio(n: int, t: int, d: int) -> tuple[float, float]:
 
 def _peak(call: Callable[[], None]) -> int:
     """Bytes of tensors that ``call`` holds at most, kept gradients included."""
-    empty = dpfast.buffers.empty
+    empty = buffers.empty
 
     def watched(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)  # the profiler sees no other memory
 
-    dpfast.buffers.empty = watched
+    buffers.empty = watched
     try:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
             call()
     finally:
-        dpfast.buffers.empty = empty
+        buffers.empty = empty
     now = peak = 0
     events = [e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"]
     for event in sorted(events, key=lambda e: e.start_ns()):

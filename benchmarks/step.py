@@ -32,7 +32,7 @@ from rich.table import Table
 from rows import RESULTS, Rows, environment, reason
 from workloads import WORKLOADS, Workload
 
-from dpfast import buffers
+from dpfast.arithmetic import buffers
 from dpfast.testing import clipped_sum, loop_over_samples, relative_error
 
 # Of the clipped gradient against fp64, the slack of the norm's bound included. In 16 bits the model's own forward and

@@ -16,7 +16,7 @@ from contenders import CONTENDERS, TOLERANCE, error, exact
 from layers import Layer
 from timing import milliseconds
 
-from dpfast import cost, ops
+from dpfast.arithmetic import cost, ops
 
 LAYERS = {
     "cpu": [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from dpfast.info import info
+from dpfast.report import info
 
 
 def main() -> None:

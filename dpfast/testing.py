@@ -12,8 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from dpfast.errors import InputError
 from dpfast.factors import Factor
-from dpfast.fast_gradient_clipping import GradSampleModuleFastGradientClipping
-from dpfast.grad_sample_module import GradSampleModule
+from dpfast.modes import GradSampleModule, GradSampleModuleFastGradientClipping
 
 TOLERANCES = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 """Relative L2 errors that :func:`check_rule` allows. In 16 bits the layer's own forward and backward round, so there

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from opacus.accountants import RDPAccountant
 from torch import nn
 
-from dpfast import ConstantFlatClipper, PerSampleGradientClipper, autograd_grad_sample
+from dpfast import ConstantFlatClipper, PerSampleGradientClipper
+from dpfast.modes import autograd_grad_sample
 
 SAMPLES, FEATURES, CLASSES = 2048, 20, 4
 BATCH, MICRO_BATCH = 256, 64  # expected samples in a step; the most that are differentiated at once

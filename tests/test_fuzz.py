@@ -10,9 +10,9 @@ from cases import MODELS, exact_norms, hostile
 from hypothesis import given
 
 import dpfast
-from dpfast import reference
-from dpfast.clipping import ConstantFlatClipper, clip_factors
+from dpfast.arithmetic import reference_norms
 from dpfast.factors import Dense, Lookup, OuterProduct, row_sum
+from dpfast.modes.clippers import ConstantFlatClipper, clip_factors
 
 
 @given(
@@ -34,12 +34,12 @@ def test_no_clipped_sample_exceeds_c(t, d, p, exponents, dtype, constant_side, c
     finite = torch.isfinite(a).all() and torch.isfinite(b).all()
     exact = exact_norms(a, b) if finite else None
     factors = {
-        "direct": reference.direct_sq_norm(a, b).upper,
-        "gram": reference.gram_sq_norm(a, b).upper,
+        "direct": reference_norms.direct_sq_norm(a, b).upper,
+        "gram": reference_norms.gram_sq_norm(a, b).upper,
         "kept": OuterProduct(a, b).materialized().sq_norm().upper,
     }
     if t == 1:
-        factors["rank_one"] = reference.rank_one_sq_norm(a, b).upper
+        factors["rank_one"] = reference_norms.rank_one_sq_norm(a, b).upper
     for name, upper in factors.items():
         clip = clip_factors(ConstantFlatClipper(c), [upper.sqrt()])[0].float().double()
         if finite:

@@ -1,69 +1,118 @@
 """The package as a user gets it, and who may import whom."""
 
 import ast
+import copy
+import graphlib
+import importlib
+import inspect
+import pickle
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 import dpfast
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Downward only: a module may import those below it in this list (the rooms are described in ARCHITECTURE.md).
-ORDER = [
-    ["__main__", "opacus.engine", "autograd_grad_sample", "testing", "explain"],
-    ["opacus.losses", "opacus.optimizers", "opacus.samplers", "opacus._supported"],
-    ["opacus.backward"],
-    ["info", "fast_gradient_clipping", "per_sample_gradient_clipper"],
-    ["grad_sample_module"],
-    ["tapped_model", "clipping"],
-    ["rules.opacus_layers"],
-    ["broadcast", "rules.attention", "rules.copies", "rules.huggingface", "rules.recurrent"],
-    [
-        *("tap", "rules.convolution", "rules.embedding", "rules.functorch", "rules.linear", "rules.normalization"),
-        *("rules.refused", "scalar_loss"),
-    ],
-    ["registry", "merge", "reshaped", "waiting"],
-    ["factors"],
-    ["ops"],
-    ["reference", "cost", "kernel_norms"],
-    ["products"],
-    ["bounds", "accumulation", "buffers", "detached", "dropped"],
-    ["errors"],
-]
-RANK = {name: len(ORDER) - i for i, names in enumerate(ORDER) for name in names}
+# Downward only: a wing may import those below it in this list. What stands at the top of dpfast/ may import all.
+WINGS = [["opacus", "report"], ["modes"], ["rules"], ["taps"], ["factors"], ["arithmetic"]]
+RANK = {wing: len(WINGS) - i for i, wings in enumerate(WINGS) for wing in wings}
+TOP = {"__init__", "__main__", "errors", "former_names", "testing"}
+REGISTERS_BY_BEING_IMPORTED = {"rules"}
 
 
-def modules():
+def sources():
+    """(wing or "", module, path) of every file."""
     for path in sorted((ROOT / "dpfast").rglob("*.py")):
-        name = ".".join(path.relative_to(ROOT / "dpfast").with_suffix("").parts)
-        if not name.endswith("__init__"):
-            yield name, path
+        *wing, module = path.relative_to(ROOT / "dpfast").with_suffix("").parts
+        yield ".".join(wing), module, path
 
 
-def imported(path):
-    """The modules of dpfast that a file imports, at the top or inside functions."""
+def imports(path):
+    """(module, name) of everything of dpfast that a file imports, at the top or inside functions."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name.startswith("dpfast."))
-        elif isinstance(node, ast.ImportFrom) and node.module == "dpfast":
-            yield from (f"dpfast.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("dpfast."):
-            full = [f"{node.module}.{alias.name}" for alias in node.names]
-            yield from (f if f.removeprefix("dpfast.") in RANK else node.module for f in full)
+            yield from ((alias.name, None) for alias in node.names if alias.name.partition(".")[0] == "dpfast")
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "dpfast":
+            yield from ((node.module, alias.name) for alias in node.names)
 
 
-@pytest.mark.parametrize(("name", "path"), list(modules()), ids=lambda x: x if isinstance(x, str) else "")
-def test_imports_go_downward(name, path):
-    assert name in RANK, f"say in ORDER where {name} stands"
-    for target in imported(path):
-        target = target.removeprefix("dpfast.")
-        assert not target.startswith("kernels"), f"{name} imports kernels; only kernel_norms.py does, lazily"
-        if target != name:
-            assert RANK[target] < RANK[name], f"{name} imports {target}, which is not below it"
+def face(wing):
+    return importlib.import_module(f"dpfast.{wing}").__all__
+
+
+def test_ls_shows_the_wings_and_little_else():
+    assert {wing for wing, _, _ in sources()} == {"", *RANK}
+    assert {module for wing, module, _ in sources() if not wing} == TOP
+
+
+@pytest.mark.parametrize(("wing", "module", "path"), list(sources()), ids=lambda x: x if isinstance(x, str) else "")
+def test_imports_go_downward_and_through_the_faces(wing, module, path):
+    for target, name in imports(path):
+        where = f"{path.relative_to(ROOT)} imports {name or ''} of {target}"
+        assert not target.startswith("dpfast.kernels"), f"{where}; only kernel_norms.py does, lazily"
+        if target in ("dpfast.errors", "dpfast.former_names") or target == f"dpfast.{wing}":
+            continue
+        if target == "dpfast":
+            assert not wing, f"{where}, which stands above it"
+            continue
+        room = target.split(".")[1]
+        assert room in RANK, f"{where}, which is in no wing"
+        if room != wing:
+            assert not wing or RANK[room] < RANK[wing], f"{where}, which is not below it"
+            assert target == f"dpfast.{room}", f"{where} past the face of {room}"
+            assert name in face(room), f"{where}, which {room} does not show"
+
+
+@pytest.mark.parametrize("wing", RANK)
+def test_no_circles_within_a_wing(wing):
+    graph = {}
+    for of, module, path in sources():
+        if of == wing and module != "__init__":
+            inner = {t if n is None or t != f"dpfast.{wing}" else f"{t}.{n}" for t, n in imports(path)}
+            graph[module] = {t.split(".")[2] for t in inner if t.startswith(f"dpfast.{wing}.")}
+    assert list(graphlib.TopologicalSorter(graph).static_order())
+
+
+@pytest.mark.parametrize("wing", sorted(RANK.keys() - {"opacus"}))
+def test_a_face_shows_what_others_use(wing):
+    """Opacus's face is the public one; nobody else may need it."""
+    used = {
+        name for of, _, path in sources() if of != wing for target, name in imports(path) if target == f"dpfast.{wing}"
+    }
+    files = {module for of, module, _ in sources() if of == wing}
+    unused = set(face(wing)) - used
+    assert unused <= (files if wing in REGISTERS_BY_BEING_IMPORTED else set())
+    assert inspect.getdoc(importlib.import_module(f"dpfast.{wing}"))
+
+
+def test_tests_mirror_the_wings():
+    for wing in RANK:
+        assert list((ROOT / "tests" / wing).glob("test_*.py")), f"no tests of {wing}"
+
+
+def test_former_names_import_what_they_did():
+    """In a process of its own, as a user's code does."""
+    code = "import dpfast.ops, dpfast.autograd_grad_sample, dpfast.registry; from dpfast.ops import grad_sample"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd="/")
+
+
+def test_a_wrapped_model_pickled_by_the_first_version_works():
+    """Written by dpfast 0.1.0 before its modules stood in wings, after one step."""
+    wrapped = pickle.loads((ROOT / "tests" / "data" / "wrapped_by_0.1.0.pkl").read_bytes())
+    x = torch.arange(15.0).view(5, 3) / 10
+    fresh = dpfast.GradSampleModuleFastGradientClipping(
+        copy.deepcopy(wrapped).to_standard_module(), norm_clipper=dpfast.ConstantFlatClipper(0.5)
+    )
+    for model in (wrapped, fresh):
+        model.zero_grad(set_to_none=True)
+        model(x).square().sum(1).mean().backward()
+    assert torch.equal(wrapped.get_norm_sample(), fresh.get_norm_sample())
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(wrapped.parameters(), fresh.parameters(), strict=True))
 
 
 def test_kernels_import_only_torch_triton_and_themselves():
@@ -113,10 +162,3 @@ def test_no_source_file_is_longer_than_400_lines():
 def test_public_names_are_there():
     for name in dpfast.__all__:
         assert getattr(dpfast, name) is not None
-
-
-def test_info_command_says_which_backend_and_why():
-    out = subprocess.check_output([sys.executable, "-m", "dpfast", "info"], text=True)
-    assert "torch" in out
-    assert "backend" in out
-    assert "because" in out

@@ -12,10 +12,8 @@ from opacus.validators.errors import IllegalModuleConfigurationError, Unsupporte
 from torch import nn, optim
 from torch.utils.data import DataLoader
 
-from dpfast.clipping import ConstantPerLayerClipper
 from dpfast.errors import InputError, StateError
-from dpfast.fast_gradient_clipping import GradSampleModuleFastGradientClipping
-from dpfast.grad_sample_module import GradSampleModule
+from dpfast.modes import ConstantPerLayerClipper, GradSampleModule, GradSampleModuleFastGradientClipping
 from dpfast.opacus.losses import ClippedLoss
 from dpfast.opacus.optimizers import (
     DistributedOnePassOptimizer,
@@ -23,7 +21,7 @@ from dpfast.opacus.optimizers import (
     OnePassOptimizer,
     TwoPassOptimizer,
 )
-from dpfast.registry import find_forward, find_rule
+from dpfast.taps import find_forward, find_rule
 
 MODES = ("dpfast", "dpfast_two_pass", "dpfast_materialize")
 

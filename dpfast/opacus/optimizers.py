@@ -10,10 +10,14 @@ from opacus.optimizers.ddpoptimizer_fast_gradient_clipping import DistributedDPO
 from opacus.optimizers.optimizer import _check_processed_flag, _generate_noise, _mark_as_processed
 from torch import Tensor, optim
 
-from dpfast.accumulation import held_by
-from dpfast.clipping import ConstantFlatClipper, ConstantPerLayerClipper, check_threshold
 from dpfast.errors import InputError, StateError
-from dpfast.fast_gradient_clipping import GradSampleModuleFastGradientClipping
+from dpfast.modes import (
+    ConstantFlatClipper,
+    ConstantPerLayerClipper,
+    GradSampleModuleFastGradientClipping,
+    check_threshold,
+    held_by,
+)
 
 
 class DPOptimizerFast(DPOptimizerFastGradientClipping):

@@ -13,13 +13,12 @@ from opacus.grad_sample import GradSampleModuleFastGradientClipping as OpacusGho
 from opacus.grad_sample.gsm_base import AbstractGradSampleModule
 from torch import Tensor, nn
 
-from dpfast import registry
 from dpfast.errors import DpfastWarning, InputError
 from dpfast.factors import Factor
-from dpfast.grad_sample_module import GradSampleModule
+from dpfast.modes import GradSampleModule
 from dpfast.opacus import backward
-from dpfast.registry import Activations, Rule
-from dpfast.rules.linear import compute_linear_grad_sample, linear
+from dpfast.rules import compute_linear_grad_sample, linear
+from dpfast.taps import Activations, Rule, registry
 
 OutputDtype = Literal["backprops", "float32", "param"]
 Sampler = Callable[[nn.Module, list[Tensor], Tensor], Mapping[nn.Parameter, Tensor]]
@@ -139,7 +138,7 @@ def _imported(name: str) -> type[nn.Module] | None:
 
 def _grad_sampler(key: type[nn.Module] | str, rule: Rule) -> Sampler:
     # A Linear's weight and bias come from one kernel.
-    return compute_linear_grad_sample if rule is linear else registry.GRAD_SAMPLERS[key]
+    return compute_linear_grad_sample if rule is linear.linear else registry.GRAD_SAMPLERS[key]
 
 
 def _norm_sampler(key: type[nn.Module] | str, rule: Rule) -> Sampler:

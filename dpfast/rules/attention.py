@@ -13,12 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dpfast.arithmetic import accumulating_dtype
 from dpfast.errors import InputError
-from dpfast.factors import Dense, Factor, OuterProduct, row_sum
-from dpfast.reference import compute_dtype
-from dpfast.registry import Activations, register_batch_dim, register_forward
-from dpfast.reshaped import Blocks
-from dpfast.tap import Pieces
+from dpfast.factors import Blocks, Dense, Factor, OuterProduct, row_sum
+from dpfast.taps import Activations, Pieces, register_batch_dim, register_forward
 
 _DPMHA = "opacus.layers.dp_multihead_attention.DPMultiheadAttention"
 
@@ -188,4 +186,4 @@ def _repeated_gradient(
     parameters: Sequence[nn.Parameter | None], activations: Activations, backprops: Tensor
 ) -> Mapping[Any, Factor]:
     (bias,) = parameters
-    return {bias: Dense(backprops.to(compute_dtype(backprops)).unsqueeze(1))}
+    return {bias: Dense(backprops.to(accumulating_dtype(backprops)).unsqueeze(1))}

@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpfast.factors import Dense, Factor
-from dpfast.registry import Activations, register_forward
 from dpfast.rules.normalization import group_norm
-from dpfast.tap import Pieces
+from dpfast.taps import Activations, Pieces, register_forward
 
 
 @register_forward(nn.GroupNorm)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from dpfast.arithmetic import accumulating_dtype
 from dpfast.errors import InputError, UnsupportedModuleError
 from dpfast.factors import Factor, Lookup
-from dpfast.reference import compute_dtype
-from dpfast.registry import Activations, register_rule
+from dpfast.taps import Activations, register_rule
 
 
 @register_rule(nn.Embedding, fresh=True)
@@ -37,7 +37,7 @@ def embedding_bag(layer: nn.EmbeddingBag, activations: Activations, backprops: T
     indices, inside, weights = _bags(layer, *(given.get(name) for name in names))
     if layer.padding_idx is not None:
         inside = inside & (indices != layer.padding_idx)
-    backprops = backprops.to(compute_dtype(backprops)).unsqueeze(1)
+    backprops = backprops.to(accumulating_dtype(backprops)).unsqueeze(1)
     if layer.mode == "max":
         values = layer.weight.detach()[indices].masked_fill(~inside.unsqueeze(-1), float("-inf"))
         positions = torch.arange(indices.shape[1], device=indices.device).view(1, -1, 1)

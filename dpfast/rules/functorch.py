@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vjp, vmap
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from dpfast.arithmetic import accumulating_dtype
 from dpfast.errors import UnsupportedModuleError
 from dpfast.factors import Dense, Factor
-from dpfast.reference import compute_dtype
-from dpfast.registry import Activations, owned_parameters
+from dpfast.taps import Activations, owned_parameters
 
 _SAME = 1e-3
 """Relative difference up to which two runs of a layer count as the same."""
@@ -50,7 +50,7 @@ def functorch(
     n = backprops[0].shape[0]
     leaves, structure = tree_flatten((tuple(activations), activations.kwargs))
     floats = [x for x in leaves if _is_float(x)]
-    dtype = compute_dtype(*floats, *backprops)
+    dtype = accumulating_dtype(*floats, *backprops)
     if n == 0:  # vmap does not take empty batches
         return {p: Dense(p.new_zeros(0, *p.shape, dtype=dtype)) for p in own.values()}
     run = _Run(module, own, [_cast(x, dtype) for x in leaves], structure, activations.batch_dim)
@@ -85,7 +85,7 @@ class _Run:
     """The layer's forward and its gradient, by samples or on the whole batch."""
 
     def __init__(self, module: nn.Module, own: dict[str, nn.Parameter], leaves: list, structure: Any, batch_dim: int):
-        dtype = compute_dtype(*(x for x in leaves if _is_float(x)))
+        dtype = accumulating_dtype(*(x for x in leaves if _is_float(x)))
         self.module, self.leaves, self.structure, self.batch_dim = module, leaves, structure, batch_dim
         self.as_given = [
             x.movedim(0, batch_dim) if isinstance(x, Tensor) and x.dim() > batch_dim else x for x in leaves
@@ -160,7 +160,7 @@ def linear_in_parameters(
     """Gradients of the module's parameters where ``compute()`` (1, ...) is linear in them and has been given to each
     of N samples; backprops (N, ...)."""
     own = owned_parameters(module)
-    dtype = compute_dtype(backprops)
+    dtype = accumulating_dtype(backprops)
     values = {name: p.detach().to(dtype) for name, p in own.items()}
 
     def of_parameters(parameters: dict[str, Tensor]) -> Tensor:

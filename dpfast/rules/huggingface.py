@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from dpfast.factors import Factor, Lookup
-from dpfast.registry import Activations, register_broadcast, register_folded, register_rule
 from dpfast.rules.normalization import rms_norm
+from dpfast.taps import Activations, register_broadcast, register_folded, register_rule
 
 _MODELS = "transformers.models"
 _RMS_NORMS = [

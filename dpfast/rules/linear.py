@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from dpfast import ops
+from dpfast.arithmetic import accumulating_dtype, ops
 from dpfast.errors import InputError
-from dpfast.factors import Factor, OuterProduct, row_sum
-from dpfast.registry import Activations, register_rule
-from dpfast.reshaped import Reshaped
+from dpfast.factors import Factor, OuterProduct, Reshaped, row_sum
+from dpfast.taps import Activations, register_rule
 
 
 @register_rule(nn.Linear, fresh=True)
@@ -77,7 +76,7 @@ def compute_linear_norm_sample(
     """
     (inputs,) = (activations,) if isinstance(activations, Tensor) else activations
     factors = linear(layer, Activations([inputs]), backprops)
-    dtype = ops.accumulating_dtype(inputs, backprops)
+    dtype = accumulating_dtype(inputs, backprops)
     return {p: factor.sq_norm().value.sqrt().to(dtype) for p, factor in factors.items()}
 
 
@@ -106,7 +105,7 @@ def bilinear(layer: nn.Bilinear, activations: Activations, backprops: Tensor) ->
     """``y_p = x₁ᵀ W_p x₂ + b_p``: a Linear on the products x₁ ⊗ x₂, activations (N, ..., D₁) and (N, ..., D₂)."""
     factors: dict[nn.Parameter, Factor] = {}
     if layer.weight.requires_grad:
-        dtype = ops.accumulating_dtype(*activations)
+        dtype = accumulating_dtype(*activations)
         first, second = (x.to(dtype) for x in activations)
         products = (first.unsqueeze(-1) * second.unsqueeze(-2)).flatten(-2)
         factors[layer.weight] = Reshaped(OuterProduct(products, backprops, where=layer), layer.weight.shape)

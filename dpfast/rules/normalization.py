@@ -10,11 +10,10 @@ import math
 import torch
 from torch import Tensor, nn
 
-from dpfast import bounds
+from dpfast.arithmetic import accumulating_dtype, bounds, sums
 from dpfast.errors import UnsupportedModuleError
 from dpfast.factors import Dense, Factor, channel_sum
-from dpfast.reference import compute_dtype, row_norm, sum_block
-from dpfast.registry import Activations, register_rule
+from dpfast.taps import Activations, register_rule
 
 
 def _summed(values: Tensor, error_of_rows: Tensor | None = None) -> Dense:
@@ -25,7 +24,7 @@ def _summed(values: Tensor, error_of_rows: Tensor | None = None) -> Dense:
     """
     if values.shape[1] == 1:
         return Dense(values.squeeze(1), error=None if error_of_rows is None else error_of_rows.sum(1))
-    norms = row_norm(values).sum(-1)
+    norms = sums.row_norm(values).sum(-1)
     error = bounds.chain_error(norms, terms=values.shape[1], numel=values.shape[2], dtype=values.dtype)
     return Dense(values.sum(1), error=error if error_of_rows is None else error + error_of_rows.sum(1))
 
@@ -39,7 +38,7 @@ def _factors(
     weight, bias = layer.weight, getattr(layer, "bias", None)
     if weight is not None and weight.requires_grad:
         values = normalized * backprops
-        error = relative_error.double() * (row_norm(backprops) + row_norm(values))
+        error = relative_error.double() * (sums.row_norm(backprops) + sums.row_norm(values))
         summed = _summed(values, error)
         factors[weight] = Dense(summed.values.view(-1, *weight.shape), error=summed.error)
     if bias is not None and bias.requires_grad:
@@ -62,7 +61,7 @@ def layer_norm(layer: nn.LayerNorm, activations: Activations, backprops: Tensor)
         Mean and variance come from sums of D terms in any order, the variance as the mean square of what is left of
         the mean; the relative error of x̂ is at most γ(D + 8)·(1 + |mean|/deviation), twice over.
     """
-    dtype = compute_dtype(activations[0], backprops)
+    dtype = accumulating_dtype(activations[0], backprops)
     width = math.prod(layer.normalized_shape)
     inputs, backprops = (_as_rows(x, width, dtype) for x in (activations[0], backprops))
     normalized, mean, rstd = torch.native_layer_norm(inputs, [width], None, None, layer.eps)
@@ -72,7 +71,7 @@ def layer_norm(layer: nn.LayerNorm, activations: Activations, backprops: Tensor)
 
 def rms_norm(layer: nn.Module, inputs: Tensor, backprops: Tensor, width: int, eps: float) -> dict[nn.Parameter, Factor]:
     """``x̂ = x / √(mean x² + eps)``; inputs and backprops (N, ..., *shape) with ``width`` entries in the shape."""
-    dtype = compute_dtype(inputs, backprops)
+    dtype = accumulating_dtype(inputs, backprops)
     inputs, backprops = (_as_rows(x, width, dtype) for x in (inputs, backprops))
     normalized = inputs * torch.rsqrt(inputs.square().mean(-1, keepdim=True) + eps)
     error = inputs.new_full(inputs.shape[:2], bounds.gamma(width + 8, dtype))
@@ -110,13 +109,13 @@ def _by_channel(
     Numerics:
         x̂ as torch computes it is brought to mean 0 and variance 1 - ε once more, in fp64 and by two numbers a group:
         with mean m and mean square q of x̂, ``G = (Σ_t b x̂ - m Σ_t b) / √(q - m² + ε·rstd²)``. So torch's statistics
-        need not be exact, only its products; all sums are of short blocks (``reference.sum_block``).
+        need not be exact, only its products; all sums are of short blocks (``sums.sum_block``).
     """
-    dtype = compute_dtype(inputs, backprops)
+    dtype = accumulating_dtype(inputs, backprops)
     n, channels = inputs.shape[:2]
     positions = inputs.shape[2:].numel()
     backprops = backprops.to(dtype).reshape(n, channels, positions).contiguous()
-    norm_b, chain, bias_sums = row_norm(backprops), sum_block(positions), None
+    norm_b, chain, bias_sums = sums.row_norm(backprops), sums.sum_block(positions), None
     factors: dict[nn.Parameter, Factor] = {}
     if layer.weight is not None and layer.weight.requires_grad:
         x = inputs.to(dtype).contiguous()
@@ -142,12 +141,12 @@ def _by_channel(
 
 
 def _sums_of_products(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """``Σ_t x_nct y_nct`` and ``Σ_t y_nct``, (N, C) in fp64, each added in blocks (``reference.sum_block``).
+    """``Σ_t x_nct y_nct`` and ``Σ_t y_nct``, (N, C) in fp64, each added in blocks (``sums.sum_block``).
 
     A group norm's backward gives just these for weight and bias where mean is 0 and rstd 1; every block is a channel.
     """
     n, channels, positions = x.shape
-    block = sum_block(positions)
+    block = sums.sum_block(positions)
     rows = n * channels * (positions // max(1, block))
     if rows == 0:
         return tuple(x.new_zeros(2, n, channels, dtype=torch.float64))

@@ -10,9 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from dpfast.registry import register_batch_dim, register_fault, register_forward
 from dpfast.rules.recurrent import recurrent
-from dpfast.tap import Pieces
+from dpfast.taps import Pieces, register_batch_dim, register_fault, register_forward
 
 
 class _AsTorch:

@@ -15,11 +15,10 @@ import torch.nn.functional as F
 from torch import _VF, Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
+from dpfast.arithmetic import accumulating_dtype
 from dpfast.errors import InputError
 from dpfast.factors import Factor, OuterProduct, row_sum
-from dpfast.reference import compute_dtype
-from dpfast.registry import Activations, register_forward, register_rule
-from dpfast.tap import Pieces
+from dpfast.taps import Activations, Pieces, register_forward, register_rule
 
 _NATIVE = {"LSTM": _VF.lstm, "GRU": _VF.gru, "RNN_TANH": _VF.rnn_tanh, "RNN_RELU": _VF.rnn_relu}
 
@@ -94,7 +93,7 @@ class _Layer:
         self, parameters: Sequence[nn.Parameter], activations: Activations, backprops: Sequence[Tensor]
     ) -> Mapping[Any, Factor]:
         data, states = activations
-        dtype = compute_dtype(data[0], *parameters, *backprops)
+        dtype = accumulating_dtype(data[0], *parameters, *backprops)
         x, lengths = self._samples_in_front(data, data[0].to(dtype))
         d_output, _ = self._samples_in_front(data, backprops[0].to(dtype))
         order = data[3] if len(data) > 1 else None  # a packed sequence's samples are sorted by length, ours are not
@@ -137,7 +136,7 @@ def cell(layer: nn.RNNCellBase, activations: Activations, backprops: Any) -> dic
     else:
         mode = "LSTM" if isinstance(layer, nn.LSTMCell) else "GRU"
     parameters = [layer.weight_ih, layer.weight_hh, *([layer.bias_ih, layer.bias_hh] if layer.bias else [])]
-    dtype = compute_dtype(x, *parameters, *backprops)
+    dtype = accumulating_dtype(x, *parameters, *backprops)
     if state is None:
         states = [x.new_zeros(x.shape[0], layer.hidden_size) for _ in backprops]
     else:

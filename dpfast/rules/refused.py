@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import nn
 
-from dpfast.registry import register_fault
+from dpfast.taps import register_fault
 
 _FREEZE = "or freeze it"
 

@@ -18,6 +18,7 @@ from torch import nn
 import dpfast.opacus
 from dpfast.errors import DpfastWarning, InputError, MissingDependencyError
 from dpfast.opacus import _supported
+from dpfast.taps import registry
 from dpfast.testing import clipped_sum, loop_over_samples, norms_of, relative_error
 
 C = 0.5
@@ -207,7 +208,7 @@ def test_rules_and_samplers_of_users():
 
     dpfast.opacus.install()
     assert Scale not in GRAD
-    registries = (dpfast.registry.RULES, dpfast.registry.GRAD_SAMPLERS, dpfast.registry.NORM_SAMPLERS)
+    registries = (registry.RULES, registry.GRAD_SAMPLERS, registry.NORM_SAMPLERS)
     try:
 
         @dpfast.register_grad_sampler(Scale)
@@ -220,8 +221,8 @@ def test_rules_and_samplers_of_users():
         assert torch.allclose(model[1].weight.grad_sample, model[0](x))
         assert torch.allclose(NORM[Scale](model[1], [x], torch.ones(4, 3))[model[1].weight], x.norm(dim=1))
     finally:
-        for registry in registries:
-            registry.pop(Scale, None)
+        for table in registries:
+            table.pop(Scale, None)
     dpfast.opacus.uninstall()
     assert Scale not in GRAD and Scale not in NORM
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from dpfast import buffers
+from dpfast.arithmetic import buffers
 
 for name in ("transformers", "peft", "accelerate"):
     pytest.importorskip(name)

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import dpfast
-from dpfast.registry import Activations, find_rule
-from dpfast.rules.convolution import CHAIN, TOGETHER
+from dpfast.factors.patch_product import CHAIN, TOGETHER
+from dpfast.taps import Activations, find_rule
 
 CONVOLUTIONS = {
     "3x3": (lambda: nn.Conv2d(3, 32, 3, padding=1), (3, 12, 12)),

@@ -6,6 +6,7 @@ from families import FAMILIES
 from layers_table import proves
 
 import dpfast
+from dpfast.taps import registry
 from dpfast.testing import check_rule
 
 
@@ -40,4 +41,4 @@ def test_check_rule_notices():
         check_rule(Wrong(), torch.randn(4, 3))
     dpfast.register_grad_sampler(Wrong)(lambda layer, a, b: {layer.weight: a[0] * b})
     check_rule(Wrong(), torch.randn(4, 3))
-    dpfast.registry.RULES.pop(Wrong)
+    registry.RULES.pop(Wrong)

@@ -11,6 +11,7 @@ from torch import nn
 
 import dpfast
 from dpfast.errors import DpfastWarning, InputError, UnsupportedModuleError
+from dpfast.taps import registry
 from dpfast.testing import check_rule, clipped_sum, loop_over_samples, norms_of, relative_error
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,20 +25,20 @@ def test_example_of_the_guide():
     code = (ROOT / "docs" / "writing-a-rule.md").read_text().split("```python")[1].split("```")[0]
     names = {}
     exec(compile(code, "writing-a-rule.md", "exec"), names)
-    dpfast.registry.RULES.pop(names["Rescaled"])
+    registry.RULES.pop(names["Rescaled"])
 
 
 def test_a_fault_that_is_registered_late_is_found():
     class Odd(nn.Linear):
         pass
 
-    assert dpfast.registry.find_fault(Odd(2, 2)) is None
-    dpfast.registry.register_fault(Odd)(lambda layer: "is odd")
+    assert registry.find_fault(Odd(2, 2)) is None
+    registry.register_fault(Odd)(lambda layer: "is odd")
     try:
-        assert dpfast.registry.find_fault(Odd(2, 2)) == "is odd"
+        assert registry.find_fault(Odd(2, 2)) == "is odd"
     finally:
-        dpfast.registry._FAULTS.pop(Odd)
-        dpfast.registry._faults_of.cache_clear()
+        registry._FAULTS.pop(Odd)
+        registry._faults_of.cache_clear()
 
 
 # --- embeddings ---
@@ -259,27 +260,3 @@ def test_input_without_samples(layer):
     with pytest.raises(InputError, match="no dimension of samples"):
         output = clipping(layer)(*[x] * (3 if width == 4 else 1))
         (output[0] if isinstance(output, tuple) else output).sum().backward()
-
-
-# --- explain ---
-
-
-def test_explain():
-    model = nn.Sequential(nn.Conv1d(2, 4, 3), nn.Flatten(), nn.Linear(24, 5), nn.PReLU())
-    x = torch.randn(3, 2, 8)
-    for wrap in (lambda m: m, dpfast.GradSampleModule):
-        wrapped = wrap(model)
-        state = torch.get_rng_state()
-        found = dpfast.explain(wrapped, x)
-        assert torch.equal(torch.get_rng_state(), state)
-        assert all(p.grad is None and getattr(p, "grad_sample", None) is None for p in model.parameters())
-        ways = {use.parameter: (use.rule, use.way, use.shape) for use in found.uses}
-        assert ways["0.weight"] == ("convolution", "keep", (6, 6, 4))
-        assert ways["2.weight"] == ("linear", "rank_one", (1, 24, 5))
-        assert found.num_samples == 3 and found.fallbacks == ("3 (PReLU)",)
-        assert "3 (PReLU)" in str(found) and "without a rule: 3 (PReLU)" in str(found)
-    dpfast.explain(wrapped, x)
-    wrapped(x).sum().backward()
-    assert model[0].weight.grad_sample.shape == (3, 4, 2, 3)
-    with pytest.raises(InputError, match="no trainable parameter"):
-        dpfast.explain(nn.Linear(2, 2).requires_grad_(False), torch.ones(1, 2))

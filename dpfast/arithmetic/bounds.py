@@ -1,0 +1,164 @@
+"""Upper bounds of norms that were computed in floating point (derivations: docs/bounds.md).
+
+A norm that comes out too small would let a sample pass under-clipped and break the privacy promise, so every
+squared norm travels with an upper bound of the exact one, and clip factors are taken from the bound. Notation:
+``u`` is the unit roundoff of the dtype that accumulates, ``γ(n) = n·u / (1 - n·u)`` bounds the relative error of a
+sum of n products in *any* order (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., §3.1),
+``S = Σ_t ‖a_t‖‖b_t‖``. Arguments and results are fp64 tensors of shape (N,), so what is added here is exact
+enough that :data:`_SLOP` covers it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dpfast.arithmetic.precision import smallest_normal, unit_roundoff
+
+CHAIN_BLOCK = 256
+"""Positions that the reference adds up in one product before it starts a new partial sum."""
+
+
+DOT_BLOCK = 512
+"""Features that the reference adds up in one product of its Gram matrices before it starts a new partial sum."""
+
+
+GRAM_TILE = 128
+"""Positions per side of a tile of the Gram matrices; also bounds the length of one row's sum. The kernels have tiles of
+16 to 128, the smallest that hold T where T is short."""
+
+
+TENSOR_CORE = 4.0
+"""How much longer a sum on tensor cores counts: they align 16 products and the accumulator to the largest and cut
+off (not round) what falls below its 24 bits, at most 2.2 times the error of a rounded sum of the same length
+(docs/bounds.md); the rest is margin."""
+
+
+_SLOP = 1.01
+"""Covers the rounding in the error terms themselves, which are small to begin with."""
+
+
+_REDUCED_PRECISION = 2.0**-7
+"""Relative error of one product where the user lets fp32 products run in TF32 or bf16 (8 bits kept)."""
+
+
+class SquaredNorm(NamedTuple):
+    """‖G_n‖² as computed and an upper bound of the exact value, both (N,) in fp64."""
+
+    value: Tensor
+    upper: Tensor
+
+
+def gamma(terms: float, dtype: torch.dtype) -> float:
+    """γ(n): relative error bound of a sum of ``terms`` products, relative to the sum of their magnitudes."""
+    error = terms * unit_roundoff(dtype)
+    if error >= 0.5:
+        return float("inf")
+    return error / (1.0 - error)
+
+
+def gamma_matmul(terms: float, dtype: torch.dtype) -> float:
+    """γ of a matrix product by torch, which a global switch may run in less than fp32's precision."""
+    reduced = dtype != torch.float64 and torch.get_float32_matmul_precision() != "highest"
+    return gamma(terms, dtype) + (_REDUCED_PRECISION if reduced else 0.0)
+
+
+def blocked_terms(terms: int, block: int) -> int:
+    """The longest chain of additions where ``terms`` terms are added in blocks, then block by block."""
+    return min(terms, block) + -(-terms // block)
+
+
+def dense(total: Tensor, *, width: int, numel: int, dtype: torch.dtype, error: Tensor | None = None) -> SquaredNorm:
+    """Bound of ‖v‖² from its computed value.
+
+    Args:
+        total: computed sum of squares (N,), fp64; no sum in ``dtype`` longer than ``width`` terms.
+        numel: entries of v.
+        error: how far (in L2 norm) v itself may be from the exact gradient, (N,).
+    """
+    exact = (total + numel * smallest_normal(dtype)) / (1.0 - gamma(width + 4, dtype))
+    if error is not None:
+        exact = (exact.sqrt() + error).square()
+    return SquaredNorm(total, exact * (1.0 + 2.0**-40))
+
+
+def chain_error(row_sums: Tensor, *, terms: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """``‖v̂ − v‖ ≤ γ·Σ_t ‖v_t‖`` for v = Σ_t v_t with ``terms`` terms of ``numel`` entries, added in any order."""
+    return _SLOP * gamma(terms, dtype) * row_sums + terms * smallest_normal(dtype) * numel**0.5
+
+
+def kernel_terms(terms: int, chain: int) -> float:
+    """As :func:`blocked_terms`, for a kernel that adds ``chain`` terms in a tensor core, then chain by chain."""
+    return TENSOR_CORE * min(terms, chain) + -(-terms // chain)
+
+
+def direct_error(
+    row_products: Tensor, *, positions: int, numel: int, dtype: torch.dtype, kernel_chain: int | None = None
+) -> Tensor:
+    """``‖Ĝ − G‖ ≤ γ·S`` for G = Σ_t b_t a_tᵀ.
+
+    The reference adds in blocks of :data:`CHAIN_BLOCK` positions, then block by block; a kernel in chains of
+    ``kernel_chain`` on tensor cores, then chain by chain.
+    """
+    relative, least = direct_terms(positions=positions, numel=numel, dtype=dtype, kernel_chain=kernel_chain)
+    return relative * row_products + least
+
+
+def direct_terms(
+    *, positions: int, numel: int, dtype: torch.dtype, kernel_chain: int | None = None
+) -> tuple[float, float]:
+    """The two numbers of :func:`direct_error`: relative to S, and what underflow can hide."""
+    if kernel_chain is None:
+        error = gamma_matmul(blocked_terms(positions, CHAIN_BLOCK), dtype)
+    else:
+        error = gamma(kernel_terms(positions, kernel_chain), dtype)
+    return _SLOP * error, 2.0 * positions * smallest_normal(dtype) * numel**0.5
+
+
+def rank_one(sq_a: Tensor, sq_b: Tensor, *, d: int, p: int, width: int, dtype: torch.dtype) -> SquaredNorm:
+    """Bound of ‖a‖²‖b‖² from computed squared norms of rows of ``d`` and ``p`` entries."""
+    upper_a = dense(sq_a, width=min(d, width), numel=d, dtype=dtype).upper
+    upper_b = dense(sq_b, width=min(p, width), numel=p, dtype=dtype).upper
+    return SquaredNorm(sq_a * sq_b, upper_a * upper_b * (1.0 + 2.0**-40))
+
+
+def gram(
+    product: Tensor,
+    by_a: Tensor,
+    by_b: Tensor,
+    by_both: Tensor,
+    *,
+    sum_a: Tensor,
+    sum_b: Tensor,
+    row_products: Tensor,
+    shape: tuple[int, int, int],
+    row: int,
+    dtype: torch.dtype,
+    kernel_chain: int | None = None,
+) -> SquaredNorm:
+    """Bound of Σ_tt' (a_t·a_t')(b_t·b_t') from its computed value.
+
+    ``|q̂ − q| ≤ γ_D Σ‖a_t‖‖a_t'‖|B̂| + γ_P Σ|Â|‖b_t‖‖b_t'‖ + γ_row Σ|Â||B̂| + γ_D γ_P S²`` with the computed Gram
+    matrices Â and B̂, plus what underflow can hide.
+
+    Args:
+        product, by_a, by_b, by_both: the computed q̂ and the three sums, in this order, (N,).
+        sum_a, sum_b: Σ_t ‖a_t‖ and Σ_t ‖b_t‖, (N,).
+        row_products: S, (N,).
+        shape: (T, D, P).
+        row: the longest sum over products of Gram entries that was taken in ``dtype``.
+        kernel_chain: the Gram matrices come from tensor cores, in chains of so many features; None for the reference.
+    """
+    t, d, p = shape
+    if kernel_chain is None:
+        gamma_d, gamma_p = (gamma_matmul(blocked_terms(k, DOT_BLOCK) + 1, dtype) for k in (d, p))
+    else:
+        gamma_d, gamma_p = (gamma(kernel_terms(k, kernel_chain) + 1, dtype) for k in (d, p))
+    error = gamma_d * by_a + gamma_p * by_b + gamma(row + 3, dtype) * by_both
+    error = error + gamma_d * gamma_p * row_products.square()
+    underflow = 2.0 * smallest_normal(dtype) * (d * sum_b.square() + p * sum_a.square() + 4.0 * t * t)
+    # The exact value is no less than 0 even where the computed one is.
+    upper = product.clamp(min=0.0) + _SLOP * (error + underflow)
+    return SquaredNorm(product.clamp(min=0.0), upper)

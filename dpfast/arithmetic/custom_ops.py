@@ -1,0 +1,110 @@
+"""``torch.ops.dpfast.*``: the three verbs over both backends as torch custom ops, with fakes, so that they survive
+``torch.compile`` and ``torch.export``. The dispatcher's time is spent only where a graph is being traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpfast.arithmetic import kernel_norms, reference, reference_norms
+from dpfast.arithmetic.backends import choose_backend
+from dpfast.arithmetic.kernel_norms import import_kernels
+from dpfast.arithmetic.precision import accumulating_dtype, exact_arithmetic
+
+
+def _grad_sample(
+    activations: Tensor, backprops: Tensor, bias: bool, scale: float, out_dtype: torch.dtype, backend: str
+) -> tuple[Tensor, Tensor]:
+    with exact_arithmetic():
+        backend = choose_backend(backend, activations.device, accumulating_dtype(activations, backprops))
+        if backend == "triton":
+            kernels, _ = import_kernels()
+            result = kernels.outer_product(
+                unit_last_stride(activations),
+                unit_last_stride(backprops),
+                bias=bias,
+                scale=scale,
+                out_dtype=out_dtype,
+            )
+            return result.grad_sample, result.bias_grad_sample if bias else activations.new_empty(0)
+        weight = reference.grad_sample(activations, backprops, scale=scale).to(out_dtype)
+        if not bias:
+            return weight, activations.new_empty(0)
+        return weight, reference.bias_grad_sample(backprops, scale=scale).to(out_dtype)
+
+
+_grad_sample_op = torch.library.custom_op("dpfast::grad_sample", _grad_sample, mutates_args=())
+
+
+@_grad_sample_op.register_fake
+def _(activations, backprops, bias, scale, out_dtype, backend):
+    (n, _, d), p = activations.shape, backprops.shape[-1]
+    bias_sample = backprops.new_empty((n, p), dtype=out_dtype) if bias else activations.new_empty(0)
+    return activations.new_empty((n, p, d), dtype=out_dtype), bias_sample
+
+
+def _sq_norm(activations: Tensor, backprops: Tensor, way: str, backend: str) -> tuple[Tensor, Tensor]:
+    with exact_arithmetic():
+        backend = choose_backend(backend, activations.device, accumulating_dtype(activations, backprops))
+        if backend == "triton":
+            norm = kernel_norms.sq_norm(unit_last_stride(activations), unit_last_stride(backprops), way)
+        else:
+            norm = reference_norms.SQ_NORMS[way](activations, backprops)
+        return norm.value, norm.upper
+
+
+_sq_norm_op = torch.library.custom_op("dpfast::sq_norm", _sq_norm, mutates_args=())
+
+
+@_sq_norm_op.register_fake
+def _(activations, backprops, way, backend):
+    n = activations.shape[0]
+    return tuple(activations.new_empty(n, dtype=torch.float64) for _ in range(2))
+
+
+def _weighted_sum(
+    activations: Tensor, backprops: Tensor, coefficients: Tensor, bias: bool, backend: str
+) -> tuple[Tensor, Tensor]:
+    with exact_arithmetic():
+        backend = choose_backend(backend, activations.device, accumulating_dtype(activations, backprops))
+        if backend == "triton":
+            kernels, _ = import_kernels()
+            result = kernels.weighted_sum(
+                unit_last_stride(activations), unit_last_stride(backprops), coefficients.float(), bias=bias
+            )
+            return result.weight, result.bias if bias else activations.new_empty(0)
+        weight = reference.weighted_sum(activations, backprops, coefficients)
+        return weight, reference.weighted_bias_sum(backprops, coefficients) if bias else activations.new_empty(0)
+
+
+_weighted_sum_op = torch.library.custom_op("dpfast::weighted_sum", _weighted_sum, mutates_args=())
+
+
+@_weighted_sum_op.register_fake
+def _(activations, backprops, coefficients, bias, backend):
+    dtype = accumulating_dtype(activations, backprops)
+    p, d = backprops.shape[-1], activations.shape[-1]
+    bias_sum = backprops.new_empty(p, dtype=dtype) if bias else activations.new_empty(0)
+    return activations.new_empty((p, d), dtype=dtype), bias_sum
+
+
+def unit_last_stride(x: Tensor) -> Tensor:
+    """The tensor itself where its last dimension has stride 1, as the kernels need it; else a copy."""
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+
+
+def _where_traced(op: Callable, function: Callable) -> Callable:
+    """The op where a graph is being traced; elsewhere its function."""
+
+    def call(*args: Any) -> Any:
+        return op(*args) if torch.compiler.is_compiling() else function(*args)
+
+    return call
+
+
+grad_sample = _where_traced(_grad_sample_op, _grad_sample)
+sq_norm = _where_traced(_sq_norm_op, _sq_norm)
+weighted_sum = _where_traced(_weighted_sum_op, _weighted_sum)

@@ -1,0 +1,224 @@
+"""The verbs on ``G_n = Σ_t b_nt a_ntᵀ``: ``grad_sample``, ``sq_norm`` (``norm_sample``) and ``weighted_sum``, over both
+backends. The backend is chosen by what can run where the tensors are (``backends.py``), the way by their shapes
+(``cost.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from dpfast.arithmetic import cost, custom_ops, kernel_norms, reference, reference_norms
+from dpfast.arithmetic.backends import Backend, choose_backend
+from dpfast.arithmetic.bounds import SquaredNorm
+from dpfast.arithmetic.custom_ops import unit_last_stride
+from dpfast.arithmetic.kernel_norms import Direct, import_kernels
+from dpfast.arithmetic.precision import accumulating_dtype, exact_arithmetic
+from dpfast.arithmetic.reference_norms import ProductError
+from dpfast.errors import InputError
+
+_FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def as_rows(activations: Tensor, backprops: Tensor, where: object = "ops") -> tuple[Tensor, Tensor]:
+    """Both tensors as (N, T, ·): 2-D inputs get T = 1, the middle dimensions of n-D inputs are flattened.
+
+    Raises:
+        InputError: fewer than two dimensions, leading dimensions or devices that differ, a dtype that is not
+            floating point; the message names ``where``, both shapes and the remedy.
+    """
+    if activations.dim() < 2 or activations.shape[:-1] != backprops.shape[:-1]:
+        raise InputError(
+            f"{where}: {_shapes(activations, backprops)} do not fit; they must be (N, ..., in_features) and "
+            "(N, ..., out_features) with the same N and the same dimensions in between"
+        )
+    if activations.device != backprops.device:
+        raise InputError(
+            f"{where}: {_shapes(activations, backprops)} are on {activations.device} and {backprops.device}; move "
+            "them to one device"
+        )
+    for name, x in (("activations", activations), ("backprops", backprops)):
+        if x.dtype not in _FLOATING:
+            raise InputError(
+                f"{where}: {name} {tuple(x.shape)} has dtype {x.dtype}; use bfloat16, float16, "
+                f"float32 or float64 ({_shapes(activations, backprops)})"
+            )
+    if activations.dim() == 2:
+        return activations.unsqueeze(1), backprops.unsqueeze(1)
+    if activations.dim() > 3:
+        return activations.flatten(1, -2), backprops.flatten(1, -2)
+    return activations, backprops
+
+
+def _shapes(activations: Tensor, backprops: Tensor) -> str:
+    return f"activations {tuple(activations.shape)} and backprops {tuple(backprops.shape)}"
+
+
+def grad_sample(
+    activations: Tensor,
+    backprops: Tensor,
+    *,
+    bias: bool = False,
+    scale: float = 1.0,
+    out_dtype: torch.dtype | None = None,
+    backend: Backend = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Per-sample gradients of a linear map.
+
+    Maths:
+        ``G_n = scale · Σ_t b_nt a_ntᵀ`` and, for the bias, ``g_n = scale · Σ_t b_nt``.
+
+    Args:
+        activations: (N, ..., D), bf16, fp16, fp32 or fp64; any strides. Read only.
+        backprops: (N, ..., P), dtypes may differ. Read only.
+        bias: also return g_n, summed in the same pass.
+        scale: N where the loss was a mean over samples.
+        out_dtype: fp32 unless given (fp64 where an input is fp64); rounded once.
+        backend: "auto", "triton" or "reference".
+
+    Returns:
+        G (N, P, D); with ``bias``, (G, g) with g (N, P). Fresh tensors.
+
+    Raises:
+        InputError: shapes, devices or dtypes do not fit. BackendError: the backend cannot run here.
+
+    Numerics:
+        Accumulated in fp32 (fp64), IEEE also for fp32 inputs.
+
+    Cost:
+        2·N·T·D·P FLOPs; writes N·P·D.
+
+    >>> a, b = torch.ones(2, 3, 4), torch.ones(2, 3, 5)
+    >>> grad_sample(a, b).shape, grad_sample(a, b)[0, 0, 0].item()
+    (torch.Size([2, 5, 4]), 3.0)
+    """
+    activations, backprops = as_rows(activations, backprops)
+    out_dtype = out_dtype or accumulating_dtype(activations, backprops)
+    weight, bias_sample = custom_ops.grad_sample(activations, backprops, bias, scale, out_dtype, backend)
+    return (weight, bias_sample) if bias else weight
+
+
+def certified_sq_norm(
+    activations: Tensor, backprops: Tensor, *, way: str = "auto", backend: Backend = "auto"
+) -> SquaredNorm:
+    """‖Σ_t b_nt a_ntᵀ‖² with an upper bound of the exact value, each (N,) in fp64.
+
+    Args:
+        activations, backprops: as in :func:`grad_sample`.
+        way: "rank_one" (T = 1), "gram", "direct", or "auto": the cheapest by ``cost.py``.
+
+    Raises:
+        InputError: as :func:`grad_sample`, or a way that does not exist or does not fit T.
+    """
+    activations, backprops = as_rows(activations, backprops)
+    t, d, p = activations.shape[1], activations.shape[2], backprops.shape[2]
+    if way == "auto":
+        way = cost.norm_way(t, d, p)
+    if way not in reference_norms.SQ_NORMS or (way == "rank_one" and t > 1):
+        raise InputError(
+            f"way={way!r} does not exist for T = {t}; use 'auto', 'gram', 'direct', or 'rank_one' for T = 1"
+        )
+    return SquaredNorm(*custom_ops.sq_norm(activations, backprops, way, backend))
+
+
+def certified_grad_sample(
+    activations: Tensor, backprops: Tensor
+) -> tuple[Tensor, Tensor | ProductError, SquaredNorm | None]:
+    """G (N, P, D) of (N, T, ·) inputs, how far it may be off in L2 norm, (N,) fp64, and its norm where it is known."""
+    dtype = accumulating_dtype(activations, backprops)
+    if choose_backend("auto", activations.device, dtype) == "triton":
+        if kernel_norms.groups(*activations.shape[1:], backprops.shape[2]):
+            (direct,) = grouped_direct([(activations, backprops)], keep=True)
+            return direct.grad_sample, direct.error, direct.norm
+        error = ProductError.of(activations, backprops, import_kernels()[0].CHAIN)
+        return grad_sample(activations, backprops), error, None
+    activations, backprops = activations.to(dtype), backprops.to(dtype)  # once for both
+    with exact_arithmetic():
+        return reference.grad_sample(activations, backprops), ProductError.of(activations, backprops), None
+
+
+def certified_blocks(activations: Tensor, backprops: Tensor) -> tuple[Iterator[Tensor], Tensor] | None:
+    """As :func:`certified_grad_sample`, G in blocks of samples as they come; None where it is made in one go."""
+    (n, _, d), p, dtype = activations.shape, backprops.shape[2], accumulating_dtype(activations, backprops)
+    small = n * d * p * dtype.itemsize <= reference.KEPT_BLOCK
+    if small or activations.device.type != "cpu" or choose_backend("auto", activations.device, dtype) == "triton":
+        return None
+    activations, backprops = activations.to(dtype), backprops.to(dtype)
+    return reference.grad_sample_blocks(activations, backprops), ProductError.of(activations, backprops).bound()
+
+
+def groups(activations: Tensor, backprops: Tensor) -> bool:
+    """Whether such pairs (N, T, ·) are for :func:`grouped_direct`: thin ones, where kernels run."""
+    backend = choose_backend("auto", activations.device, accumulating_dtype(activations, backprops))
+    return backend == "triton" and kernel_norms.groups(*activations.shape[1:], backprops.shape[2])
+
+
+def grouped_direct(pairs: Sequence[tuple[Tensor, Tensor]], *, keep: bool = False) -> list[Direct]:
+    """Norms, and with ``keep`` the gradients, of many pairs that :func:`groups` says yes to.
+
+    Pairs of one shape and layout share their launches. Each has the bits it has alone: those of
+    :func:`certified_sq_norm` with ``way="direct"``.
+    """
+    with exact_arithmetic():
+        return kernel_norms.grouped([(unit_last_stride(a), unit_last_stride(b)) for a, b in pairs], keep=keep)
+
+
+def sq_norm(activations: Tensor, backprops: Tensor, *, way: str = "auto", backend: Backend = "auto") -> Tensor:
+    """‖Σ_t b_nt a_ntᵀ‖² (N,), in fp32 (fp64 where an input is fp64). G is never written whole.
+
+    Args, Raises: as :func:`certified_sq_norm`, which also gives the proven upper bound.
+
+    Cost:
+        the least of ``cost.norm_flops``; at most ``reference.WORKSPACE_BYTES`` of workspace.
+
+    >>> sq_norm(torch.ones(2, 3, 4), torch.ones(2, 3, 5)).tolist()
+    [180.0, 180.0]
+    """
+    value = certified_sq_norm(activations, backprops, way=way, backend=backend).value
+    return value.to(accumulating_dtype(activations, backprops))
+
+
+def norm_sample(activations: Tensor, backprops: Tensor, *, way: str = "auto", backend: Backend = "auto") -> Tensor:
+    """‖Σ_t b_nt a_ntᵀ‖ (N,): the square root of :func:`sq_norm`, taken before it is rounded."""
+    value = certified_sq_norm(activations, backprops, way=way, backend=backend).value
+    return value.sqrt().to(accumulating_dtype(activations, backprops))
+
+
+def weighted_sum(
+    activations: Tensor,
+    backprops: Tensor,
+    coefficients: Tensor,
+    *,
+    bias: bool = False,
+    backend: Backend = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The clipped sum.
+
+    Maths:
+        ``W = Σ_n c_n Σ_t b_nt a_ntᵀ`` and, for the bias, ``w = Σ_n c_n Σ_t b_nt``.
+
+    Args:
+        activations, backprops: as in :func:`grad_sample`.
+        coefficients: c (N,), e.g. clip factors. A sample with c_n = 0 adds exactly nothing, even where it holds
+            inf or NaN.
+        bias: also return w.
+
+    Returns:
+        W (P, D) in fp32 (fp64 where an input is fp64); with ``bias``, (W, w). Fresh tensors.
+
+    Raises:
+        InputError: as :func:`grad_sample`, or coefficients that are not (N,) floats.
+
+    Cost:
+        2·N·T·D·P FLOPs, one GEMM.
+    """
+    activations, backprops = as_rows(activations, backprops)
+    if coefficients.shape != activations.shape[:1] or coefficients.dtype not in _FLOATING:
+        raise InputError(
+            f"coefficients {tuple(coefficients.shape)} ({coefficients.dtype}) must be floats of shape "
+            f"({activations.shape[0]},) for activations {tuple(activations.shape)}"
+        )
+    weight, bias_sum = custom_ops.weighted_sum(activations, backprops, coefficients, bias, backend)
+    return (weight, bias_sum) if bias else weight

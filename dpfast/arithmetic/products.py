@@ -1,0 +1,106 @@
+"""Products of batches of matrices on the CPU and elsewhere, the same bits for a sample in whatever batch it stands."""
+
+from __future__ import annotations
+
+import platform
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dpfast.arithmetic import buffers
+
+BATCH_INVARIANT_FROM = 16
+"""Below this many rows or columns torch.bmm's routine, and with it the last bits, depends on the batch's size and on
+how the samples lie in memory (seen with MKL 2024.2; the tests watch it)."""
+
+_WORTH_A_CALL = 2**17
+"""Multiply-adds from which a narrow product gets a call of its own rather than rows of zeros."""
+
+_IN_ONE_CALL = 4
+"""Samples in every call of torch.bmm for narrow fp32 products: its bits depend on how many there are, so it is always
+the same number, which takes less time than a call for each sample. With fewer than 4 rows, and in fp64, the bits depend
+on a sample's place too (seen with MKL 2024.2)."""
+
+_WORTH_ONEDNN = 2**22
+"""Multiply-adds from which a product is large enough for oneDNN's call and the transposed copies that it wants."""
+
+
+def batched(x: Tensor, y: Tensor, *, scale: float = 1.0, add_to: Tensor | None = None) -> Tensor:
+    """``scale · x_n y_n`` (n, r, k)·(n, k, c), added to ``add_to`` where that is given."""
+    n, r, k = x.shape
+    c = y.shape[-1]
+    if min(n, r, k, c) == 0:
+        return x.new_zeros(n, r, c) if add_to is None else add_to
+    if by_onednn(r, k, c, x):
+        if n == 1 and add_to is None and scale == 1.0:
+            return onednn(x[0], y[0].mT).unsqueeze(0)
+        out = buffers.empty((n, r, c), x.dtype, x.device) if add_to is None else add_to
+        for x_n, y_n, out_n in zip(x, y, out, strict=True):
+            product = onednn(x_n, y_n.mT)
+            if add_to is not None:
+                out_n.add_(product, alpha=scale)
+            elif scale != 1.0:
+                torch.mul(product, scale, out=out_n)
+            else:
+                out_n.copy_(product)
+        return out
+    if min(r, c) >= BATCH_INVARIANT_FROM:
+        out, beta = (buffers.empty((n, r, c), x.dtype, x.device), 0.0) if add_to is None else (add_to, 1.0)
+        return torch.baddbmm(out, x, y, beta=beta, alpha=scale, out=out)
+    if r * k * c >= _WORTH_A_CALL:
+        # A narrow result is taken with its short side as rows, in which MKL is 3 times as fast.
+        in_fours = min(r, c) >= 4 and x.dtype == torch.float32 and x.device.type == "cpu"
+        narrow = _narrow if in_fours else _one_by_one
+        products = narrow(y.mT, x.mT).mT.contiguous() if c < r else narrow(x, y)
+    else:
+        x, y = F.pad(x, (0, 0, 0, -r % BATCH_INVARIANT_FROM)), F.pad(y, (0, -c % BATCH_INVARIANT_FROM))
+        products = torch.bmm(x, y)[:, :r, :c].contiguous()
+    if scale != 1.0:
+        products.mul_(scale)
+    return products if add_to is None else add_to.add_(products)
+
+
+def _narrow(x: Tensor, y: Tensor) -> Tensor:
+    """Products of narrow fp32 matrices, :data:`_IN_ONE_CALL` at a time; the last call overlaps the one before it."""
+    n, m = x.shape[0], _IN_ONE_CALL
+    missing = max(0, m - n)
+    if missing:
+        x, y = F.pad(x, (0, 0, 0, 0, 0, missing)), F.pad(y, (0, 0, 0, 0, 0, missing))
+    out = buffers.empty((n + missing, x.shape[1], y.shape[2]), x.dtype, x.device)
+    for start in range(0, n, m):
+        call = slice(min(start, n + missing - m), min(start + m, n + missing))
+        torch.bmm(x[call], y[call], out=out[call])
+    return out[:n]
+
+
+def _one_by_one(x: Tensor, y: Tensor) -> Tensor:
+    """Each into memory of its own: written into a slice, the last bit depends on the slice's alignment."""
+    return torch.stack([torch.mm(x_n, y_n) for x_n, y_n in zip(x, y, strict=True)])
+
+
+def by_onednn(r: int, k: int, c: int, like: Tensor) -> bool:
+    """Whether :func:`onednn` is the faster way for an (r, k)·(k, c) product of matrices such as ``like``."""
+    suits = like.dtype == torch.float32 and like.device.type == "cpu" and min(r, k, c) >= 64
+    return suits and r * k * c >= _WORTH_ONEDNN and _mkl_is_slow()
+
+
+def onednn(x: Tensor, y: Tensor) -> Tensor:
+    """``x yᵀ`` (r, k)·(c, k) in fp32, of copies where they are not contiguous: for rows with gaps oneDNN has only its
+    reference implementation, a thousand times as slow."""
+    return torch.ops.mkldnn._linear_pointwise(x.contiguous(), y.contiguous(), None, "none", [], "")
+
+
+@lru_cache(maxsize=1)
+def _mkl_is_slow() -> bool:
+    """Whether torch multiplies matrices by MKL on a processor that is not Intel's, for which MKL leaves its AVX-512
+    kernels unused: oneDNN, which torch has for convolutions, takes half the time there (AMD EPYC, one thread)."""
+    if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
+        return False
+    try:
+        vendor = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        vendor = platform.processor()
+    return "AuthenticAMD" in vendor and hasattr(torch.ops.mkldnn, "_linear_pointwise")

@@ -1,0 +1,141 @@
+"""The einsum path: what is right, in any dtype up to fp64, and the CPU's path.
+
+All functions take ``activations`` (N, T, D) and ``backprops`` (N, T, P) and work on the outer products
+``G_n = Σ_t b_nt a_ntᵀ`` (P, D). They accumulate in fp32, or in fp64 where an input is fp64. A norm never holds
+more than :data:`WORKSPACE_BYTES` of intermediate results (or one tile, where one tile is larger).
+
+A sample's numbers never depend on the batch it stands in: the loops below go over samples or over blocks whose
+size follows from T, D and P, and matrix products whose result could depend on the batch's size
+(``products.batched``) are taken so that it does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+
+import opt_einsum
+import torch
+from torch import Tensor
+
+from dpfast.arithmetic import bounds, products
+from dpfast.arithmetic.precision import accumulating_dtype
+
+WORKSPACE_BYTES = 32 * 2**20
+"""The most that a norm may hold in intermediate results at one time."""
+
+_WORTH_TRANSPOSING = 2**17
+"""Entries of a clipped sum from which oneDNN saves more than the transposed copies cost that it wants (AMD EPYC)."""
+
+
+KEPT_BLOCK = 2**20
+"""The most bytes of kept gradients that are made at a time, but of one sample: they are still in the cache when their
+norm is taken, and find room where activations have been freed."""
+
+
+@lru_cache(maxsize=4096)
+def _expression(equation: str, *shapes: tuple[int, ...]) -> Callable[..., Tensor]:
+    return opt_einsum.contract_expression(equation, *shapes)
+
+
+def contract(equation: str, *operands: Tensor) -> Tensor:
+    """``opt_einsum.contract``, its path planned once for each equation and shapes."""
+    return _expression(equation, *(tuple(x.shape) for x in operands))(*operands, backend="torch")
+
+
+def grad_sample(activations: Tensor, backprops: Tensor, *, scale: float = 1.0) -> Tensor:
+    """``scale · Σ_t b_nt a_ntᵀ`` of shape (N, P, D), in fp32 or fp64."""
+    dtype = accumulating_dtype(activations, backprops)
+    activations, backprops = activations.to(dtype), backprops.to(dtype)
+    t = activations.shape[1]
+    if t == 1:
+        return (backprops.mT * scale) * activations if scale != 1.0 else backprops.mT * activations
+    block = bounds.CHAIN_BLOCK  # short chains of additions: see bounds.direct_error
+    if t <= block:
+        return products.batched(backprops.mT, activations, scale=scale)
+    out = products.batched(backprops[:, :block].mT, activations[:, :block], scale=scale)
+    for start in range(block, t, block):
+        positions = slice(start, start + block)
+        products.batched(backprops[:, positions].mT, activations[:, positions], scale=scale, add_to=out)
+    return out
+
+
+def grad_sample_blocks(activations: Tensor, backprops: Tensor) -> Iterator[Tensor]:
+    """:func:`grad_sample` in blocks of samples of at most :data:`KEPT_BLOCK` bytes, or of one sample."""
+    gradient = activations.shape[2] * backprops.shape[2] * accumulating_dtype(activations, backprops).itemsize
+    n = max(1, KEPT_BLOCK // max(1, gradient))
+    for a, b in zip(activations.split(n), backprops.split(n), strict=True):
+        yield grad_sample(a, b)
+
+
+def bias_grad_sample(backprops: Tensor, *, scale: float = 1.0) -> Tensor:
+    """``scale · Σ_t b_nt`` of shape (N, P), in fp32 or fp64."""
+    out = backprops.sum(dim=1, dtype=accumulating_dtype(backprops))
+    return out.mul_(scale) if scale != 1.0 else out
+
+
+def weighted_sum(activations: Tensor, backprops: Tensor, coefficients: Tensor) -> Tensor:
+    """``Σ_n c_n Σ_t b_nt a_ntᵀ`` of shape (P, D); a sample with c_n = 0 adds exactly nothing, whatever it holds."""
+    dtype = accumulating_dtype(activations, backprops)
+    activations, backprops = activations.to(dtype), backprops.to(dtype)
+    c = coefficients.to(dtype)
+    if _drops_samples(c):
+        activations, backprops = (_without_dropped(x, c) for x in (activations, backprops))
+    c = c[:, None, None]
+    d, p = activations.shape[-1], backprops.shape[-1]
+    if d * p >= _WORTH_TRANSPOSING and products.by_onednn(p, c.numel() * activations.shape[1], d, like=activations):
+        return _transposed_product(backprops, activations, c)
+    # The scaled copy is made of the smaller operand.
+    if d <= p:
+        activations = activations * c
+    else:
+        backprops = backprops * c
+    if d < min(products.BATCH_INVARIANT_FROM, p):  # as in products
+        return contract("ntp,ntd->dp", backprops, activations).mT.contiguous()
+    return contract("ntd,ntp->pd", activations, backprops).contiguous()
+
+
+def _transposed_product(x: Tensor, y: Tensor, c: Tensor) -> Tensor:
+    """``Σ_n c_n Σ_t x_nt y_ntᵀ`` by oneDNN, which wants rows of length N·T: copied a workspace at a time."""
+    c = c.expand(-1, x.shape[1], -1).reshape(-1)
+    x, y = x.reshape(c.numel(), -1), y.reshape(c.numel(), -1)
+    rows = max(1024, WORKSPACE_BYTES // (x.element_size() * (x.shape[1] + y.shape[1])))
+    total = None
+    for x_i, y_i, c_i in zip(x.mT.split(rows, 1), y.mT.split(rows, 1), c.split(rows), strict=True):
+        if y.shape[1] <= x.shape[1]:
+            y_i = torch.mul(y_i, c_i, out=x.new_empty(y_i.shape))
+        else:
+            x_i = torch.mul(x_i, c_i, out=x.new_empty(x_i.shape))
+        part = products.onednn(x_i, y_i)
+        total = part if total is None else total.add_(part)
+    return total
+
+
+def weighted_bias_sum(backprops: Tensor, coefficients: Tensor) -> Tensor:
+    """``Σ_n c_n Σ_t b_nt`` of shape (P,)."""
+    return weighted_rows([bias_grad_sample(backprops)], coefficients)
+
+
+def weighted_rows(blocks: Sequence[Tensor], coefficients: Tensor) -> Tensor:
+    """``Σ_n c_n v_n`` for values (N, ...) in blocks of samples, at least one; a sample with c_n = 0 adds exactly
+    nothing, whatever it holds."""
+    dtype, total = accumulating_dtype(blocks[0]), None
+    weights = coefficients.to(dtype)
+    masks = _drops_samples(weights)
+    for values, c in zip(blocks, weights.split([len(v) for v in blocks]), strict=True):
+        values = values.to(dtype).reshape(len(values), values.shape[1:].numel())
+        if masks:
+            values = _without_dropped(values, c)
+        total = torch.mv(values.mT, c) if total is None else total.addmv_(values.mT, c)
+    return total.view(blocks[0].shape[1:])
+
+
+def _drops_samples(coefficients: Tensor) -> bool:
+    """Whether a coefficient may be 0. Reading them back is free on a CPU; elsewhere it would wait for the device, so
+    there we always mask."""
+    return coefficients.device.type != "cpu" or 0.0 in coefficients.tolist()
+
+
+def _without_dropped(x: Tensor, coefficients: Tensor) -> Tensor:
+    """``x`` (N, ...) with zeros where a sample's coefficient is 0: 0·inf would be NaN in the sum."""
+    return x.masked_fill((coefficients == 0).view(-1, *[1] * (x.dim() - 1)), 0.0)

@@ -1,0 +1,128 @@
+"""The einsum path's three ways to a norm, each with its proven upper bound (``bounds``)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dpfast.arithmetic import bounds, products, reference, sums
+from dpfast.arithmetic.bounds import SquaredNorm
+from dpfast.arithmetic.precision import accumulating_dtype
+
+
+def rank_one_sq_norm(activations: Tensor, backprops: Tensor) -> SquaredNorm:
+    """T = 1 (or 0): ‖G_n‖² = ‖a_n‖²‖b_n‖²."""
+    sq_a, sq_b = sums.row_sq_norm(activations).sum(-1), sums.row_sq_norm(backprops).sum(-1)
+    dtype = accumulating_dtype(activations, backprops)
+    return bounds.rank_one(
+        sq_a, sq_b, d=activations.shape[-1], p=backprops.shape[-1], width=sums.SUM_BLOCK, dtype=dtype
+    )
+
+
+class ProductError(NamedTuple):
+    """How far :func:`grad_sample` may be from the exact G_n, in L2 norm: what it follows from, for several layers of
+    one shape to be worked out together (:meth:`bound`)."""
+
+    norm_a: Tensor
+    norm_b: Tensor
+    terms: tuple[float, float, float, float]
+    """What the norms of a's and b's rows may have lost; the two numbers of ``bounds.direct_terms``."""
+
+    @classmethod
+    def of(cls, activations: Tensor, backprops: Tensor, kernel_chain: int | None = None) -> ProductError:
+        """With ``kernel_chain``: the kernels', see :func:`bounds.direct_error`."""
+        terms = bounds.direct_terms(
+            positions=activations.shape[1],
+            numel=activations.shape[2] * backprops.shape[2],
+            dtype=accumulating_dtype(activations, backprops),
+            kernel_chain=kernel_chain,
+        )
+        norm_a, norm_b = sums.raw_row_norm(activations), sums.raw_row_norm(backprops)
+        lost = (sums.lost_to_underflow(activations), sums.lost_to_underflow(backprops))
+        return cls(norm_a, norm_b, (*lost, *terms))
+
+    def bound(self) -> Tensor:
+        """(N,) fp64."""
+        lost_a, lost_b, relative, least = self.terms
+        row_products = (self.norm_a.double().add_(lost_a) * self.norm_b.double().add_(lost_b)).sum(-1)
+        return row_products.mul_(relative).add_(least)
+
+
+def direct_sq_norm(activations: Tensor, backprops: Tensor) -> SquaredNorm:
+    """‖Σ_t b_nt a_ntᵀ‖² from G_n itself, formed in pieces that fit the workspace."""
+    dtype = accumulating_dtype(activations, backprops)
+    n, _, d = activations.shape
+    p = backprops.shape[-1]
+    totals = []
+    row_bytes = dtype.itemsize * max(1, d)
+    rows = max(1, min(p, reference.WORKSPACE_BYTES // row_bytes))
+    samples = max(1, reference.WORKSPACE_BYTES // (row_bytes * rows))
+    for i in range(0, n, samples):
+        a, b = activations[i : i + samples], backprops[i : i + samples]
+        squares = [sums.row_sq_norm(reference.grad_sample(a, b[..., j : j + rows])) for j in range(0, p, rows)]
+        totals.append(sums.sum_blocks(torch.cat(squares, dim=-1)))
+    total = torch.cat(totals) if totals and p else activations.new_zeros(n, dtype=torch.float64)
+    error = ProductError.of(activations, backprops).bound()
+    return bounds.dense(total, width=min(d, sums.SUM_BLOCK), numel=p * d, dtype=dtype, error=error)
+
+
+def gram_sq_norm(activations: Tensor, backprops: Tensor) -> SquaredNorm:
+    """‖G_n‖² = Σ_tt' (a_t·a_t')(b_t·b_t') over tiles of the lower triangle, with the sums its error bound needs."""
+    dtype = accumulating_dtype(activations, backprops)
+    activations, backprops = activations.to(dtype), backprops.to(dtype)
+    n, t, d = activations.shape
+    norm_a, norm_b = sums.row_norm(activations), sums.row_norm(backprops)
+    missing = -t % products.BATCH_INVARIANT_FROM
+    if missing:  # rows of zeros, so that no tile is narrower than what products.batched needs
+        activations, backprops = (F.pad(x, (0, 0, 0, missing)) for x in (activations, backprops))
+        norm_a, norm_b = (F.pad(x, (0, missing)) for x in (norm_a, norm_b))
+    totals = activations.new_zeros(4, n, dtype=torch.float64)
+    t_padded = t + missing
+    side = max(1, min(t_padded, bounds.GRAM_TILE))
+    samples = max(1, reference.WORKSPACE_BYTES // (3 * dtype.itemsize * side**2))
+    for first in range(0, n, samples):
+        s = slice(first, first + samples)
+        for i in range(0, t_padded, side):
+            for j in range(0, i + 1, side):
+                r, c = slice(i, i + side), slice(j, j + side)
+                a = gram_tile(activations[s, r], activations[s, c])
+                b = gram_tile(backprops[s, r], backprops[s, c])
+                tile_sums = _gram_tile_sums(a, b, norm_a[s, r], norm_a[s, c], norm_b[s, r], norm_b[s, c])
+                # A tile off the diagonal stands for its mirror image too.
+                totals[:, s] += tile_sums if i == j else 2 * tile_sums
+    return bounds.gram(
+        *totals,
+        sum_a=norm_a.sum(-1),
+        sum_b=norm_b.sum(-1),
+        row_products=(norm_a * norm_b).sum(-1),
+        shape=(t, d, backprops.shape[-1]),
+        row=side,
+        dtype=dtype,
+    )
+
+
+def gram_tile(x: Tensor, y: Tensor) -> Tensor:
+    """x_n y_nᵀ, its inner products added in blocks (see bounds.gram)."""
+    block = bounds.DOT_BLOCK
+    out = products.batched(x[..., :block], y[..., :block].mT)
+    for start in range(block, x.shape[-1], block):
+        features = slice(start, start + block)
+        products.batched(x[..., features], y[..., features].mT, add_to=out)
+    return out
+
+
+def _gram_tile_sums(a: Tensor, b: Tensor, a_row: Tensor, a_col: Tensor, b_row: Tensor, b_col: Tensor) -> Tensor:
+    """(4, n): Σ a∘b, Σ ‖a‖‖a'‖|b|, Σ |a|‖b‖‖b'‖ and Σ |a||b| of one tile; rows in its dtype, their sums in fp64."""
+    product = (a * b).sum(-1).double().sum(-1)
+    a, b = a.abs_(), b.abs_()
+    by_a = (b * a_col.to(b.dtype)[:, None, :]).sum(-1) * a_row
+    by_b = (a * b_col.to(a.dtype)[:, None, :]).sum(-1) * b_row
+    by_both = a.mul_(b).sum(-1).double()
+    return torch.stack([product, by_a.sum(-1), by_b.sum(-1), by_both.sum(-1)])
+
+
+SQ_NORMS = {"rank_one": rank_one_sq_norm, "gram": gram_sq_norm, "direct": direct_sq_norm}
+"""By the names of ``cost.Way``."""

@@ -1,0 +1,166 @@
+"""What every factor answers, and gradients as they are: in one tensor, or in blocks of samples."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dpfast.arithmetic import ProductError, SquaredNorm, accumulating_dtype, bounds, reference, sums
+
+
+class Factor(Protocol):
+    """What every factor answers. ``shape`` is the parameter's; N is the number of samples."""
+
+    shape: torch.Size
+
+    @property
+    def num_samples(self) -> int:
+        """N."""
+
+    def materialize(self, scale: float = 1.0) -> Tensor:
+        """``scale · G_n``, (N, *shape), fp32 or fp64, in fresh memory."""
+
+    def sq_norm(self) -> SquaredNorm:
+        """‖G_n‖² and its proven upper bound, (N,) fp64 each."""
+
+    def weighted_sum(self, coefficients: Tensor) -> Tensor:
+        """``Σ_n c_n G_n`` of the parameter's shape; c_n = 0 drops sample n, whatever it holds."""
+
+    def materialized(self) -> Dense:
+        """The gradients written out, with how far they may be from the exact ones."""
+
+    def kept(self) -> Factor:
+        """The cheapest form to keep until the clipped sum (``cost.keeps``)."""
+
+
+class Dense:
+    """Gradients as they are.
+
+    Args:
+        values: (N, *shape). Kept, not copied; never written to.
+        error: how far ``values`` may be from the exact gradients, in L2 norm, (N,) fp64, or what it follows from; None:
+            not at all.
+        norm: their norms, where these are known already.
+    """
+
+    def __init__(self, values: Tensor, error: Tensor | ProductError | None = None, norm: SquaredNorm | None = None):
+        self.values = values
+        self._error = error
+        self._norm = norm
+        self.shape = values.shape[1:]
+
+    @property
+    def num_samples(self) -> int:
+        return self.values.shape[0]
+
+    def materialize(self, scale: float = 1.0) -> Tensor:
+        values = self.values.to(accumulating_dtype(self.values))
+        return values * scale if scale != 1.0 or values is self.values else values
+
+    def sq_norm(self) -> SquaredNorm:
+        return self._norm or sums.dense_sq_norm([self.values], self.error)
+
+    def weighted_sum(self, coefficients: Tensor) -> Tensor:
+        return reference.weighted_rows([self.values], coefficients)
+
+    @property
+    def error(self) -> Tensor | None:
+        """(N,) fp64."""
+        if isinstance(self._error, ProductError):
+            self._error = self._error.bound()
+        return self._error
+
+    def likeness(self) -> tuple[list[Tensor], Hashable] | None:
+        """The tensors that dense factors are stacked by, and what they must have in common; None where the norm is
+        known."""
+        if self._norm is not None:
+            return None
+        if isinstance(self._error, ProductError):
+            return [self.values, self._error.norm_a, self._error.norm_b], self._error.terms
+        return [self.values] if self._error is None else [self.values, self._error], None
+
+    @classmethod
+    def stacked(cls, factors: Sequence[Dense]) -> Dense:
+        """One factor with the samples of all, which are alike."""
+        tensors = [torch.cat(parts) for parts in zip(*(f.likeness()[0] for f in factors), strict=True)]
+        values, *error = tensors
+        terms = factors[0].likeness()[1]
+        if terms is not None:
+            return cls(values, error=ProductError(*error, terms))
+        return cls(values, *error)
+
+    def materialized(self) -> Dense:
+        return self
+
+    def kept(self) -> Factor:
+        return self
+
+
+class InBlocks:
+    """Gradients as they are, in blocks of samples: their norms are taken while a block is in the cache, and nothing is
+    copied together.
+
+    Args:
+        blocks: (n, *shape) each, at least one.
+        error: how far they may be from the exact gradients, in L2 norm, (N,) fp64.
+    """
+
+    def __init__(self, blocks: Iterable[Tensor], error: Tensor):
+        self.blocks: list[Tensor] = []
+        self.error = error
+
+        def keeping() -> Iterator[Tensor]:
+            for block in blocks:
+                self.blocks.append(block)
+                yield block
+
+        self._norm = sums.dense_sq_norm(keeping(), error)
+        self.shape = self.blocks[0].shape[1:]
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.error)
+
+    def materialize(self, scale: float = 1.0) -> Tensor:
+        values = torch.cat(self.blocks)
+        return values.mul_(scale) if scale != 1.0 else values
+
+    def sq_norm(self) -> SquaredNorm:
+        return self._norm
+
+    def weighted_sum(self, coefficients: Tensor) -> Tensor:
+        return reference.weighted_rows(self.blocks, coefficients)
+
+    def materialized(self) -> Dense:
+        return Dense(self.materialize(), error=self.error, norm=self._norm)
+
+    def kept(self) -> Factor:
+        return self
+
+
+def row_sum(backprops: Tensor) -> Dense:
+    """The gradients of a bias: ``g_n = Σ_t b_nt`` from backprops (N, ..., P)."""
+    rows = backprops.flatten(1, -2) if backprops.dim() > 2 else backprops.unsqueeze(1)
+    if rows.shape[1] == 1:
+        return Dense(rows.squeeze(1).to(accumulating_dtype(rows)))
+    row_norms = sums.row_norm(rows).sum(-1)
+    error = bounds.chain_error(row_norms, terms=rows.shape[1], numel=rows.shape[2], dtype=accumulating_dtype(rows))
+    return Dense(reference.bias_grad_sample(rows), error=error)
+
+
+def channel_sum(backprops: Tensor, row_norms: Tensor, totals: Tensor | None = None) -> Dense:
+    """The gradients of a bias by channel: ``g_n = Σ_t b_nct`` from contiguous backprops (N, C, T) and their norms over
+    T, (N, C). The error follows from ``Σ_t |b_nct| <= √T ‖b_nc‖``.
+
+    Args:
+        totals: the g_n, where they are known, added in blocks of ``sums.sum_block``.
+    """
+    block = sums.sum_block(backprops.shape[2])
+    error = bounds.gamma(block + 1, backprops.dtype) * backprops.shape[2] ** 0.5 * row_norms
+    if totals is None:
+        blocks = backprops.unflatten(2, (-1, block)) if block else backprops.unsqueeze(2)
+        totals = blocks.sum(-1).sum(-1, dtype=torch.float64)
+    return Dense(totals.to(backprops.dtype), error=error.norm(dim=1))

@@ -1,0 +1,246 @@
+"""Gradients of convolutions: outer products of rows with patches of an image, which are cut out only when needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dpfast.arithmetic import SquaredNorm, accumulating_dtype, bounds, buffers, cost, products, reference, sums
+from dpfast.factors.dense import Dense, Factor, InBlocks
+from dpfast.factors.outer_product import OuterProduct
+
+TOGETHER = 16
+"""Samples whose gradients one call of torch's convolution takes, each a group of channels of its own. Fewer left over
+are filled up to 2 or 4: a group has the same bits in calls of 2, 4 and 8 (the tests watch it), not in one of 1."""
+
+CHAIN = 1024
+"""Positions that such a call adds up, if a row of the image is no longer, before it starts a new partial sum."""
+
+
+class PatchProduct:
+    """``G_n = Σ_t rows_nt patch_nt``, of shape (P, D / groups, *kernel); patches are cut out only when they are needed.
+
+    Args:
+        image: (N, D, *spatial). Kept, not copied; never written to.
+        rows: (N, P, *positions).
+        kernel, stride, dilation: one number a spatial dimension.
+        padding: zeros around the image, on both sides alike.
+        groups: channels of image and rows that go together.
+        rows_norm: L2 norms of ``rows`` by sample, (N,) fp64, where they are known.
+    """
+
+    def __init__(
+        self,
+        image: Tensor,
+        rows: Tensor,
+        *,
+        kernel: Sequence[int],
+        stride: Sequence[int],
+        dilation: Sequence[int],
+        padding: Sequence[int],
+        groups: int,
+        rows_norm: Tensor | None = None,
+    ):
+        self.kernel, self.stride, self.dilation, self.groups = tuple(kernel), tuple(stride), tuple(dilation), groups
+        self.image, self.rows, self.padding = image, rows, tuple(padding)
+        self._rows_norm = rows_norm
+        reached = self._reached()
+        sizes = [size + 2 * p for size, p in zip(image.shape[2:], padding, strict=True)]
+        if any(size - end >= s for size, end, s in zip(sizes, reached, stride, strict=True)):
+            # Room for more positions than there are rows: torch's convolution would want them.
+            self.image, self.padding = self._padded(image), (0,) * len(self.kernel)
+        self.shape = torch.Size((rows.shape[1], image.shape[1] // groups, *kernel))
+
+    @property
+    def num_samples(self) -> int:
+        return self.rows.shape[0]
+
+    @property
+    def matrix_shape(self) -> tuple[int, int, int]:
+        """(T, D, P) of one group's outer product."""
+        return self.rows[0:1, 0].numel() if self.num_samples else 0, self.shape[1:].numel(), self._rows_a_group
+
+    def _reached(self) -> list[int]:
+        """How far the patches reach into the padded image, along each dimension."""
+        geometry = zip(self.rows.shape[2:], self.kernel, self.stride, self.dilation, strict=True)
+        return [(positions - 1) * s + d * (k - 1) + 1 for positions, k, s, d in geometry]
+
+    def _padded(self, image: Tensor) -> Tensor:
+        """(..., *spatial) with its zeros around it, without what a stride leaves over."""
+        if any(self.padding):
+            image = F.pad(image, [p for p in reversed(self.padding) for _ in range(2)])
+        for i, end in enumerate(self._reached()):
+            image = image.narrow(2 + i, 0, end)
+        return image
+
+    @property
+    def _rows_a_group(self) -> int:
+        return self.shape[0] // self.groups
+
+    def _outer_product(self, first: int, last: int) -> OuterProduct:
+        """Samples first to last, groups folded into samples."""
+        patches, rows = self._cut_out(self._padded(self.image[first:last]), self.rows[first:last])
+        return OuterProduct(patches.mT, rows.mT)
+
+    def _cut_out(self, image: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Patches (n·groups, D/groups·kernel, positions) of an image without padding, and rows to match."""
+        n, dims = len(image), len(self.kernel)
+        for i, (k, s, d) in enumerate(zip(self.kernel, self.stride, self.dilation, strict=True)):
+            image = image.unfold(2 + i, d * (k - 1) + 1, s)[..., ::d]
+        # (n, D, *positions, *kernel) -> (n, D, *kernel, *positions)
+        image = image.movedim(tuple(range(2 + dims, 2 + 2 * dims)), tuple(range(2, 2 + dims)))
+        positions = rows.shape[2:].numel()
+        patches = image.reshape(n * self.groups, self.shape[1:].numel(), positions)
+        return patches, rows.reshape(n * self.groups, self._rows_a_group, positions)
+
+    def _outer_products(self) -> list[tuple[int, int]]:
+        """Ranges of samples whose patches fit the workspace."""
+        sample = self.groups * self.shape[1:].numel() * self.rows.shape[2:].numel() * self.image.element_size()
+        step = max(1, reference.WORKSPACE_BYTES // max(1, sample))
+        return [(i, min(i + step, self.num_samples)) for i in range(0, self.num_samples, step)]
+
+    def materialize(self, scale: float = 1.0) -> Tensor:
+        values = self.materialized().values
+        return values.mul_(scale) if scale != 1.0 else values
+
+    def sq_norm(self) -> SquaredNorm:
+        if self._by_convolution and self._goes_direct:
+            return sums.dense_sq_norm(self._convolved(), self._error())
+        norms = [self._outer_product(i, j).sq_norm() for i, j in self._outer_products()]
+        if not norms:
+            return SquaredNorm(*(self.rows.new_zeros(0, dtype=torch.float64) for _ in range(2)))
+        value, upper = (torch.cat(x).view(-1, self.groups).sum(1) for x in zip(*norms, strict=True))
+        return SquaredNorm(value, upper * (1.0 + 2.0**-40))
+
+    @property
+    def _goes_direct(self) -> bool:
+        """Whether the norm comes from the gradient itself where torch's convolution gives that. A FLOP of Gram matrices
+        costs 2 to 3 of the convolution's there, cut out patches included (T = 64, D = 576, P = 64, AMD EPYC)."""
+        t, d, p = self.matrix_shape
+        return cost.norm_way(t, d, p) == "direct" or cost.norm_flops("direct", t, d, p) < 2 * cost.norm_flops(
+            "gram", t, d, p
+        )
+
+    @property
+    def _by_convolution(self) -> bool:
+        """Whether samples' gradients come from torch's convolution: on a CPU, where it is twice as fast as products of
+        patches, unless a global switch lets it work in less than fp32."""
+        switch = getattr(getattr(torch.backends.mkldnn, "conv", None), "fp32_precision", "none")
+        return self.rows.device.type == "cpu" and switch in ("none", "ieee") and self.rows.numel() > 0
+
+    def _convolved(self) -> Iterator[Tensor]:
+        """The gradients (n, *shape) of so many samples, until there are no more."""
+        dtype, span = accumulating_dtype(self.image, self.rows), self.dilation[0] * (self.kernel[0] - 1) + 1
+        for image, rows in zip(self.image.split(TOGETHER), self.rows.split(TOGETHER), strict=True):
+            n, image, rows = len(rows), image.to(dtype), rows.to(dtype)
+            missing = next(size for size in (2, 4, 8, TOGETHER) if n <= size) - n
+            if missing:
+                image, rows = (torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) for x in (image, rows))
+            if self._blocks == 1:
+                total = self._added_up(image, rows, self.padding)
+            else:
+                image, total = self._padded(image), None
+                for start in range(0, rows.shape[2], self._block):
+                    length = min(self._block, rows.shape[2] - start)
+                    part = image.narrow(2, start * self.stride[0], (length - 1) * self.stride[0] + span)
+                    none = [0] * len(self.kernel)
+                    gradients = self._added_up(part, rows.narrow(2, start, length), none)
+                    total = gradients if total is None else total.add_(gradients)
+            yield total[:n].clone() if missing else total
+
+    @property
+    def _is_narrow(self) -> bool:
+        """Whether there are few channels, of which torch's convolution would make 16, and patches are small."""
+        few = self.groups == 1 and self.shape[1] <= 4 and self.shape[1:].numel() <= 64
+        return few and torch.get_float32_matmul_precision() == "highest"
+
+    @property
+    def _block(self) -> int:
+        """Positions along the first dimension that one call adds up."""
+        return max(1, min(self.rows.shape[2], CHAIN // max(1, self.rows.shape[3:].numel())))
+
+    @property
+    def _blocks(self) -> int:
+        return -(-self.rows.shape[2] // self._block)
+
+    def _error(self) -> Tensor:
+        """How far :meth:`_convolved` may be from the exact gradients, in L2 norm, (N,): ``Σ_t |b_tp||a_td|`` is at most
+        the product of two columns' norms, and a pixel is in at most as many patches as the kernel has places."""
+        dtype = accumulating_dtype(self.image, self.rows)
+        rows_norm = _norm(self.rows) if self._rows_norm is None else self._rows_norm
+        places = self.shape[2:].numel()
+        chain = self._block * self.rows.shape[3:].numel() + self._blocks
+        row_products = _norm(self.image) * rows_norm * places**0.5
+        return bounds.chain_error(row_products, terms=chain, numel=self.shape.numel(), dtype=dtype)
+
+    def _added_up(self, image: Tensor, rows: Tensor, padding: Sequence[int]) -> Tensor:
+        """Gradients (n, *shape) of n samples: as the weight gradient of one sample with n times the groups, or as
+        products of small patches."""
+        n = len(rows)
+        if self._is_narrow:
+            patches, rows = self._cut_out(self._padded(image) if any(padding) else image, rows)
+            return products.batched(patches, rows.mT).mT.reshape(n, *self.shape)
+        rows = rows.reshape(1, -1, *rows.shape[2:])
+        weight = rows.new_empty(1).expand(rows.shape[1], *self.shape[1:])
+        return self._weight_gradient(
+            image.reshape(1, -1, *image.shape[2:]), rows, weight, padding, n * self.groups
+        ).view(n, *self.shape)
+
+    def _weight_gradient(
+        self, image: Tensor, rows: Tensor, weight: Tensor, padding: Sequence[int], groups: int
+    ) -> Tensor:
+        none = [0] * len(self.kernel)
+        _, gradient, _ = torch.ops.aten.convolution_backward(
+            *(rows, image, weight, None, self.stride, padding, self.dilation, False, none, groups),
+            [False, True, False],
+        )
+        return gradient
+
+    def weighted_sum(self, coefficients: Tensor) -> Tensor:
+        dtype = accumulating_dtype(self.image, self.rows)
+        c = coefficients.to(dtype).view(-1, *[1] * (self.rows.dim() - 1))
+        rows = (self.rows.to(dtype) * c).masked_fill(c == 0, 0.0)
+        image = self.image.to(dtype).masked_fill(c == 0, 0.0)
+        if self.num_samples == 0:
+            return rows.new_zeros(self.shape)
+        return self._weight_gradient(image, rows, rows.new_empty(self.shape), self.padding, self.groups)
+
+    def materialized(self) -> Dense:
+        dtype = accumulating_dtype(self.image, self.rows)
+        if self._by_convolution:
+            values = buffers.empty((self.num_samples, *self.shape), dtype, self.rows.device)
+            for block, gradients in zip(values.split(TOGETHER), self._convolved(), strict=True):
+                block.copy_(gradients)
+            return Dense(values, error=self._error())
+        parts = [self._outer_product(i, j).materialized() for i, j in self._outer_products()]
+        if not parts:
+            return Dense(self.rows.new_zeros(0, *self.shape, dtype=dtype))
+        values = torch.cat([p.values for p in parts]).view(self.num_samples, *self.shape)
+        errors = torch.cat([p.error for p in parts]).view(-1, self.groups).square().sum(1).sqrt()
+        return Dense(values, error=errors * (1.0 + 2.0**-40))
+
+    def kept(self) -> Factor:
+        if not self.keeps:
+            return self
+        return InBlocks(self._convolved(), self._error()) if self._by_convolution else self.materialized()
+
+    @property
+    def keeps(self) -> bool:
+        """Whether :meth:`kept` writes the gradients. Patches count as inputs: a norm would cut them out."""
+        t, d, p = self.matrix_shape
+        gradient = self.shape.numel() * accumulating_dtype(self.image, self.rows).itemsize
+        patches = t * self.groups * (d * self.image.element_size() + p * self.rows.element_size())
+        return cost.keeps(t, gradient, patches)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the inputs."""
+        return self.image.nbytes + self.rows.nbytes
+
+
+def _norm(x: Tensor) -> Tensor:
+    """L2 norms by sample for error bounds, (N,) in fp64."""
+    return sums.row_norm(x.to(accumulating_dtype(x)).flatten(2)).norm(dim=1)

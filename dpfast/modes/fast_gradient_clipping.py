@@ -1,0 +1,295 @@
+"""GradSampleModuleFastGradientClipping: one backward pass leaves the clipped sum in ``p.grad``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from dpfast.arithmetic import SquaredNorm
+from dpfast.errors import InputError, StateError
+from dpfast.factors import Dense, Factor, Waiting, merge, sq_norms
+from dpfast.modes.accumulation import Left, leave, left_in
+from dpfast.modes.clippers import (
+    ClipFactors,
+    ConstantFlatClipper,
+    ConstantPerLayerClipper,
+    NormClipper,
+    check_threshold,
+    clip_factors,
+    safe_factors,
+)
+from dpfast.modes.dropped import DroppedSamples
+from dpfast.modes.grad_sample_module import GradSampleModule
+from dpfast.modes.steps import Step
+
+
+def create_norm_sample(*, param: nn.Parameter, grad_sample: Tensor, max_batch_len: int) -> None:
+    """Leaves the L2 norms of ``grad_sample`` (N, *shape) in ``param._norm_sample`` (N,), as Opacus's function does.
+
+    A parameter that needs no gradient is left alone; ``max_batch_len`` 0 stands for an empty batch.
+    """
+    if not param.requires_grad:
+        return
+    if max_batch_len == 0:
+        param._norm_sample = grad_sample.new_zeros(0)
+        return
+    value = Dense(grad_sample).sq_norm().value.sqrt()
+    param._norm_sample = value if grad_sample.dtype == torch.float64 else value.float()
+
+
+class GradSampleModuleFastGradientClipping(GradSampleModule):
+    """Wraps a module; a plain ``loss.backward()`` leaves ``p.grad = Σ_n c_n g_n`` with ``c_n = min(1, C / ‖g_n‖)``.
+
+    Book-keeping (Bu et al. 2023, "Differentially Private Optimization on Large Model at Small Cost"): one
+    backward pass keeps each layer's activations and backprops (or its per-sample gradients, where those are
+    smaller), takes the norms over all trainable parameters, and then the clipped sums. Autograd computes no
+    ordinary gradient of a tapped parameter.
+
+    Formal guarantee: for every sample the exact ‖c_n g_n‖ is at most ``sensitivity``; c_n comes from a proven upper
+    bound of the norm (docs/bounds.md). A sample whose norm is not finite gets c_n = 0 and adds exactly nothing.
+
+    Args:
+        m, batch_first, loss_reduction, strict, force_functorch: as in :class:`GradSampleModule`.
+        max_grad_norm: C; may be changed between steps.
+        use_ghost_clipping: False takes every norm from materialized per-sample gradients.
+        passes: 1 as above. 2 as Opacus: the backward pass leaves norms alone; the caller's second one, on
+            ``Σ_n c_n loss_n`` under :meth:`disable_hooks`, leaves ``p.grad``.
+        norm_clipper: takes the place of ``ConstantFlatClipper(max_grad_norm)``.
+
+    Raises:
+        as :class:`GradSampleModule`; InputError for ``max_grad_norm``.
+
+    The sum is not divided by N, also with ``loss_reduction="mean"``: Opacus's optimizers divide by the expected
+    batch size. A trainable parameter that the step did not use gets zeros, because noise must reach it all the same.
+
+    >>> model = GradSampleModuleFastGradientClipping(nn.Linear(3, 2, bias=False), max_grad_norm=1.0)
+    >>> model(torch.ones(4, 3)).sum(1).mean().backward()
+    >>> model.get_norm_sample().pow(2), model.weight.grad.norm().round(decimals=3)
+    (tensor([6.0000, 6.0000, 6.0000, 6.0000]), tensor(4.))
+    """
+
+    _detach = True
+
+    def __init__(
+        self,
+        m: nn.Module,
+        *,
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        strict: bool = True,
+        force_functorch: bool = False,
+        max_grad_norm: float = 1.0,
+        use_ghost_clipping: bool = True,
+        passes: int = 1,
+        norm_clipper: NormClipper | None = None,
+    ):
+        check_threshold(max_grad_norm)
+        if passes not in (1, 2):
+            raise InputError(f"passes={passes} must be 1 (book-keeping) or 2 (ghost clipping)")
+        _check_clipper(norm_clipper, m, passes)
+        super().__init__(
+            m,
+            batch_first=batch_first,
+            loss_reduction=loss_reduction,
+            strict=strict,
+            force_functorch=force_functorch,
+        )
+        self.max_grad_norm = max_grad_norm
+        self.use_ghost_clipping = use_ghost_clipping
+        self.passes = passes
+        self._dropped = DroppedSamples()
+        self._norm_clipper = norm_clipper
+        self._places: dict[nn.Parameter, int] = {}
+        self._norms: SquaredNorm | None = None
+        self._clip_factors: Tensor | None = None
+
+    # --- what the last backward pass left ---
+
+    def get_norm_sample(self) -> Tensor:
+        """L2 norms of the per-sample gradients over all trainable parameters, (N,) fp32, as computed.
+
+        They are private: do not publish them.
+
+        Raises:
+            StateError: before any backward pass.
+        """
+        return self._last_norms().value.sqrt().float()
+
+    def get_clipping_coef(self) -> Tensor:
+        """The clip factors c (N,) fp32 of the last backward pass, (P, N) for P parameters clipped one by one.
+
+        Raises:
+            StateError: before any backward pass. InputError: with two passes, when they are multiplied with losses
+                of any shape but (N,).
+        """
+        self._last_norms()
+        return self._clip_factors.as_subclass(ClipFactors) if self.passes == 2 else self._clip_factors
+
+    @property
+    def per_sample_gradient_norms(self) -> Tensor:
+        """:meth:`get_norm_sample` as an attribute; AttributeError before any backward pass."""
+        if self._norms is None:
+            raise AttributeError(
+                "per_sample_gradient_norms is not set. Please call forward and backward on the model before accessing "
+                "this property."
+            )
+        return self.get_norm_sample()
+
+    @property
+    def nonfinite_samples(self) -> int:
+        """How many samples were dropped so far because their norm was inf or NaN. Waits for a GPU."""
+        return self._dropped.count
+
+    @property
+    def norm_slack(self) -> Tensor:
+        """(bound - norm) / norm of the last backward pass, (N,): how much too careful the clip factors are."""
+        norms = self._last_norms()
+        return (norms.upper.sqrt() / norms.value.sqrt().clamp(min=torch.finfo(torch.float64).tiny) - 1.0).float()
+
+    @property
+    def norm_clipper(self) -> NormClipper | None:
+        """What takes the place of ``ConstantFlatClipper(max_grad_norm)``, if anything; may be set between steps."""
+        return self._norm_clipper
+
+    @norm_clipper.setter
+    def norm_clipper(self, norm_clipper: NormClipper | None) -> None:
+        _check_clipper(norm_clipper, self._module, self.passes)
+        self._norm_clipper = norm_clipper
+
+    @property
+    def sensitivity(self) -> float:
+        """The most that adding or removing one sample can move the clipped sum, in L2 norm."""
+        return self._clipper().sensitivity
+
+    def _last_norms(self) -> SquaredNorm:
+        if self._norms is None:
+            raise StateError("no backward pass has run yet; call loss.backward() before reading norms or clip factors")
+        return self._norms
+
+    def _clipper(self) -> NormClipper:
+        return self._norm_clipper or ConstantFlatClipper(self.max_grad_norm)
+
+    # --- mode: keep each factor, take the norms at the end, then the sums; at once where nothing has to wait ---
+
+    def on_factor(self, step: Step, parameter: nn.Parameter, factor: Factor, only_use: bool) -> None:
+        if not step.gathered:
+            self._start_step()
+        entry = step.gathered.setdefault(parameter, _Gathered())
+        if entry.closed:
+            raise StateError(
+                f"parameter {self._name(parameter)} was used again after its norm had been taken; in one backward "
+                "pass, call the model in one thread, and not while another of its steps is under way"
+            )
+        if not self.use_ghost_clipping:
+            factor = factor.materialized()
+        clips_alone = type(self._norm_clipper) is ConstantPerLayerClipper  # a subclass may need all norms
+        entry.closed = only_use and (clips_alone or self.passes == 2)
+        if step.waiting is None:
+            step.waiting = Waiting(keep=self.passes == 1)
+        if only_use and not clips_alone and step.waiting.wants(factor):
+            step.waiting.add(factor, entry.receive)
+        elif entry.closed:
+            entry.norm = factor.sq_norm()
+        else:
+            entry.factors.append(factor.kept())
+        if clips_alone and entry.closed:
+            limit = self._norm_clipper.flat_values[self._places[parameter]]
+            norm = entry.norm.upper.sqrt() * self._scale(step)
+            factors = safe_factors((limit / norm).clamp(max=1.0), norm, limit).float()
+            entry.clip(factor, factors.double() * self._scale(step))
+
+    def on_finish(self, step: Step) -> None:
+        if not step.gathered:  # nothing has come by
+            self._start_step()
+        if step.waiting is not None:
+            step.waiting.take()
+        scale, clipper = self._scale(step), self._clipper()
+        entries = [step.gathered.pop(p, None) for p in self._places]
+        without = [e for e in entries if e is not None and e.norm is None]
+        for entry in without:
+            entry.factors = [merge(entry.factors)]
+        for entry, norm in zip(without, sq_norms([e.factors[0] for e in without]), strict=True):
+            entry.norm = norm
+        self._norms = _total_norm([e.norm for e in entries if e is not None], scale)
+        if clipper.is_per_layer:
+            unused = torch.zeros_like(self._norms.upper)
+            norms = [unused if e is None else e.norm.upper.to(unused.device).sqrt() * scale for e in entries]
+            factors = [f.float() for f in clip_factors(clipper, norms)]
+            self._clip_factors = torch.stack(factors) if factors else unused.float()
+            coefficients = [f.double() * scale for f in factors]
+        else:
+            norms = [self._norms.upper.sqrt()]
+            self._clip_factors = clip_factors(clipper, norms)[0].float()
+            coefficients = [self._clip_factors.double() * scale] * len(entries)
+        if norms:
+            self._dropped.add(torch.stack(norms))
+        if self.passes == 1:
+            for entry, own in zip(entries, coefficients, strict=True):
+                if entry is not None and entry.total is None:
+                    entry.clip(entry.factors.pop(), own)
+            self._leave_sums(entries)
+
+    def _start_step(self) -> None:
+        """What is trainable may change between steps."""
+        trainable = [p for p in self._module.parameters() if p.requires_grad]
+        self._places = {p: i for i, p in enumerate(trainable)}
+        self._clipper().for_parameters(len(trainable))
+
+    def _name(self, parameter: nn.Parameter) -> str:
+        return next((n for n, p in self._module.named_parameters() if p is parameter), "?")
+
+    def _leave_sums(self, entries: list[_Gathered | None]) -> None:
+        """``p.grad += Σ_n c_n g_n`` for every trainable parameter; they are all there, so none is half done."""
+        before = left_in(self._places)
+        if before is not None:
+            self.check_accumulation()
+        for p, entry in zip(self._places, entries, strict=True):
+            if p.grad is None:
+                p.grad = torch.zeros_like(p) if entry is None else entry.total.to(p.dtype)
+            elif entry is not None:
+                p.grad += entry.total
+        passes, sensitivity = (before.passes, before.sensitivity) if before is not None else (0, 0.0)
+        leave(self._places, Left(passes + 1, max(sensitivity, self.sensitivity)))
+
+
+class _Gathered:
+    """What a step knows of one parameter."""
+
+    def __init__(self) -> None:
+        self.factors: list[Factor] = []
+        self.norm: SquaredNorm | None = None
+        self.closed = False  # whether the norm has been taken, or waits to be, for good
+        self.total: Tensor | None = None
+
+    def receive(self, result: Dense | SquaredNorm) -> None:
+        """What became of a factor that waited."""
+        if isinstance(result, Dense):
+            self.factors.append(result)
+        else:
+            self.norm = result
+
+    def clip(self, factor: Factor, coefficients: Tensor) -> None:
+        """Takes the clipped sum; what the factor keeps is freed with it."""
+        self.total = factor.weighted_sum(coefficients.to(self.norm.upper.device))
+
+
+def _check_clipper(norm_clipper: NormClipper | None, module: nn.Module, passes: int) -> None:
+    """Raises InputError where the clipper does not fit the module's parameters or the passes."""
+    if norm_clipper is None:
+        return
+    norm_clipper.for_parameters(sum(p.requires_grad for p in module.parameters()))
+    if passes == 2 and norm_clipper.is_per_layer:
+        raise InputError(
+            f"{type(norm_clipper).__name__} gives a sample one factor a parameter, and passes=2 can weight its "
+            "loss by a single one; use passes=1, or a flat clipper"
+        )
+
+
+def _total_norm(norms: list[SquaredNorm], scale: float) -> SquaredNorm:
+    """The squared norm over several parameters, each gradient times ``scale``."""
+    if not norms:
+        return SquaredNorm(torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.float64))
+    device = norms[0].value.device
+    value = torch.stack([n.value.to(device) for n in norms]).sum(0) * scale**2
+    upper = torch.stack([n.upper.to(device) for n in norms]).sum(0) * scale**2
+    return SquaredNorm(value, upper)

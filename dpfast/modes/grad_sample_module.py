@@ -1,0 +1,296 @@
+"""GradSampleModule: after a plain ``loss.backward()`` every parameter has its per-sample gradients."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from dpfast.errors import DpfastWarning, InputError, StateError, UnsupportedModuleError
+from dpfast.factors import Factor
+from dpfast.modes.steps import Step
+from dpfast.modes.tapped_model import TappedModel
+from dpfast.rules import functorch
+from dpfast.taps import Activations, batch_to_front, registry
+
+
+class Hooks(TappedModel):
+    """The taps of one module; ``dpfast.autograd_grad_sample.disable_hooks`` switches off those of every module."""
+
+    enabled_in_process: ClassVar[bool] = True
+
+    @property
+    def enabled(self) -> bool:
+        return self._enabled and Hooks.enabled_in_process
+
+    @enabled.setter
+    def enabled(self, enabled: bool) -> None:
+        self._enabled = enabled
+
+
+class GradSampleModule(nn.Module):
+    """Wraps a module; ``loss.backward()`` leaves ``p.grad_sample`` (N, *p.shape) beside the ordinary ``p.grad``.
+
+    Args:
+        m: the module to wrap. It is changed in place until :meth:`to_standard_module` gives it back.
+        batch_first: samples are dimension 0 of inputs and outputs (True) or dimension 1 (False).
+        loss_reduction: how the loss adds up samples, "mean" or "sum"; with "mean" a sample's gradient is N times
+            its share.
+        strict: refuse at once a module that :meth:`validate` finds fault with; otherwise the error comes with
+            the first backward pass that reaches it, and a faulty layer that is frozen does no harm.
+        force_functorch: take every layer's gradients through ``torch.func``, none through its rule.
+
+    Raises:
+        UnsupportedModuleError: ``strict`` and the module mixes samples (BatchNorm).
+        InputError: ``loss_reduction`` is not "mean" or "sum".
+        StateError: the module is wrapped already.
+
+    Numerics:
+        grad_sample is fp32 (fp64 for fp64 inputs) whatever the parameter's dtype.
+
+    Several backward passes without :meth:`zero_grad` make ``p.grad_sample`` a list, one entry a pass, as in Opacus.
+
+    >>> import torch
+    >>> model = GradSampleModule(nn.Linear(3, 2))
+    >>> model(torch.ones(4, 3)).sum(1).mean().backward()
+    >>> model.weight.grad_sample.shape
+    torch.Size([4, 2, 3])
+    """
+
+    GRAD_SAMPLERS: ClassVar[dict] = registry.GRAD_SAMPLERS
+    NORM_SAMPLERS: ClassVar[dict] = registry.NORM_SAMPLERS
+    _detach = False
+
+    def __init__(
+        self,
+        m: nn.Module,
+        *,
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        strict: bool = True,
+        force_functorch: bool = False,
+    ):
+        super().__init__()
+        check_loss_reduction(loss_reduction)
+        self.validate(m, strict=strict)
+        self._module = m
+        self.batch_first = batch_first
+        self.loss_reduction = loss_reduction
+        self.force_functorch = force_functorch
+        self.grad_accumulation_allowed = True
+        self._tapped: Hooks | None = None
+        self.add_hooks(loss_reduction=loss_reduction, batch_first=batch_first, force_functorch=force_functorch)
+        self.set_grad_sample_to_none()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._module(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "_module":
+                raise
+            if isinstance(getattr(type(self), name, None), property):
+                return object.__getattribute__(self, name)  # the property's own error, not the module's
+            return getattr(self._module, name)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._module!r})"
+
+    # --- hooks ---
+
+    def add_hooks(
+        self, *, loss_reduction: str = "mean", batch_first: bool = True, force_functorch: bool = False
+    ) -> None:
+        """Taps the wrapped module.
+
+        Raises:
+            StateError: it is tapped already. InputError: ``loss_reduction`` is not "mean" or "sum".
+        """
+        check_loss_reduction(loss_reduction)
+        tapped = Hooks(
+            self._module, self, detach=self._detach, batch_first=batch_first, force_functorch=force_functorch
+        )
+        tapped.add()
+        self._tapped = tapped
+        self.loss_reduction, self.batch_first, self.force_functorch = loss_reduction, batch_first, force_functorch
+
+    def remove_hooks(self) -> None:
+        """Puts the wrapped module's layers back as they were. Safe to call twice."""
+        if self._tapped is not None:
+            self._tapped.remove()
+            self._tapped = None
+
+    def enable_hooks(self) -> None:
+        """Undoes :meth:`disable_hooks`."""
+        if self._tapped is not None:
+            self._tapped.enabled = True
+
+    def disable_hooks(self) -> None:
+        """From here on backward passes give ordinary gradients, also through graphs made before."""
+        if self._tapped is not None:
+            self._tapped.enabled = False
+
+    @property
+    def hooks_enabled(self) -> bool:
+        return self._tapped is not None and self._tapped.enabled
+
+    def capture_backprops_hook(
+        self,
+        module: nn.Module,
+        forward_input: Any,
+        forward_output: tuple[Tensor, ...],
+        loss_reduction: str,
+        batch_first: bool,
+    ) -> dict[nn.Parameter, Tensor]:
+        """The per-sample gradients of one layer from its inputs and the gradients at its outputs.
+
+        Args:
+            module: the layer. forward_input: its inputs. forward_output: (backprops,).
+            loss_reduction, batch_first: as in the constructor.
+
+        Returns:
+            {parameter: grad_sample (N, *shape)}; nothing is stored.
+        """
+        inputs = forward_input if isinstance(forward_input, (tuple, list)) else (forward_input,)
+        activations, backprops = self.rearrange_grad_samples(
+            module=module,
+            backprops=forward_output[0],
+            loss_reduction=loss_reduction,
+            batch_first=batch_first,
+            activations=inputs,
+        )
+        rule = registry.find_rule(module) or functorch.functorch
+        return {p: factor.materialize() for p, factor in rule(module, activations, backprops).items()}
+
+    def rearrange_grad_samples(
+        self, *, module: nn.Module, backprops: Tensor, loss_reduction: str, batch_first: bool, activations: Any = None
+    ) -> tuple[Activations, Tensor]:
+        """(activations, backprops) with samples in front, backprops times N where the loss was a mean.
+
+        Raises:
+            StateError: no activations. InputError: ``loss_reduction`` is not "mean" or "sum".
+        """
+        check_loss_reduction(loss_reduction)
+        if activations is None:
+            raise StateError(
+                f"No activations detected for {type(module).__name__}, run forward after add_hooks(model); "
+                "dpfast keeps none on modules, so pass activations="
+            )
+        batch_dim = 0 if batch_first else 1
+        activations = Activations(batch_to_front(x, batch_dim) for x in activations)
+        backprops = batch_to_front(backprops, batch_dim)
+        if loss_reduction == "mean":
+            backprops = backprops * backprops.shape[0]
+        return activations, backprops
+
+    # --- mode: materialize each factor as it comes ---
+
+    def on_factor(self, step: Step, parameter: nn.Parameter, factor: Factor, only_use: bool) -> None:
+        grad_sample = factor.materialize(scale=self._scale(step))
+        if parameter in step.gathered:
+            step.gathered[parameter] += grad_sample
+        else:
+            step.gathered[parameter] = grad_sample
+
+    def on_finish(self, step: Step) -> None:
+        if any(getattr(p, "grad_sample", None) is not None for p in step.gathered):
+            self.check_accumulation()
+        for parameter, grad_sample in step.gathered.items():
+            before = getattr(parameter, "grad_sample", None)
+            if before is None:
+                parameter.grad_sample = grad_sample
+            else:
+                parameter.grad_sample = [*(before if isinstance(before, list) else [before]), grad_sample]
+
+    def _scale(self, step: Step) -> float:
+        return float(step.num_samples or 0) if self.loss_reduction == "mean" else 1.0
+
+    # --- grad_sample ---
+
+    def set_grad_sample_to_none(self) -> None:
+        """Sets ``p.grad_sample`` to None for every parameter."""
+        for p in self._module.parameters():
+            p.grad_sample = None
+
+    def del_grad_sample(self) -> None:
+        """Deletes ``p.grad_sample`` from every parameter that has one."""
+        for p in self._module.parameters():
+            if hasattr(p, "grad_sample"):
+                del p.grad_sample
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears ``p.grad`` (``set_to_none`` applies to it alone) and sets ``p.grad_sample`` to None."""
+        self.set_grad_sample_to_none()
+        super().zero_grad(set_to_none)
+
+    def forbid_grad_accumulation(self) -> None:
+        """From here on a second backward pass without :meth:`zero_grad` raises StateError (Poisson sampling)."""
+        self.grad_accumulation_allowed = False
+
+    def allow_grad_accumulation(self) -> None:
+        """Undoes :meth:`forbid_grad_accumulation`."""
+        self.grad_accumulation_allowed = True
+
+    def check_accumulation(self) -> None:
+        """Raises StateError where accumulation is forbidden; called where a backward pass meets another's answer."""
+        if not self.grad_accumulation_allowed:
+            raise StateError(
+                "Poisson sampling is not compatible with grad accumulation. You need to call optimizer.step() after "
+                "every forward/backward pass or consider using BatchMemoryManager"
+            )
+
+    # --- the wrapped module ---
+
+    def to_standard_module(self) -> nn.Module:
+        """The wrapped module without any trace of dpfast."""
+        self.cleanup()
+        return self._module
+
+    def cleanup(self) -> None:
+        """Takes everything of dpfast off the module and its parameters. For who went on using the module itself, as
+        with Opacus's ``wrap_model=False``. Safe to call twice."""
+        self.remove_hooks()
+        for p in self._module.parameters():
+            for name in ("grad_sample", "_norm_sample"):
+                if hasattr(p, name):
+                    delattr(p, name)
+
+    @classmethod
+    def is_supported(cls, module: nn.Module) -> bool:
+        """Whether this one layer has per-sample gradients; its children are not looked at."""
+        return next(_faults(module, ""), None) is None
+
+    @classmethod
+    def validate(cls, module: nn.Module, *, strict: bool = False) -> list[NotImplementedError]:
+        """What keeps the model from having per-sample gradients: a list of errors, empty where nothing does.
+
+        Raises:
+            UnsupportedModuleError: ``strict`` and there is a fault; the message holds them all.
+        """
+        errors = [error for name, m in module.named_modules() for error in _faults(m, name)]
+        if errors and strict:
+            raise UnsupportedModuleError("; ".join(map(str, errors)))
+        if errors:
+            warnings.warn("; ".join(map(str, errors)), DpfastWarning, stacklevel=3)
+        return errors
+
+
+def check_loss_reduction(loss_reduction: str) -> None:
+    """Raises InputError where it is not "mean" or "sum"."""
+    if loss_reduction not in ("mean", "sum"):
+        raise InputError(f"loss_reduction = {loss_reduction!r}. Only 'sum' and 'mean' losses are supported")
+
+
+def _faults(module: nn.Module, name: str) -> Iterator[UnsupportedModuleError]:
+    """Why this layer has no per-sample gradients."""
+    where = f"{name or 'model'} ({type(module).__name__})"
+    fault = registry.find_fault(module)
+    if fault is not None:
+        yield UnsupportedModuleError(f"{where}: {fault}")
+
+
+__all__ = ["GradSampleModule"]

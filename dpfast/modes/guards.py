@@ -1,0 +1,46 @@
+"""Nothing escapes: where gradients may reach parameters through taps alone, any other gradient is an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from dpfast.errors import EscapedGradientError
+
+
+class Guards:
+    """A hook on each trainable parameter of a model that refuses ordinary gradients.
+
+    Args:
+        active: asked when a gradient arrives; where it says no, the gradient passes.
+    """
+
+    def __init__(self, model: nn.Module, active: Callable[[], bool]):
+        self._model = model
+        self._active = active
+        self._handles: dict[nn.Parameter, RemovableHandle] = {}
+
+    def set(self) -> None:
+        """On every parameter that is trainable now; asked again before each step, because that may change."""
+        for p in self._model.parameters():
+            if p.requires_grad and p not in self._handles:
+                self._handles[p] = p.register_hook(lambda grad, p=p: self._refuse(p, grad))
+
+    def drop(self) -> None:
+        """Lets ordinary gradients reach the parameters."""
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+
+    def _refuse(self, parameter: nn.Parameter, grad: Tensor | None) -> None:
+        if grad is None or not self._active():
+            return
+        name = next((n for n, p in self._model.named_parameters() if p is parameter), "of another model")
+        raise EscapedGradientError(
+            f"a gradient reached parameter {name} {tuple(parameter.shape)} without being clipped: it is used outside "
+            "its own module's forward (functionally by another module, or in a penalty on the weights). Call the "
+            "module instead, register a rule for the module that uses it, or freeze it; weight decay belongs in the "
+            "optimizer"
+        )

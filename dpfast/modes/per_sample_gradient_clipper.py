@@ -1,0 +1,167 @@
+"""PerSampleGradientClipper: clipping as a step of one's own, as in Opacus before 1.0."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpfast.errors import StateError
+from dpfast.factors import Dense
+from dpfast.modes.clippers import NormClipper, clip_factors
+from dpfast.modes.grad_sample_module import GradSampleModule
+
+
+class PerSampleGradientClipper:
+    """Attaches to a module and clips its per-sample gradients, batch by batch, into an average.
+
+    Args:
+        module: the module; go on calling it as it is. :meth:`close` takes everything off it again.
+        norm_clipper: says how much of each sample may stay.
+        batch_first, loss_reduction: as in :class:`dpfast.GradSampleModule`; with "mean", :meth:`pre_step` divides the
+            clipped sum by the number of samples, with "sum" it does not.
+
+    Raises:
+        as GradSampleModule; InputError where the clipper has thresholds for another number of parameters.
+
+    One ``loss.backward()`` and one :meth:`clip_and_accumulate` a batch, then :meth:`pre_step` before the optimizer's
+    step. Semantics of Opacus 0.13, with norms that are proven not to be too small.
+
+    >>> from dpfast import ConstantFlatClipper
+    >>> layer = nn.Linear(3, 2, bias=False)
+    >>> clipper = PerSampleGradientClipper(layer, ConstantFlatClipper(1.0))
+    >>> for _ in range(2):
+    ...     layer(torch.ones(4, 3)).sum(1).mean().backward()
+    ...     clipper.clip_and_accumulate()
+    >>> thresholds, samples = clipper.pre_step()
+    >>> samples, thresholds.tolist(), layer.weight.grad.norm().round(decimals=3).item()
+    (8, [1.0], 1.0)
+    """
+
+    def __init__(
+        self, module: nn.Module, norm_clipper: NormClipper, batch_first: bool = True, loss_reduction: str = "mean"
+    ):
+        self.module = module
+        self.norm_clipper = norm_clipper
+        self.batch_first = batch_first
+        self.loss_reduction = loss_reduction
+        self.on_batch_clip_func: Callable[..., None] | None = None
+        norm_clipper.for_parameters(len(self._named_parameters()))
+        self._wrapped: GradSampleModule | None = GradSampleModule(
+            module, batch_first=batch_first, loss_reduction=loss_reduction
+        )
+        self._sums: dict[nn.Parameter, Tensor] = {}
+        self._samples = 0
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.module!r}, {type(self.norm_clipper).__name__})"
+
+    def __del__(self) -> None:
+        if hasattr(self, "_wrapped"):
+            self.close()
+
+    @property
+    def hooks_attached(self) -> bool:
+        return self._wrapped is not None
+
+    def set_on_batch_clip_func(self, on_batch_clip_func: Callable[..., None] | None) -> None:
+        """Has a function called for each parameter that is clipped, and once with no argument set per batch.
+
+        It gets ``param_name``, ``clipping_factor`` (N,), ``clipping_threshold`` (scalar), ``per_sample_norm`` (N,),
+        ``per_sample_grad`` (N, *shape), ``grad_before_clip`` and ``grad_after_clip`` (*shape) by keyword; for the
+        whole batch all of them are None.
+        """
+        self.on_batch_clip_func = on_batch_clip_func
+
+    def clip_and_accumulate(self) -> None:
+        """Clips the gradients of the last backward pass and adds them to what :meth:`pre_step` will average.
+
+        Raises:
+            StateError: a trainable parameter has no per-sample gradients; nothing is accumulated then.
+        """
+        parameters = self._named_parameters()
+        missing = [name for name, p in parameters.items() if getattr(p, "grad_sample", None) is None]
+        if missing:
+            raise StateError(
+                f"no per-sample gradients for {', '.join(missing)}: call loss.backward() before clip_and_accumulate(), "
+                "once for each call; a parameter that the loss does not reach must be frozen (requires_grad = False)"
+            )
+        samples = {name: _joined(p.grad_sample) for name, p in parameters.items()}
+        squares = [Dense(g).sq_norm() for g in samples.values()]
+        if self.norm_clipper.is_per_layer:
+            norms = [s.upper.sqrt() for s in squares]
+        else:
+            norms = [torch.stack([s.upper.to(squares[0].upper.device) for s in squares]).sum(0).sqrt()]
+        factors = clip_factors(self.norm_clipper, norms)
+        thresholds = self.norm_clipper.thresholds
+        for i, (name, p) in enumerate(parameters.items()):
+            j = i if self.norm_clipper.is_per_layer else 0
+            total = Dense(samples[name]).weighted_sum(factors[j].to(p.device)).to(p.dtype)
+            self._sums[p] = self._sums[p] + total if p in self._sums else total
+            self._report(
+                param_name=name,
+                clipping_factor=factors[j].float(),
+                clipping_threshold=thresholds[j],
+                per_sample_norm=norms[j].float(),
+                per_sample_grad=samples[name],
+                grad_before_clip=p.grad,
+                grad_after_clip=self._averaged(total, len(samples[name])),
+            )
+            p.grad_sample = None
+        self._samples += len(next(iter(samples.values()))) if samples else 0
+        self._report()
+
+    def pre_step(self) -> tuple[Tensor, int]:
+        """Puts the average (the sum, with ``loss_reduction="sum"``) over all accumulated batches into ``.grad``.
+
+        Returns:
+            (‖thresholds‖ for each trainable parameter (P,), what noise must be scaled to; the number of samples).
+
+        Raises:
+            StateError: :meth:`clip_and_accumulate` has not been called since the last step.
+        """
+        if not self._sums:
+            raise StateError(
+                "You need to call clip_and_accumulate first: nothing has been accumulated since the last step"
+            )
+        samples = self._samples
+        for p, total in self._sums.items():
+            p.grad = self._averaged(total, samples)
+        thresholds = torch.full((len(self._sums),), self.norm_clipper.sensitivity)
+        self._reset()
+        return thresholds, samples
+
+    def zero_grad(self) -> None:
+        """Forgets per-sample gradients and what was accumulated; ``.grad`` is the optimizer's."""
+        for p in self.module.parameters():
+            p.grad_sample = None
+        self._reset()
+
+    def close(self) -> None:
+        """Takes everything off the module. Safe to call twice."""
+        if self._wrapped is not None:
+            self._wrapped.to_standard_module()
+            self._wrapped = None
+
+    def _named_parameters(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+
+    def _averaged(self, total: Tensor, samples: int) -> Tensor:
+        return total / max(samples, 1) if self.loss_reduction == "mean" else total.clone()
+
+    def _reset(self) -> None:
+        self._sums.clear()
+        self._samples = 0
+
+    def _report(self, **what: Any) -> None:
+        if self.on_batch_clip_func is None:
+            return
+        names = ("param_name", "clipping_factor", "clipping_threshold", "per_sample_norm", "per_sample_grad")
+        self.on_batch_clip_func(**{**dict.fromkeys((*names, "grad_before_clip", "grad_after_clip")), **what})
+
+
+def _joined(grad_sample: Tensor | list[Tensor]) -> Tensor:
+    """Several backward passes before one clipping are one batch."""
+    return torch.cat(grad_sample) if isinstance(grad_sample, list) else grad_sample

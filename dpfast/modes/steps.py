@@ -1,0 +1,81 @@
+"""What one backward pass gathers, who receives it, and which pass a tap belongs to.
+
+Everything that belongs to one backward pass lives in a :class:`Step`, which only autograd's end-of-backward callback
+keeps alive: a pass that fails takes its step with it.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from dpfast.factors import Factor
+from dpfast.taps import in_backward
+
+
+class Step:
+    """What one backward pass has gathered."""
+
+    def __init__(self, batch_size: int | None) -> None:
+        self.batch_size = batch_size  # of the model's input; None: not known
+        self.num_samples: int | None = None  # that the layers saw
+        self.first_layer = ""
+        self.gathered: dict[nn.Parameter, Any] = {}
+        self.waiting: Any = None  # what the mode takes together
+
+
+class Mode(Protocol):
+    """Which verb is called and when."""
+
+    def on_factor(self, step: Step, parameter: nn.Parameter, factor: Factor, only_use: bool) -> None:
+        """A use of the parameter has been differentiated; ``only_use``: the step has no other one."""
+
+    def on_finish(self, step: Step) -> None:
+        """The backward pass is over."""
+
+
+class Steps:
+    """The backward passes of one model that run now, by autograd's number of each, and the uses of its parameters that
+    each thread's next one will differentiate."""
+
+    def __init__(self) -> None:
+        self._running: weakref.WeakValueDictionary[int | None, Step] = weakref.WeakValueDictionary()
+        self._uses: dict[int, Counter[int]] = {}
+
+    def here(self) -> Step | None:
+        """The step of the backward pass that runs in this thread."""
+        return self._running.get(in_backward())
+
+    def open(self, batch_size: int | None, finish: Callable[[Step], None]) -> Step:
+        """A step for the backward pass that runs in this thread; ``finish`` is called at its end."""
+        step = self._running[in_backward()] = Step(batch_size)
+        # The callback's reference is the one that keeps the step alive.
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: finish(step))
+        return step
+
+    def repeating(self, backward: int | None) -> Step | None:
+        """The step whose backward pass, of that number or with it nested inside, repeats a forward (checkpointing);
+        None where that is not certain."""
+        step = self._running.get(backward)
+        if step is not None:
+            return step
+        running = set(self._running.values())
+        return running.pop() if len(running) == 1 else None
+
+    def count_uses(self, parameters: list[nn.Parameter]) -> Counter[int]:
+        """Counts a use of each parameter (by id) since this thread's last step; forwards that no backward
+        followed may be counted too, so a count of 1 is exact and a larger one an upper bound."""
+        uses = self._uses.setdefault(threading.get_ident(), Counter())
+        for p in parameters:
+            uses[id(p)] += 1
+        return uses
+
+    def forget_uses(self) -> None:
+        """This thread's step is over."""
+        self._uses.pop(threading.get_ident(), None)

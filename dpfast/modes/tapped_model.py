@@ -1,0 +1,311 @@
+"""The taps on one model.
+
+In the backward pass each tap hands (activations, backprops) to its module's rule and the factors to the mode.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from dpfast.arithmetic import exact_arithmetic
+from dpfast.errors import DpfastError, InputError, StateError, UnsupportedModuleError
+from dpfast.factors import Factor
+from dpfast.modes.guards import Guards
+from dpfast.modes.scalar_loss import check_losses
+from dpfast.modes.steps import Mode, Step, Steps
+from dpfast.rules import functorch
+from dpfast.taps import (
+    Activations,
+    BroadcastMethod,
+    DetachableParameters,
+    Record,
+    Tap,
+    TappedForward,
+    batch_in_front,
+    find_broadcast,
+    find_fault,
+    in_backward,
+    layouts,
+    never_compiled,
+    owned_modules,
+    suspended,
+    taps_suspended,
+    unfolded,
+)
+
+_OF_THIS_PROCESS = ("_guards", "_steps")
+"""Attributes of a tapped model that copies and pickles leave out."""
+
+
+class TappedModel:
+    """The taps on one model.
+
+    Args:
+        model: every module of it that owns parameters is tapped.
+        mode: receives factors and the end of each backward pass.
+        detach: whether autograd is kept from computing the parameters' ordinary gradients.
+        batch_first: whether samples are the first or the second dimension of inputs and outputs.
+        force_functorch: take no layer's own rule.
+    """
+
+    def __init__(
+        self, model: nn.Module, mode: Mode, *, detach: bool, batch_first: bool = True, force_functorch: bool = False
+    ):
+        self.model = model
+        self.mode = mode
+        self.detach = detach
+        self.batch_dim = 0 if batch_first else 1
+        self.force_functorch = force_functorch
+        self.enabled = True
+        self.observe: Callable[[Record, nn.Parameter, Factor], None] | None = None  # dpfast.explain
+        self._taps: list[Tap] = []
+        self._parameter_owners: list[nn.Module] = []
+        self._broadcasts: list[tuple[nn.Module, str]] = []
+        self._root_handles: list[RemovableHandle] = []
+        self._for_this_process()
+
+    def _for_this_process(self) -> None:
+        """What hangs on this model's own parameters and backward passes."""
+        self._guards = Guards(self.model, lambda: self.enabled)
+        self._steps = Steps()
+
+    def add(self) -> None:
+        """Raises StateError where the model is tapped already."""
+        check_losses()
+        for name, module in self.model.named_modules():
+            if isinstance(module.__dict__.get("forward"), TappedForward):
+                where = f"{name} ({type(module).__name__})" if name else type(module).__name__
+                raise StateError(
+                    f"Trying to add hooks twice to the same model: {where} has them already; remove the first ones "
+                    "with remove_hooks() or to_standard_module()"
+                )
+        inner = {id(m) for module in self.model.modules() for m in owned_modules(module)[1:]}
+        for name, module, layout in layouts(self.model, self.batch_dim):
+            if module._parameters:
+                module._parameters = DetachableParameters(module._parameters)
+                self._parameter_owners.append(module)
+            if id(module) not in inner and _has_something_to_tap(module):
+                tap = Tap(self, name, module, **layout._asdict())
+                module.forward = TappedForward(tap, module.__dict__.get("forward"))
+                self._taps.append(tap)
+            method, child = find_broadcast(module) or (None, None)
+            if isinstance(getattr(module, child or "", None), nn.Module):
+                tap = Tap(self, f"{name}.{child}", module, **layout._asdict())
+                setattr(
+                    module, method, BroadcastMethod(tap, method, getattr(module, child), functorch.linear_in_parameters)
+                )
+                self._broadcasts.append((module, method))
+        self._root_handles = [
+            self.model.register_forward_pre_hook(self._enter, with_kwargs=True),
+            self.model.register_forward_hook(self._leave, always_call=True),
+        ]
+        self.guard_parameters()
+        _forget_compiled_code()
+
+    def remove(self) -> None:
+        """Puts every module back as it was. Safe to call twice."""
+        for tap in self._taps:
+            tapped = tap.module.__dict__.get("forward")
+            if isinstance(tapped, TappedForward) and tapped.tap is tap:
+                del tap.module.forward
+                if tapped.replaced is not None:
+                    tap.module.forward = tapped.replaced
+        for module in self._parameter_owners:
+            module._parameters = dict(module._parameters)
+        for module, method in self._broadcasts:
+            module.__dict__.pop(method, None)
+        for gathered in (self._taps, self._parameter_owners, self._broadcasts):
+            gathered.clear()
+        for handle in self._root_handles:
+            handle.remove()
+        self._root_handles.clear()
+        self._guards.drop()
+        _forget_compiled_code()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles carry the taps, not what hangs on the originals' parameters and backward passes."""
+        return {name: value for name, value in self.__dict__.items() if name not in _OF_THIS_PROCESS}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._for_this_process()
+
+    # --- the forward pass ---
+
+    @never_compiled
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if suspended():
+            return
+        self.guard_parameters()
+        dim = self.batch_dim
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        sizes = (x.shape[dim] for x in tensors if x.dim() > dim)
+        _running.inputs = {_storage(x) for x in tensors}
+        _running.push(self, next(sizes, None))
+
+    @never_compiled
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Opens the step when the outermost backward pass reaches the model's output, before any checkpointed
+        region inside starts a backward pass of its own."""
+        if suspended():
+            return
+        batch_size = _running.pop(self)
+        if not (self.enabled and torch.is_grad_enabled()) or in_backward() is not None:
+            return
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(partial(self._on_output_grad, batch_size))
+
+    def batch_size(self) -> int | None:
+        """How many samples the first tensor of the model's input has; None where the model's own forward is not
+        what runs. A forward that is repeated in a backward pass has its step's."""
+        sizes = _running.sizes.get(id(self))
+        if sizes:
+            return sizes[-1]
+        if in_backward() is None:
+            return None
+        step = self._steps.repeating(in_backward())
+        return None if step is None else step.batch_size
+
+    def is_input(self, x: Tensor) -> bool:
+        """Whether ``x`` is, or is a view of, a tensor that the model was last called with in this thread."""
+        return _storage(x) in _running.inputs
+
+    # --- nothing escapes ---
+
+    def guard_parameters(self) -> None:
+        """Where gradients may reach parameters through taps alone, any other gradient is an error."""
+        if self.detach:
+            self._guards.set()
+
+    def drop_guards(self) -> None:
+        """Lets ordinary gradients reach the parameters."""
+        self._guards.drop()
+
+    # --- steps ---
+
+    def _on_output_grad(self, batch_size: int | None, grad: Tensor) -> None:
+        if self.enabled and self._steps.here() is None:
+            self._steps.open(batch_size, self._finish)
+
+    def count_uses(self, parameters: list[nn.Parameter]) -> Counter[int]:
+        """See :meth:`Steps.count_uses`."""
+        return self._steps.count_uses(parameters)
+
+    def _finish(self, step: Step) -> None:
+        self._steps.forget_uses()
+        if None not in (step.batch_size, step.num_samples) and step.num_samples != step.batch_size:
+            raise InputError(
+                f"{step.first_layer} saw a batch of {step.num_samples} samples, but the first tensor of the model's "
+                f"input has {step.batch_size} in dimension {self.batch_dim}: a layer must see each sample once, in "
+                f"that dimension (samples folded into positions, or split into several rows, would not be clipped as "
+                "one); reshape before the layer, set batch_first, or pass the model a tensor of the batch first"
+            )
+        with torch.no_grad(), exact_arithmetic():
+            self.mode.on_finish(step)
+
+    def _step_of(self, record: Record) -> Step:
+        """The step that a tap belongs to."""
+        step = self._steps.here()
+        if step is not None:
+            return step
+        if record.created_in is None:
+            return self._steps.open(record.batch_size, self._finish)
+        # The forward was repeated within a backward pass (reentrant checkpointing), and this is a pass nested in it.
+        step = self._steps.repeating(record.created_in)
+        if step is None:
+            raise StateError(
+                f"{record.tap.layer}: this checkpointed region does not belong to one backward pass of the wrapped "
+                "model; call the model through its forward, or checkpoint with use_reentrant=False"
+            )
+        return step
+
+    def receive(self, record: Record, activations: Activations, backprops: Any) -> None:
+        """Hands a module's factors to the mode."""
+        step, layer = self._step_of(record), record.tap.layer
+        factors = self.factors(record, activations, backprops)
+        forgotten = [p for p in record.parameters if p not in factors]
+        if forgotten:
+            names = [name for name, p in self.model.named_parameters() if any(p is f for f in forgotten)]
+            raise UnsupportedModuleError(
+                f"{layer}: its rule gives no gradient of {', '.join(names) or 'a parameter'}; register a rule that "
+                "does (dpfast.register_rule), or freeze it"
+            )
+        for parameter, factor in factors.items():
+            if step.num_samples is None:
+                step.num_samples, step.first_layer = factor.num_samples, layer
+            elif step.num_samples != factor.num_samples:
+                raise InputError(
+                    f"{layer} saw a batch of {factor.num_samples} samples, {step.first_layer} one of "
+                    f"{step.num_samples}: every layer must see the same samples in dimension {record.tap.batch_dim} of "
+                    "its input; expand an input that the model broadcasts, or set batch_first"
+                )
+            if self.observe is not None:
+                self.observe(record, parameter, factor)
+            self.mode.on_factor(step, parameter, factor, record.is_only_use(parameter))
+
+    def factors(self, record: Record, activations: Activations, backprops: Any) -> Mapping[nn.Parameter, Factor]:
+        """The rule's answer; its errors name the layer."""
+        tap, rule = record.tap, record.rule
+        if not record.as_is:
+            activations, backprops = batch_in_front(activations, backprops, record.tap.batch_dim)
+            if record.tap.folded and record.batch_size is not None:
+                activations, backprops = unfolded(activations, backprops, record.batch_size)
+            rule = functorch.functorch if self.force_functorch or rule is None else rule
+        try:
+            with taps_suspended():
+                return rule(tap.module, activations, backprops[0] if len(backprops) == 1 else backprops)
+        except DpfastError as error:
+            raise type(error)(f"{tap.layer}: {error}") from error
+
+
+def _has_something_to_tap(module: nn.Module) -> bool:
+    """Parameters of its own, or a reason to fail."""
+    if any(m._parameters for m in owned_modules(module)):
+        return True
+    return find_fault(module) is not None
+
+
+def _forget_compiled_code() -> None:
+    """Code that torch.compile made of the modules would not notice that taps have come or gone."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None and hasattr(dynamo, "reset"):
+        dynamo.reset()
+
+
+def _storage(x: Tensor) -> int:
+    try:
+        return x.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # a tensor subclass without storage of its own
+        return id(x)
+
+
+class _Running(threading.local):
+    """The batch sizes of the forward passes that run in this thread, innermost last."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[int, list[int | None]] = {}
+        self.inputs: set[int] = set()
+
+    def push(self, model: TappedModel, size: int | None) -> None:
+        self.sizes.setdefault(id(model), []).append(size)
+
+    def pop(self, model: TappedModel) -> int | None:
+        sizes = self.sizes[id(model)]
+        size = sizes.pop()
+        if not sizes:
+            del self.sizes[id(model)]
+        return size
+
+
+_running = _Running()

@@ -1,0 +1,65 @@
+"""Catching each layer's activations and backprops on their way, and the registry of what makes factors of them.
+
+A tap wraps a module's forward (``tap``), an autograd node behind it catches the gradient (``node``); rules are
+registered and found in ``registry``. Imports ``factors`` and below.
+"""
+
+from dpfast.taps import registry
+from dpfast.taps.broadcast import BroadcastMethod
+from dpfast.taps.detached import DetachableParameters
+from dpfast.taps.layout import batch_in_front, batch_to_front, layouts, unfolded
+from dpfast.taps.node import Record
+from dpfast.taps.passes import in_backward, never_compiled, suspended, taps_suspended
+from dpfast.taps.registry import (
+    Activations,
+    Rule,
+    find_broadcast,
+    find_fault,
+    find_forward,
+    find_rule,
+    owned_modules,
+    owned_parameters,
+    register_batch_dim,
+    register_broadcast,
+    register_fault,
+    register_folded,
+    register_forward,
+    register_grad_sampler,
+    register_norm_sampler,
+    register_rule,
+)
+from dpfast.taps.tap import Pieces, Tap, TappedForward
+
+__all__ = [
+    "Activations",
+    "BroadcastMethod",
+    "DetachableParameters",
+    "Pieces",
+    "Record",
+    "Rule",
+    "Tap",
+    "TappedForward",
+    "batch_in_front",
+    "batch_to_front",
+    "find_broadcast",
+    "find_fault",
+    "find_forward",
+    "find_rule",
+    "in_backward",
+    "layouts",
+    "never_compiled",
+    "owned_modules",
+    "owned_parameters",
+    "register_batch_dim",
+    "register_broadcast",
+    "register_fault",
+    "register_folded",
+    "register_forward",
+    "register_grad_sampler",
+    "register_norm_sampler",
+    "register_rule",
+    "registry",
+    "suspended",
+    "taps_suspended",
+    "unfolded",
+]

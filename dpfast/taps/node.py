@@ -1,0 +1,167 @@
+"""The autograd node behind a tapped module: an identity that keeps what the rule needs and catches the gradient."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from dpfast.arithmetic import exact_arithmetic
+from dpfast.errors import StateError
+from dpfast.factors import Factor
+from dpfast.taps.passes import in_backward
+from dpfast.taps.registry import Activations, Rule
+
+
+class Receiver(Protocol):
+    """Where taps hand what they catch: the tapped model."""
+
+    enabled: bool
+    detach: bool
+    batch_dim: int
+
+    def batch_size(self) -> int | None:
+        """How many samples the model's input has, in the pass that runs in this thread; None: not known."""
+
+    def is_input(self, x: Tensor) -> bool:
+        """Whether ``x`` is, or is a view of, a tensor that the model was called with."""
+
+    def receive(self, record: Record, activations: Activations, backprops: tuple) -> None:
+        """One use of the tap's module has been differentiated."""
+
+    def count_uses(self, parameters: list[nn.Parameter]) -> Counter[int]:
+        """Counts one use more of each; uses by id, of the step that this thread is building."""
+
+    def factors(self, record: Record, activations: Activations, backprops: tuple) -> Mapping[nn.Parameter, Factor]:
+        """The module's factored gradients."""
+
+
+class TappedLayer:
+    """One module with a tap.
+
+    Args:
+        name: its qualified name in the model.
+        batch_dim: where the module has its samples.
+        folded: positions may be folded into them.
+    """
+
+    def __init__(self, taps: Receiver, name: str, module: nn.Module, *, batch_dim: int, folded: bool):
+        self.taps = taps
+        self.batch_dim = batch_dim
+        self.folded = folded
+        self.module = module
+        self.layer = f"{name} ({type(module).__name__})" if name else type(module).__name__
+
+
+class Record:
+    """What one run of a tapped module leaves for its backward, apart from the tensors, which autograd keeps."""
+
+    def __init__(
+        self,
+        tap: TappedLayer,
+        inputs: tuple[tuple, dict],
+        parameters: Sequence[nn.Parameter],
+        *,
+        num_outputs: int,
+        fresh: bool,
+        rule: Rule | None,
+        as_is: bool,
+    ):
+        self.tap = tap
+        self.rule = rule
+        self.as_is = as_is
+        self.parameters = parameters
+        self.batch_size = tap.taps.batch_size()
+        self.num_outputs = num_outputs
+        self.fresh = fresh
+        self.created_in = in_backward()
+        self.uses: Counter[int] | None = None
+        args, kwargs = inputs
+        if kwargs or not all(isinstance(x, Tensor) for x in args):
+            self.leaves, self.structure = tree_flatten(inputs)
+            self.tensor_places: Sequence[int] = [i for i, x in enumerate(self.leaves) if isinstance(x, Tensor)]
+        else:  # nearly all layers; a flattened tree costs as much as all else here
+            self.leaves, self.structure, self.tensor_places = list(args), None, range(len(args))
+        self.followed = [isinstance(x, Tensor) and x.requires_grad for x in self.leaves]
+
+    def is_only_use(self, parameter: nn.Parameter) -> bool:
+        """Whether the step has no other use of the parameter; False where that is not known."""
+        return self.uses is not None and self.uses[id(parameter)] == 1
+
+    def take_tensors(self) -> list[Tensor]:
+        tensors = [self.leaves[i].detach() for i in self.tensor_places]
+        for i in self.tensor_places:
+            self.leaves[i] = None
+        return tensors
+
+    def activations(self, tensors: tuple[Tensor, ...]) -> Activations:
+        if self.structure is None:
+            activations = Activations(tensors)
+        else:
+            leaves = list(self.leaves)
+            for i, x in zip(self.tensor_places, tensors, strict=True):
+                leaves[i] = x
+            activations = Activations(*tree_unflatten(leaves, self.structure))
+        activations.followed = self.followed
+        return activations
+
+
+class TapFunction(torch.autograd.Function):
+    """Identity on a module's outputs. The parameters are inputs, so the graph shows where they are used."""
+
+    @staticmethod
+    def forward(ctx, record: Record, *tensors: Tensor):
+        outputs = tensors[: record.num_outputs]
+        ctx.record = record
+        ctx.shapes = [(x.shape, x.dtype, x.device) for x in outputs]
+        ctx.save_for_backward(*record.take_tensors())
+        ctx.set_materialize_grads(False)
+        if record.fresh:
+            ctx.mark_dirty(*outputs)
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads: Tensor | None):
+        record, taps = ctx.record, ctx.record.tap.taps
+        nodes = [node for node, _ in ctx.next_functions[record.num_outputs :]]
+        try:
+            wanted = any(node is not None and torch._C._will_engine_execute_node(node) for node in nodes)
+        except RuntimeError as error:
+            raise StateError(
+                f"{record.tap.layer}: torch.autograd.grad() cannot give the gradients of its parameters; "
+                "loss.backward() leaves them in the parameters"
+            ) from error
+        to_parameters: tuple[Tensor | None, ...] = (None,) * len(nodes)
+        if wanted and any(g is not None for g in grads):
+            activations = record.activations(ctx.saved_tensors)
+            backprops = tuple(
+                torch.zeros(s, dtype=t, device=d) if g is None else g
+                for g, (s, t, d) in zip(grads, ctx.shapes, strict=True)
+            )
+            with exact_arithmetic():
+                if taps.enabled:
+                    taps.receive(record, activations, backprops)
+                elif taps.detach:  # hooks are off: the parameters' ordinary gradients
+                    to_parameters = _ordinary_gradients(record, activations, backprops, nodes)
+        return None, *grads, *to_parameters
+
+
+def _ordinary_gradients(record: Record, activations: Activations, backprops: tuple, nodes: list) -> tuple:
+    """Σ_n G_n for the parameters whose AccumulateGrad nodes these are, as autograd itself would give."""
+    factors = record.tap.taps.factors(record, activations, backprops)
+    gradients = []
+    for node in nodes:
+        parameter = getattr(node, "variable", None)
+        factor = factors.get(parameter)
+        if factor is None:
+            gradients.append(None)
+            continue
+        ones = torch.ones(factor.num_samples, device=parameter.device, dtype=torch.float32)
+        gradients.append(factor.weighted_sum(ones).to(parameter.dtype))
+    return tuple(gradients)

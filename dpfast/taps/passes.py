@@ -1,0 +1,52 @@
+"""Which pass runs in this thread: a backward pass, a rule that runs modules again, code that is being compiled."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_local = threading.local()
+
+
+class taps_suspended:
+    """Within it modules run untapped: rules may run them again, which is not part of the model's pass. No generator,
+    because every layer enters it."""
+
+    def __enter__(self) -> None:
+        self._before = suspended()
+        _local.suspended = True
+
+    def __exit__(self, *_: object) -> None:
+        _local.suspended = self._before
+
+
+def never_compiled(function: Callable) -> Callable:
+    """As ``torch.compiler.disable``, which imports much (Triton too), from the time that something is compiled."""
+    disabled: list[Callable] = []
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))
+        return disabled[0](*args, **kwargs)
+
+    call._torchdynamo_disable = True
+    return call
+
+
+def suspended() -> bool:
+    """Whether a rule is running modules again in this thread."""
+    return getattr(_local, "suspended", False)
+
+
+def in_backward() -> int | None:
+    """The backward pass that runs in this thread."""
+    task = torch._C._current_graph_task_id()
+    return None if task == -1 else task

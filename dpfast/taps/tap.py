@@ -1,0 +1,193 @@
+"""Catches one module's activations and backprops on their way.
+
+A tapped module runs with its own parameters detached (unless their ordinary gradient is wanted too), so autograd
+never computes the summed weight gradients that private training throws away. An identity on the module's output
+keeps the inputs through autograd's own saved tensors: activation checkpointing, CPU offload, reuse of a module and
+``retain_graph`` work by themselves, and nothing is left on modules or parameters when no backward follows.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from dpfast.errors import InputError, UnsupportedModuleError
+from dpfast.factors import Factor
+from dpfast.taps.detached import detached_parameters
+from dpfast.taps.node import Record, TapFunction, TappedLayer
+from dpfast.taps.passes import never_compiled, suspended
+from dpfast.taps.registry import (
+    Activations,
+    Rule,
+    find_fault,
+    find_forward,
+    find_rule,
+    makes_fresh_output,
+    owned_modules,
+)
+
+
+class TappedForward:
+    """Stands in a tapped module's ``forward``; an object, so that copies of the module tap the copy."""
+
+    def __init__(self, tap: Tap, replaced: Callable | None):
+        self.tap = tap
+        self.replaced = replaced
+
+    @never_compiled
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.tap.module
+        return self.tap.run(self.replaced or type(module).forward.__get__(module), args, kwargs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.replaced or type(self.tap.module).forward.__get__(self.tap.module))
+
+
+class Tap(TappedLayer):
+    """How one module runs tapped."""
+
+    @property
+    def active(self) -> bool:
+        return self.taps.enabled and torch.is_grad_enabled() and not suspended()
+
+    def run(self, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The module's forward with its output tapped, or as it is where there is nothing to do."""
+        if isinstance(self.module, nn.Embedding) and self.taps.enabled and not suspended():
+            args, kwargs = self._with_whole_batch(args, kwargs)
+        if not self.active:
+            return forward(*args, **kwargs)
+        fault = find_fault(self.module)
+        if fault is not None:
+            return _failing_in_backward(forward(*args, **kwargs), f"{self.layer}: {fault}")
+        owned = owned_modules(self.module)
+        parameters = [p for m in owned for p in m._parameters.values() if p is not None and p.requires_grad]
+        if not parameters:
+            return forward(*args, **kwargs)
+        substitute = find_forward(self.module)
+        if substitute is not None:
+            return substitute(self.module, Pieces(self), *args, **kwargs)
+        with detached_parameters(owned if self.taps.detach else ()):
+            output = forward(*args, **kwargs)
+        rule = find_rule(self.module)
+        inputs = self._bound(forward, args, kwargs)
+        return self.tapped(output, inputs, parameters, fresh=makes_fresh_output(rule), rule=rule)
+
+    def _with_whole_batch(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """An input with a batch of one that the model broadcasts later (``position_ids``), expanded to the batch."""
+        n, dim = self.taps.batch_size(), self.batch_dim
+        leaves, structure = tree_flatten((args, kwargs))
+        tensors = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+        if n is None or n == 1 or len(tensors) != 1 or not self.module.weight.requires_grad:
+            return args, kwargs
+        x = leaves[tensors[0]]
+        ambiguous = x.dim() == 1 and x.shape[0] == n and n > 1 and not self.taps.is_input(x)
+        if ambiguous and bool((x.diff() == 1).all()):
+            raise InputError(
+                f"{self.layer}: its input {tuple(x.shape)} counts up by one and is as long as the batch: positions "
+                "that the model broadcasts, or samples? Give positions as (1, T), samples as an input of the model"
+            )
+        if x.dim() < 2 or x.dim() <= dim or x.shape[dim] != 1:
+            return args, kwargs
+        leaves[tensors[0]] = x.expand(*x.shape[:dim], n, *x.shape[dim + 1 :])
+        return tree_unflatten(leaves, structure)
+
+    def _bound(self, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Keyword arguments moved to their positions, so that rules find the input however it was passed."""
+        if not kwargs:
+            return args, kwargs
+        bound = inspect.signature(forward).bind(*args, **kwargs)
+        return bound.args, bound.kwargs
+
+    def tapped(
+        self,
+        output: Any,
+        inputs: tuple[tuple, dict],
+        parameters: Sequence[nn.Parameter],
+        *,
+        fresh: bool,
+        rule: Rule | None,
+        as_is: bool = False,
+    ) -> Any:
+        """``output`` as it is, with its gradient caught.
+
+        Args:
+            inputs: positional and keyword inputs that the rule needs.
+            parameters: those that the rule answers for.
+            fresh: the output was made afresh and nothing else refers to it.
+            rule: what makes factors of the tensors; None: autograd itself.
+            as_is: the tensors come to the rule as they are, samples in any dimension.
+        """
+        leaves, structure = ([output], None) if isinstance(output, Tensor) else tree_flatten(output)
+        places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point()]
+        if not places:
+            raise UnsupportedModuleError(
+                f"{self.layer}: its output is a {type(output).__name__}, not a tensor or a tuple of tensors, so its "
+                "gradient cannot be followed; return tensors or freeze its parameters"
+            )
+        tensors = [leaves[i] for i in places]
+        if fresh:
+            # It passes on as the tensor itself, no view of it, because an in-place activation may follow.
+            tensors = [torch.ops.aten._unsafe_view(x, x.shape) if x._is_view() else x for x in tensors]
+        record = Record(self, inputs, parameters, num_outputs=len(places), fresh=fresh, rule=rule, as_is=as_is)
+        if record.created_in is None:  # a forward that is repeated in a backward pass has been counted
+            record.uses = self.taps.count_uses(parameters)
+        results = TapFunction.apply(record, *tensors, *parameters)
+        for i, result in zip(places, results, strict=True):
+            leaves[i] = result
+        return leaves[0] if structure is None else tree_unflatten(leaves, structure)
+
+
+class Pieces:
+    """What a forward of ``registry.register_forward`` makes its steps with."""
+
+    def __init__(self, tap: Tap):
+        self._tap = tap
+
+    def __call__(
+        self,
+        rule: Callable[..., Mapping[nn.Parameter, Factor]],
+        function: Callable[..., Any],
+        parameters: Sequence[nn.Parameter | None],
+        *inputs: Any,
+        fresh: bool = True,
+    ) -> Any:
+        """``function(*inputs, *parameters)``, tapped.
+
+        Args:
+            rule: ``rule(parameters, activations, backprops)``, a rule that takes the parameters and finds the
+                tensors laid out as ``function`` has them; what it says of frozen parameters is left out.
+            fresh: the function makes its output afresh and keeps no reference to it.
+        """
+        tap = self._tap
+        detach = tap.taps.detach
+        output = function(*inputs, *(p.detach() if detach and p is not None else p for p in parameters))
+        trainable = [p for p in parameters if p is not None and p.requires_grad]
+        if not trainable:
+            return output
+
+        def of_piece(module: nn.Module, activations: Activations, backprops: Any) -> Mapping[nn.Parameter, Factor]:
+            found = rule(parameters, activations, backprops)
+            return {p: factor for p, factor in found.items() if p is not None and p.requires_grad}
+
+        of_piece.__name__ = rule.__name__
+        return tap.tapped(output, (inputs, {}), trainable, fresh=fresh, rule=of_piece, as_is=True)
+
+
+def _failing_in_backward(output: Any, message: str) -> Any:
+    """The output, whose gradient is an error."""
+
+    def fail(grad: Tensor) -> None:
+        raise UnsupportedModuleError(message)
+
+    followed = [x for x in tree_flatten(output)[0] if isinstance(x, Tensor) and x.requires_grad]
+    if not followed:  # no gradient would come by, but what comes out is not fit for private training either
+        raise UnsupportedModuleError(message)
+    for x in followed:
+        x.register_hook(fail)
+    return output

@@ -1,0 +1,84 @@
+"""Blocks are used again when, and only when, no tensor stands on them."""
+
+import pytest
+import torch
+
+from dpfast.arithmetic import buffers
+
+CPU = torch.device("cpu")
+LARGE = (buffers.SMALLEST // 4 + 1,)
+
+
+@pytest.fixture(autouse=True)
+def _no_blocks():
+    buffers.release()
+    before = len(buffers._blocks)
+    yield
+    buffers.release()
+    assert len(buffers._blocks) == before
+
+
+def test_a_block_is_used_again_once_its_tensor_is_gone():
+    x = buffers.empty(LARGE, torch.float32, CPU)
+    place = x.data_ptr()
+    del x
+    assert buffers.empty(LARGE, torch.float32, CPU).data_ptr() == place
+
+
+def test_a_view_keeps_the_block():
+    x = buffers.empty((2, *LARGE), torch.float32, CPU).fill_(1.0)
+    view = x.detach()[1:]
+    del x
+    y = buffers.empty((2, *LARGE), torch.float32, CPU).fill_(2.0)
+    assert (view == 1.0).all() and (y == 2.0).all()
+
+
+def test_batches_that_grow_do_not_pile_up_blocks():
+    before = len(buffers._blocks)
+    for n in range(1, 40):
+        tensors = [buffers.empty((n, *LARGE), torch.float32, CPU) for _ in range(3)]
+        assert len(buffers._blocks) - before <= 3
+        assert len({x.data_ptr() for x in tensors}) == 3
+        del tensors
+
+
+def test_sizes_that_take_turns_keep_their_blocks(monkeypatch):
+    """As layers do whose gradients are copied away one by one."""
+    sizes = [(16, *LARGE), (3, *LARGE), (16, *LARGE), (9, *LARGE)]
+    for n in sizes:
+        buffers.empty(n, torch.float32, CPU)
+    monkeypatch.setattr(buffers, "_new_block", None)
+    for _ in range(3):
+        for n in sizes:
+            buffers.empty(n, torch.float32, CPU)
+
+
+def test_idle_blocks_are_given_back_in_the_end():
+    before = sum(map(len, buffers._blocks))
+    for n, together in ((100, 1), (33, 3), (11, 9), (3, 33), (100, 1)):
+        in_use = [buffers.empty((n, *LARGE), torch.float32, CPU) for _ in range(together)]
+        assert sum(map(len, buffers._blocks)) - before <= 2 * buffers._HEADROOM * 100 * in_use[0][0].nbytes
+        del in_use
+
+
+def test_idle_blocks_make_room_where_memory_is_short(monkeypatch):
+    new_block, others = buffers._new_block, len(buffers._blocks)
+
+    def short_of_memory(size):
+        if len(buffers._blocks) > others:
+            raise MemoryError("no room")
+        return new_block(size)
+
+    buffers.empty(LARGE, torch.float32, CPU)
+    monkeypatch.setattr(buffers, "_new_block", short_of_memory)
+    x = buffers.empty((9, *LARGE), torch.float32, CPU)
+    with pytest.raises(MemoryError):
+        buffers.empty(LARGE, torch.float32, CPU)
+    assert x.fill_(1.0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(), (0, 5), (3, 5), (2, 1024, 1024)])
+def test_shapes_and_dtypes(shape, dtype):
+    x = buffers.empty(shape, dtype, CPU)
+    assert x.shape == torch.Size(shape) and x.dtype == dtype and x.is_contiguous()

@@ -1,0 +1,52 @@
+"""The choice of way: pure arithmetic."""
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from dpfast.arithmetic import bounds, cost
+from dpfast.factors import OuterProduct
+
+
+@pytest.mark.parametrize(
+    ("t", "d", "p", "way"),
+    [
+        (1, 4096, 4096, "rank_one"),
+        (0, 8, 8, "rank_one"),
+        (256, 4096, 4096, "gram"),
+        (8192, 1024, 1024, "direct"),
+        (1024, 4096, 16, "direct"),  # LoRA
+        (8, 4096, 16, "gram"),
+        (1024, 27, 64, "direct"),  # a convolution's windows
+    ],
+)
+def test_ways(t, d, p, way):
+    assert cost.norm_way(t, d, p) == way
+
+
+@settings(derandomize=True, max_examples=300)
+@given(st.integers(2, 10**5), st.integers(1, 10**5), st.integers(1, 10**5))
+def test_the_way_is_the_cheapest_that_is_tight(t, d, p):
+    way = cost.norm_way(t, d, p)
+    flops = {w: cost.norm_flops(w, t, d, p) for w in ("gram", "direct")}
+    assert flops[way] == min(flops.values()) or cost.gram_slack(t, d, p) > cost.MAX_GRAM_SLACK
+    assert cost.norm_way(t, p, d) == way
+
+
+def test_crossover_is_where_the_flops_are_equal():
+    d = p = 512
+    crossover = 2 * d * p // (d + p) - bounds.GRAM_TILE  # the diagonal's tiles are computed whole
+    assert cost.norm_way(crossover - 1, d, p) == "gram"
+    assert cost.norm_way(crossover + 1, d, p) == "direct"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_keeping_stays_within_its_budget(dtype):
+    kept = 0
+    for t, d, p in [(128, 256, 1024), (1024, 128, 128), (1, 10, 10), (17, 64, 192), (256, 4096, 8)]:
+        factor = OuterProduct(torch.zeros(2, t, d, dtype=dtype), torch.zeros(2, t, p, dtype=dtype))
+        if factor.keeps:
+            kept += 1
+            assert factor.kept().values.nbytes <= cost.KEEP_RATIO * factor.nbytes
+    assert kept and not cost.keeps(1, 0, 1) and cost.keeps(2, 1, 1) and not cost.keeps(2, 2, 1)

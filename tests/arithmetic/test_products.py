@@ -1,0 +1,87 @@
+"""Products of batches: right, the same bits in every batch, and by oneDNN where it is the faster way."""
+
+import pytest
+import torch
+
+from dpfast.arithmetic import products, reference
+from dpfast.testing import relative_error
+
+SHAPES = [(128, 64, 640), (256, 256, 65), (64, 1030, 64)]  # (r, k, c), each worth a call of oneDNN
+
+
+@pytest.fixture(params=["as chosen", "oneDNN", "MKL"])
+def backend(request, monkeypatch):
+    if request.param == "oneDNN":
+        if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
+            pytest.skip("this torch has no oneDNN")
+        monkeypatch.setattr(products, "_mkl_is_slow", lambda: True)
+    if request.param == "MKL":
+        monkeypatch.setattr(products, "_mkl_is_slow", lambda: False)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_products(backend, shape):
+    r, k, c = shape
+    torch.manual_seed(0)
+    x, y = torch.randn(5, k, r).mT, torch.randn(5, k, c)
+    truth = x.double() @ y.double()
+    whole = products.batched(x, y, scale=3.0)
+    assert relative_error(whole, 3 * truth) <= 1e-6
+    added = products.batched(x, y, add_to=whole.clone(), scale=2.0)
+    assert relative_error(added, 5 * truth) <= 1e-6
+    for n in range(5):
+        alone = products.batched(x[n : n + 1].clone(), y[n : n + 1].clone(), scale=3.0)
+        assert torch.equal(alone[0], whole[n])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "shape", [(8, 256, 256), (704, 256, 8), (5, 127, 333), (15, 64, 1024), (3, 256, 645), (762, 256, 1)]
+)
+def test_narrow_products(shape, dtype):
+    """Like LoRA's: the same bits in any company, whatever lies around a sample in memory."""
+    r, k, c = shape
+    torch.manual_seed(0)
+    x, y = torch.randn(11, k, r + 3, dtype=dtype)[..., 1 : r + 1].mT, torch.randn(11, k, c, dtype=dtype)
+    whole = products.batched(x, y)
+    assert whole.is_contiguous()
+    assert relative_error(whole, x.double() @ y.double()) <= 1e-6
+    assert relative_error(products.batched(x, y, scale=2.0, add_to=whole.clone()), 3 * whole) <= 1e-6
+    for n in range(1, 12):
+        company = torch.randperm(11)[:n]
+        assert torch.equal(products.batched(x[company], y[company]), whole[company])
+        assert torch.equal(products.batched(x[-n:], y[-n:]), whole[-n:])
+
+
+def test_narrow_products_of_bad_samples():
+    x, y = torch.ones(6, 8, 256), torch.ones(6, 256, 256)
+    clean = products.batched(x, y)
+    x[2], y[5, 0] = float("nan"), float("inf")
+    found = products.batched(x, y)
+    for n in (0, 1, 3, 4):
+        assert torch.equal(found[n], clean[n])
+    assert found[2].isnan().all() and found[5].isinf().all()
+
+
+@pytest.mark.parametrize(("d", "p"), [(70, 300), (300, 70)])
+def test_weighted_sum_a_workspace_at_a_time(backend, monkeypatch, d, p):
+    monkeypatch.setattr(reference, "WORKSPACE_BYTES", 0)  # so 1024 rows
+    torch.manual_seed(0)
+    a, b, c = torch.randn(9, 250, d), torch.randn(9, 250, p), torch.rand(9)
+    a[4], b[5, 3], c[4:6] = float("nan"), float("inf"), 0.0
+    kept = [n for n in range(9) if n not in (4, 5)]
+    truth = torch.einsum("n,ntp,ntd->pd", c[kept].double(), b[kept].double(), a[kept].double())
+    before = a.clone(), b.clone()
+    found = reference.weighted_sum(a, b, c)
+    assert found.is_contiguous() and relative_error(found, truth) <= 1e-6
+    assert torch.equal(a.nan_to_num(), before[0].nan_to_num()) and torch.equal(b, before[1])
+
+
+def test_only_what_gains_goes_to_onednn(monkeypatch):
+    monkeypatch.setattr(products, "_mkl_is_slow", lambda: True)
+    like = torch.ones(1)
+    assert products.by_onednn(256, 128, 256, like)
+    assert not products.by_onednn(64, 64, 64, like)
+    assert not products.by_onednn(8, 4096, 4096, like)
+    assert not products.by_onednn(256, 128, 256, like.double())
+    assert not products.by_onednn(256, 128, 256, like.to("meta"))

@@ -1,0 +1,45 @@
+"""Counting what was dropped, and no wait for a GPU in a step."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from cases import example, mean_loss
+
+import dpfast
+from dpfast.errors import DpfastWarning
+from dpfast.modes.dropped import DroppedSamples
+
+
+def test_counts_add_up_and_warn_once():
+    dropped = DroppedSamples()
+    finite = torch.ones(3, dtype=torch.float64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dropped.add(finite.unsqueeze(0))
+        dropped.add(finite[:0].unsqueeze(0))
+    bad = torch.tensor([[1.0, torch.inf, 2.0], [torch.nan, torch.inf, 2.0]])  # one norm a parameter
+    with pytest.warns(DpfastWarning, match="2 of 3 samples"):
+        dropped.add(bad)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dropped.add(bad[:1])
+    assert dropped.count == copy.deepcopy(dropped).count == 3
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", ["transformer", "mlp"])
+def test_a_step_does_not_wait_for_the_gpu(name):
+    model, x, y = example(name)
+    model, x, y = model.cuda(), x.cuda(), y.cuda()
+    wrapped = dpfast.GradSampleModuleFastGradientClipping(model, max_grad_norm=1.0)
+    mean_loss(wrapped, x, y).backward()  # kernels are compiled here
+    wrapped.zero_grad()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        mean_loss(wrapped, x, y).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert wrapped.nonfinite_samples == 0

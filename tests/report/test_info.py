@@ -1,0 +1,24 @@
+"""What info says of the machine."""
+
+import os
+import subprocess
+import sys
+
+
+def test_info_command_says_which_backend_and_why():
+    out = subprocess.check_output([sys.executable, "-m", "dpfast", "info"], text=True)
+    assert "torch" in out
+    assert "backend" in out
+    assert "because" in out
+
+
+def test_broken_triton_means_reference_and_info_says_why(tmp_path):
+    (tmp_path / "triton.py").write_text("raise ImportError('broken on purpose')\n")
+    code = (
+        "import dpfast, torch; print(dpfast.info()['cpu'])\n"
+        "print(dpfast.ops.sq_norm(torch.ones(1, 2), torch.ones(1, 2)))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    out = subprocess.check_output([sys.executable, "-c", code], text=True, env=environment)
+    assert "broken on purpose" in out
+    assert "4." in out
