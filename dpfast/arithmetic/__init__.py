@@ -8,7 +8,7 @@ of the proofs (docs/bounds.md), ``cost`` those of the choice of way.
 from dpfast.arithmetic import bounds, buffers, cost, ops, products, reference, sums
 from dpfast.arithmetic.backends import backend_report
 from dpfast.arithmetic.bounds import SquaredNorm
-from dpfast.arithmetic.precision import accumulating_dtype, exact_arithmetic, smallest_normal
+from dpfast.arithmetic.precision import accumulating_dtype, exact_arithmetic, smallest_normal, towards_zero
 from dpfast.arithmetic.reference_norms import ProductError, gram_tile
 
 __all__ = [
@@ -26,4 +26,5 @@ __all__ = [
     "reference",
     "smallest_normal",
     "sums",
+    "towards_zero",
 ]

@@ -121,7 +121,8 @@ def rank_one(sq_a: Tensor, sq_b: Tensor, *, d: int, p: int, width: int, dtype: t
     """Bound of ‖a‖²‖b‖² from computed squared norms of rows of ``d`` and ``p`` entries."""
     upper_a = dense(sq_a, width=min(d, width), numel=d, dtype=dtype).upper
     upper_b = dense(sq_b, width=min(p, width), numel=p, dtype=dtype).upper
-    return SquaredNorm(sq_a * sq_b, upper_a * upper_b * (1.0 + 2.0**-40))
+    # The product of two squares may be below all numbers of fp64, where the norm itself is not.
+    return SquaredNorm(sq_a * sq_b, upper_a * upper_b * (1.0 + 2.0**-40) + smallest_normal(torch.float64))
 
 
 def gram(

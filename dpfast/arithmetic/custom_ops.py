@@ -12,7 +12,7 @@ from torch import Tensor
 from dpfast.arithmetic import kernel_norms, reference, reference_norms
 from dpfast.arithmetic.backends import choose_backend
 from dpfast.arithmetic.kernel_norms import import_kernels
-from dpfast.arithmetic.precision import accumulating_dtype, exact_arithmetic
+from dpfast.arithmetic.precision import accumulating_dtype, exact_arithmetic, towards_zero
 
 
 def _grad_sample(
@@ -73,7 +73,7 @@ def _weighted_sum(
         if backend == "triton":
             kernels, _ = import_kernels()
             result = kernels.weighted_sum(
-                unit_last_stride(activations), unit_last_stride(backprops), coefficients.float(), bias=bias
+                unit_last_stride(activations), unit_last_stride(backprops), towards_zero(coefficients, torch.float32), bias=bias
             )
             return result.weight, result.bias if bias else activations.new_empty(0)
         weight = reference.weighted_sum(activations, backprops, coefficients)

@@ -201,8 +201,8 @@ def weighted_sum(
 
     Args:
         activations, backprops: as in :func:`grad_sample`.
-        coefficients: c (N,), e.g. clip factors. A sample with c_n = 0 adds exactly nothing, even where it holds
-            inf or NaN.
+        coefficients: c (N,), e.g. clip factors; rounded towards zero to the dtype that accumulates. A sample with
+            c_n = 0 adds exactly nothing, even where it holds inf or NaN.
         bias: also return w.
 
     Returns:

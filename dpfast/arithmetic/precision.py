@@ -30,6 +30,14 @@ def accumulating_dtype(*tensors: Tensor) -> torch.dtype:
     return torch.float32
 
 
+def towards_zero(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x`` in ``dtype``, no entry larger than it was: what a clip factor is rounded with, subnormal ones included."""
+    if x.dtype.itemsize <= dtype.itemsize:
+        return x.to(dtype)
+    rounded = x.to(dtype)
+    return torch.where(rounded.to(x.dtype).abs() > x.abs(), rounded.nextafter(rounded.new_zeros(())), rounded)
+
+
 def unit_roundoff(dtype: torch.dtype) -> float:
     """u of the dtype that accumulates."""
     return 2.0**-53 if dtype == torch.float64 else 2.0**-24

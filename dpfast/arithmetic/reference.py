@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dpfast.arithmetic import bounds, products
-from dpfast.arithmetic.precision import accumulating_dtype
+from dpfast.arithmetic.precision import accumulating_dtype, towards_zero
 
 WORKSPACE_BYTES = 32 * 2**20
 """The most that a norm may hold in intermediate results at one time."""
@@ -78,7 +78,7 @@ def weighted_sum(activations: Tensor, backprops: Tensor, coefficients: Tensor) -
     """``Σ_n c_n Σ_t b_nt a_ntᵀ`` of shape (P, D); a sample with c_n = 0 adds exactly nothing, whatever it holds."""
     dtype = accumulating_dtype(activations, backprops)
     activations, backprops = activations.to(dtype), backprops.to(dtype)
-    c = coefficients.to(dtype)
+    c = towards_zero(coefficients, dtype)
     if _drops_samples(c):
         activations, backprops = (_without_dropped(x, c) for x in (activations, backprops))
     c = c[:, None, None]
@@ -120,7 +120,7 @@ def weighted_rows(blocks: Sequence[Tensor], coefficients: Tensor) -> Tensor:
     """``Σ_n c_n v_n`` for values (N, ...) in blocks of samples, at least one; a sample with c_n = 0 adds exactly
     nothing, whatever it holds."""
     dtype, total = accumulating_dtype(blocks[0]), None
-    weights = coefficients.to(dtype)
+    weights = towards_zero(coefficients, dtype)
     masks = _drops_samples(weights)
     for values, c in zip(blocks, weights.split([len(v) for v in blocks]), strict=True):
         values = values.to(dtype).reshape(len(values), values.shape[1:].numel())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dpfast.arithmetic import SquaredNorm, accumulating_dtype, bounds, sums
+from dpfast.arithmetic import SquaredNorm, accumulating_dtype, bounds, sums, towards_zero
 from dpfast.factors.dense import Dense, Factor
 
 
@@ -86,7 +86,7 @@ class Lookup:
 
     def weighted_sum(self, coefficients: Tensor) -> Tensor:
         rows = self.rows()
-        c = coefficients.to(rows.dtype)[:, None, None]
+        c = towards_zero(coefficients, rows.dtype)[:, None, None]
         scaled = (rows * c).masked_fill(c == 0, 0.0)
         padding = -1 if self.padding_idx is None else self.padding_idx
         return torch.ops.aten.embedding_dense_backward(scaled, self.indices, self.shape[0], padding, False)

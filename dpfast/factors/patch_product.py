@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpfast.arithmetic import SquaredNorm, accumulating_dtype, bounds, buffers, cost, products, reference, sums
+from dpfast.arithmetic import SquaredNorm, accumulating_dtype, bounds, buffers, cost, products, reference, sums, towards_zero
 from dpfast.factors.dense import Dense, Factor, InBlocks
 from dpfast.factors.outer_product import OuterProduct
 
@@ -201,7 +201,7 @@ class PatchProduct:
 
     def weighted_sum(self, coefficients: Tensor) -> Tensor:
         dtype = accumulating_dtype(self.image, self.rows)
-        c = coefficients.to(dtype).view(-1, *[1] * (self.rows.dim() - 1))
+        c = towards_zero(coefficients, dtype).view(-1, *[1] * (self.rows.dim() - 1))
         rows = (self.rows.to(dtype) * c).masked_fill(c == 0, 0.0)
         image = self.image.to(dtype).masked_fill(c == 0, 0.0)
         if self.num_samples == 0:

@@ -13,7 +13,10 @@ from torch import Tensor
 from dpfast.errors import InputError, StateError
 
 _ROUNDED_DOWN = 1.0 - 2.0**-22
-"""Covers the roundings of a factor (to fp32, and times N), so that they never let a sample grow beyond C."""
+"""Covers the rounding to fp32 of a factor's product with a gradient; the factor itself is rounded towards zero."""
+
+_LARGEST = 2.0**64
+"""Where a clipper scales up without end, a factor stops here: times N it must be finite in fp32."""
 
 
 class NormClipper(ABC):
@@ -156,8 +159,8 @@ class AutomaticClipper(ConstantFlatClipper):
 def clip_factors(clipper: NormClipper, norms: Sequence[Tensor]) -> list[Tensor]:
     """The clipper's factors, lowered where a sample would exceed its threshold.
 
-    Formal guarantee: for every returned factor c, also once it is rounded to fp32 and multiplied by N,
-    ``c · norm ≤ threshold``; a norm that is inf or NaN gets 0.
+    Formal guarantee: for every returned factor c, in fp64, ``c · norm ≤ threshold``, also once it is multiplied by N
+    and rounded towards zero (``arithmetic.towards_zero``); a norm that is inf or NaN gets 0.
 
     Args:
         norms: (N,) upper bounds of the exact norms, as in :meth:`NormClipper.calc_clipping_factors`.
@@ -180,8 +183,10 @@ def safe_factors(factors: Tensor, norms: Tensor, threshold: float) -> Tensor:
     norms, factors = norms.double(), factors.double()
     most = threshold * _ROUNDED_DOWN / norms
     most = torch.where(norms <= threshold, most.clamp(min=1.0), most)  # 1 is exact: nothing is rounded
-    safe = torch.minimum(factors, most).clamp(min=0.0)
-    return torch.where(torch.isfinite(norms) & torch.isfinite(factors), safe, 0.0)
+    safe = torch.minimum(factors, most).clamp(min=0.0, max=_LARGEST)
+    # Below the smallest normal number a factor's own rounding would be as large as itself.
+    fit = torch.isfinite(norms) & torch.isfinite(factors) & (safe >= torch.finfo(torch.float64).tiny)
+    return torch.where(fit, safe, 0.0)
 
 
 class ClipFactors(Tensor):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from dpfast.arithmetic import SquaredNorm
+from dpfast.arithmetic import SquaredNorm, towards_zero
 from dpfast.errors import InputError, StateError
 from dpfast.factors import Dense, Factor, Waiting, merge, sq_norms
 from dpfast.modes.accumulation import Left, leave, left_in
@@ -195,8 +195,8 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
         if clips_alone and entry.closed:
             limit = self._norm_clipper.flat_values[self._places[parameter]]
             norm = entry.norm.upper.sqrt() * self._scale(step)
-            factors = safe_factors((limit / norm).clamp(max=1.0), norm, limit).float()
-            entry.clip(factor, factors.double() * self._scale(step))
+            factors = safe_factors((limit / norm).clamp(max=1.0), norm, limit)
+            entry.clip(factor, factors * self._scale(step))
 
     def on_finish(self, step: Step) -> None:
         if not step.gathered:  # nothing has come by
@@ -214,13 +214,14 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
         if clipper.is_per_layer:
             unused = torch.zeros_like(self._norms.upper)
             norms = [unused if e is None else e.norm.upper.to(unused.device).sqrt() * scale for e in entries]
-            factors = [f.float() for f in clip_factors(clipper, norms)]
-            self._clip_factors = torch.stack(factors) if factors else unused.float()
-            coefficients = [f.double() * scale for f in factors]
+            factors = clip_factors(clipper, norms)
+            self._clip_factors = towards_zero(torch.stack(factors) if factors else unused, torch.float32)
+            coefficients = [f * scale for f in factors]
         else:
             norms = [self._norms.upper.sqrt()]
-            self._clip_factors = clip_factors(clipper, norms)[0].float()
-            coefficients = [self._clip_factors.double() * scale] * len(entries)
+            (factors,) = clip_factors(clipper, norms)
+            self._clip_factors = towards_zero(factors, torch.float32)
+            coefficients = [factors * scale] * len(entries)
         if norms:
             self._dropped.add(torch.stack(norms))
         if self.passes == 1:
@@ -245,9 +246,9 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
             self.check_accumulation()
         for p, entry in zip(self._places, entries, strict=True):
             if p.grad is None:
-                p.grad = torch.zeros_like(p) if entry is None else entry.total.to(p.dtype)
+                p.grad = torch.zeros_like(p) if entry is None else towards_zero(entry.total, p.dtype)
             elif entry is not None:
-                p.grad += entry.total
+                p.grad.copy_(towards_zero(p.grad + entry.total, p.dtype))
         passes, sensitivity = (before.passes, before.sensitivity) if before is not None else (0, 0.0)
         leave(self._places, Left(passes + 1, max(sensitivity, self.sensitivity)))
 
