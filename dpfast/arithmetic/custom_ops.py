@@ -73,7 +73,10 @@ def _weighted_sum(
         if backend == "triton":
             kernels, _ = import_kernels()
             result = kernels.weighted_sum(
-                unit_last_stride(activations), unit_last_stride(backprops), towards_zero(coefficients, torch.float32), bias=bias
+                unit_last_stride(activations),
+                unit_last_stride(backprops),
+                towards_zero(coefficients, torch.float32),
+                bias=bias,
             )
             return result.weight, result.bias if bias else activations.new_empty(0)
         weight = reference.weighted_sum(activations, backprops, coefficients)

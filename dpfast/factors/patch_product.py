@@ -8,7 +8,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpfast.arithmetic import SquaredNorm, accumulating_dtype, bounds, buffers, cost, products, reference, sums, towards_zero
+from dpfast.arithmetic import (
+    SquaredNorm,
+    accumulating_dtype,
+    bounds,
+    buffers,
+    cost,
+    products,
+    reference,
+    sums,
+    towards_zero,
+)
 from dpfast.factors.dense import Dense, Factor, InBlocks
 from dpfast.factors.outer_product import OuterProduct
 

@@ -15,12 +15,21 @@ from dpfast.errors import DpfastWarning
 class DroppedSamples:
     """How many samples had a gradient norm of inf or NaN; the first of them raise a warning.
 
+    Args:
+        message: of the warning, with {count} and {n}.
+
     On a CPU a step's count is known at once. On a GPU it is copied to the host behind the step's work and read when
     it has arrived, a step or two later, or when :attr:`count` is asked for. A step captured in a CUDA graph is not
     counted, because a replay runs no Python.
     """
 
-    def __init__(self) -> None:
+    message = (
+        "{count} of {n} samples have a gradient norm that is inf or NaN; they are dropped from the clipped sum (clip "
+        "factor 0). model.nonfinite_samples counts them from here on."
+    )
+
+    def __init__(self, message: str | None = None) -> None:
+        self.message = message or self.message
         self._count = 0
         self._on_the_way: deque[tuple[torch.cuda.Event, Tensor, int]] = deque()
 
@@ -54,8 +63,7 @@ class DroppedSamples:
     def _arrived(self, count: int, n: int) -> None:
         if count and not self._count:
             warnings.warn(
-                f"{count} of {n} samples have a gradient norm that is inf or NaN; they are dropped from the clipped "
-                "sum (clip factor 0). model.nonfinite_samples counts them from here on.",
+                self.message.format(count=count, n=n),
                 DpfastWarning,
                 stacklevel=4,
             )
@@ -63,4 +71,4 @@ class DroppedSamples:
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles carry the count."""
-        return {"_count": self.count, "_on_the_way": deque()}
+        return {**self.__dict__, "_count": self.count, "_on_the_way": deque()}

@@ -20,6 +20,7 @@ from dpfast.modes.clippers import (
 )
 from dpfast.modes.dropped import DroppedSamples
 from dpfast.modes.grad_sample_module import GradSampleModule
+from dpfast.modes.second_pass import FirstPass, SecondPass
 from dpfast.modes.steps import Step
 
 
@@ -35,6 +36,13 @@ def create_norm_sample(*, param: nn.Parameter, grad_sample: Tensor, max_batch_le
         return
     value = Dense(grad_sample).sq_norm().value.sqrt()
     param._norm_sample = value if grad_sample.dtype == torch.float64 else value.float()
+
+
+_SUMS_OF_ZEROS = (
+    "the second backward pass of {count} samples was not that of Σ_n c_n loss_n, or did not repeat the first, whose "
+    "norms were taken: its clipped sums are zeros. Give (factors * losses).sum(), make the model deterministic, or "
+    "take passes=1"
+)
 
 
 class GradSampleModuleFastGradientClipping(GradSampleModule):
@@ -98,10 +106,12 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
         self.use_ghost_clipping = use_ghost_clipping
         self.passes = passes
         self._dropped = DroppedSamples()
+        self._at_fault = DroppedSamples(_SUMS_OF_ZEROS)
         self._norm_clipper = norm_clipper
         self._places: dict[nn.Parameter, int] = {}
         self._norms: SquaredNorm | None = None
         self._clip_factors: Tensor | None = None
+        self._first = FirstPass()
 
     # --- what the last backward pass left ---
 
@@ -123,7 +133,10 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
                 of any shape but (N,).
         """
         self._last_norms()
-        return self._clip_factors.as_subclass(ClipFactors) if self.passes == 2 else self._clip_factors
+        if self.passes == 1:
+            return self._clip_factors
+        self._first.asked = True
+        return self._clip_factors.as_subclass(ClipFactors)
 
     @property
     def per_sample_gradient_norms(self) -> Tensor:
@@ -175,6 +188,9 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
         if not step.gathered:
             self._start_step()
         entry = step.gathered.setdefault(parameter, _Gathered())
+        if step.second is not None:
+            entry.add(factor.weighted_sum(step.second.first.weights.to(parameter.device)))
+            return
         if entry.closed:
             raise StateError(
                 f"parameter {self._name(parameter)} was used again after its norm had been taken; in one backward "
@@ -201,6 +217,9 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
     def on_finish(self, step: Step) -> None:
         if not step.gathered:  # nothing has come by
             self._start_step()
+        if step.second is not None:
+            self._finish_second(step, step.second)
+            return
         if step.waiting is not None:
             step.waiting.take()
         scale, clipper = self._scale(step), self._clipper()
@@ -224,11 +243,30 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
             coefficients = [factors * scale] * len(entries)
         if norms:
             self._dropped.add(torch.stack(norms))
-        if self.passes == 1:
-            for entry, own in zip(entries, coefficients, strict=True):
-                if entry is not None and entry.total is None:
-                    entry.clip(entry.factors.pop(), own)
-            self._leave_sums(entries)
+        if step.first is not None:
+            self._first = step.first
+            self._first.weights = coefficients[0] if coefficients else factors
+            return
+        for entry, own in zip(entries, coefficients, strict=True):
+            if entry is not None and entry.total is None:
+                entry.clip(entry.factors.pop(), own)
+        self._leave_sums(entries)
+
+    def _finish_second(self, step: Step, second: SecondPass) -> None:
+        """``p.grad += Σ_n c_n g_n`` where the second pass has repeated the first; else nothing is released."""
+        faults = second.faults()
+        if second.first.weights.device.type == "cpu":
+            for fault, is_so in faults.items():
+                if is_so:
+                    raise StateError(fault)
+        elif faults:  # nobody waits for the device: the sums become zeros, and a warning tells when it has arrived
+            at_fault = torch.stack([x.to(second.first.weights.device) for x in faults.values()]).any()
+            self._at_fault.add(torch.where(at_fault, torch.nan, second.first.weights))
+            for entry in step.gathered.values():
+                entry.total = entry.total.masked_fill(at_fault.to(entry.total.device), 0.0)
+        for p in self._places:
+            if p in step.gathered:
+                _add_to_grad(p, step.gathered[p].total)
 
     def _start_step(self) -> None:
         """What is trainable may change between steps."""
@@ -245,10 +283,10 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
         if before is not None:
             self.check_accumulation()
         for p, entry in zip(self._places, entries, strict=True):
-            if p.grad is None:
-                p.grad = torch.zeros_like(p) if entry is None else towards_zero(entry.total, p.dtype)
-            elif entry is not None:
-                p.grad.copy_(towards_zero(p.grad + entry.total, p.dtype))
+            if entry is not None:
+                _add_to_grad(p, entry.total)
+            elif p.grad is None:
+                p.grad = torch.zeros_like(p)
         passes, sensitivity = (before.passes, before.sensitivity) if before is not None else (0, 0.0)
         leave(self._places, Left(passes + 1, max(sensitivity, self.sensitivity)))
 
@@ -269,9 +307,21 @@ class _Gathered:
         else:
             self.norm = result
 
+    def add(self, total: Tensor) -> None:
+        """The clipped sum of one use more."""
+        self.total = total if self.total is None else self.total + total
+
     def clip(self, factor: Factor, coefficients: Tensor) -> None:
         """Takes the clipped sum; what the factor keeps is freed with it."""
         self.total = factor.weighted_sum(coefficients.to(self.norm.upper.device))
+
+
+def _add_to_grad(parameter: nn.Parameter, total: Tensor) -> None:
+    """``p.grad += total``, rounded once; to 16 bits towards zero, so that rounding makes no gradient larger."""
+    if parameter.grad is None:
+        parameter.grad = towards_zero(total, parameter.dtype)
+    else:
+        parameter.grad.copy_(towards_zero(parameter.grad + total, parameter.dtype))
 
 
 def _check_clipper(norm_clipper: NormClipper | None, module: nn.Module, passes: int) -> None:

@@ -62,6 +62,7 @@ class GradSampleModule(nn.Module):
     GRAD_SAMPLERS: ClassVar[dict] = registry.GRAD_SAMPLERS
     NORM_SAMPLERS: ClassVar[dict] = registry.NORM_SAMPLERS
     _detach = False
+    passes = 1
 
     def __init__(
         self,

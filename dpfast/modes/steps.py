@@ -16,14 +16,19 @@ import torch
 from torch import nn
 
 from dpfast.factors import Factor
+from dpfast.modes.second_pass import FirstPass, SecondPass
 from dpfast.taps import in_backward
 
 
 class Step:
     """What one backward pass has gathered."""
 
-    def __init__(self, batch_size: int | None) -> None:
+    def __init__(
+        self, batch_size: int | None, *, first: FirstPass | None = None, second: SecondPass | None = None
+    ) -> None:
         self.batch_size = batch_size  # of the model's input; None: not known
+        self.first = first  # where this is the first of two passes
+        self.second = second  # where it is the second
         self.num_samples: int | None = None  # that the layers saw
         self.first_layer = ""
         self.gathered: dict[nn.Parameter, Any] = {}
@@ -31,7 +36,13 @@ class Step:
 
 
 class Mode(Protocol):
-    """Which verb is called and when."""
+    """Which verb is called and when.
+
+    Attributes:
+        passes: 2 where a second backward pass repeats the first and sums.
+    """
+
+    passes: int
 
     def on_factor(self, step: Step, parameter: nn.Parameter, factor: Factor, only_use: bool) -> None:
         """A use of the parameter has been differentiated; ``only_use``: the step has no other one."""
@@ -52,12 +63,19 @@ class Steps:
         """The step of the backward pass that runs in this thread."""
         return self._running.get(in_backward())
 
-    def open(self, batch_size: int | None, finish: Callable[[Step], None]) -> Step:
-        """A step for the backward pass that runs in this thread; ``finish`` is called at its end."""
-        step = self._running[in_backward()] = Step(batch_size)
+    def open(self, step: Step, finish: Callable[[Step], None]) -> Step:
+        """Makes it that of the backward pass that runs in this thread; ``finish`` is called at its end."""
+        self._running[in_backward()] = step
         # The callback's reference is the one that keeps the step alive.
         torch.autograd.Variable._execution_engine.queue_callback(lambda: finish(step))
         return step
+
+    def second(self) -> bool:
+        """Whether the backward pass that runs in this thread is the second of two."""
+        if not self._running or in_backward() is None:
+            return False
+        step = self.repeating(in_backward())
+        return step is not None and step.second is not None
 
     def repeating(self, backward: int | None) -> Step | None:
         """The step whose backward pass, of that number or with it nested inside, repeats a forward (checkpointing);

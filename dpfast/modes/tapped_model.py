@@ -22,6 +22,7 @@ from dpfast.errors import DpfastError, InputError, StateError, UnsupportedModule
 from dpfast.factors import Factor
 from dpfast.modes.guards import Guards
 from dpfast.modes.scalar_loss import check_losses
+from dpfast.modes.second_pass import FirstPass, Output, SecondPass
 from dpfast.modes.steps import Mode, Step, Steps
 from dpfast.rules import functorch
 from dpfast.taps import (
@@ -76,7 +77,7 @@ class TappedModel:
 
     def _for_this_process(self) -> None:
         """What hangs on this model's own parameters and backward passes."""
-        self._guards = Guards(self.model, lambda: self.enabled)
+        self._guards = Guards(self.model, lambda: self.active)
         self._steps = Steps()
 
     def add(self) -> None:
@@ -164,7 +165,7 @@ class TappedModel:
             return
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(partial(self._on_output_grad, batch_size))
+                leaf.register_hook(partial(self._on_output_grad, Output(batch_size, self.batch_dim)))
 
     def batch_size(self) -> int | None:
         """How many samples the first tensor of the model's input has; None where the model's own forward is not
@@ -194,9 +195,33 @@ class TappedModel:
 
     # --- steps ---
 
-    def _on_output_grad(self, batch_size: int | None, grad: Tensor) -> None:
-        if self.enabled and self._steps.here() is None:
-            self._steps.open(batch_size, self._finish)
+    @property
+    def active(self) -> bool:
+        """Whether taps catch what comes by: hooks are on, or a second backward pass repeats one that was tapped."""
+        return self.enabled or self._steps.second()
+
+    def _on_output_grad(self, output: Output, grad: Tensor) -> Tensor | None:
+        """Returns what goes on in the gradient's place, if anything."""
+        step = self._steps.here()
+        if self.enabled:
+            step = step or self._open(output.batch_size)
+            if step.first is not None:
+                output.first, output.grad = step.first, grad
+            return None
+        if output.first is None or not output.first.asked:
+            return None  # hooks are off, and an ordinary gradient is wanted
+        if step is None:
+            step = self._steps.open(Step(output.batch_size, second=SecondPass(output.first)), self._finish)
+        if step.second is None or step.second.first is not output.first:
+            raise StateError("the second backward pass goes through two first ones; call it once for each")
+        is_weighted = output.first.is_weighted(output, grad)
+        if is_weighted is not None:
+            step.second.is_weighted.append(is_weighted)
+        return output.grad
+
+    def _open(self, batch_size: int | None) -> Step:
+        first = FirstPass() if self.mode.passes == 2 else None
+        return self._steps.open(Step(batch_size, first=first), self._finish)
 
     def count_uses(self, parameters: list[nn.Parameter]) -> Counter[int]:
         """See :meth:`Steps.count_uses`."""
@@ -220,7 +245,7 @@ class TappedModel:
         if step is not None:
             return step
         if record.created_in is None:
-            return self._steps.open(record.batch_size, self._finish)
+            return self._open(record.batch_size)
         # The forward was repeated within a backward pass (reentrant checkpointing), and this is a pass nested in it.
         step = self._steps.repeating(record.created_in)
         if step is None:
@@ -233,6 +258,10 @@ class TappedModel:
     def receive(self, record: Record, activations: Activations, backprops: Any) -> None:
         """Hands a module's factors to the mode."""
         step, layer = self._step_of(record), record.tap.layer
+        of_two = step.first or step.second
+        if of_two is not None:
+            of_two.probes.take(record, activations, backprops)
+            record.seen_by = step.first or record.seen_by
         factors = self.factors(record, activations, backprops)
         forgotten = [p for p in record.parameters if p not in factors]
         if forgotten:
@@ -253,6 +282,15 @@ class TappedModel:
             if self.observe is not None:
                 self.observe(record, parameter, factor)
             self.mode.on_factor(step, parameter, factor, record.is_only_use(parameter))
+
+    def check_ordinary(self, record: Record) -> None:
+        """Raises StateError where a second backward pass is to come and this one came past the model's outputs."""
+        if isinstance(record.seen_by, FirstPass) and record.seen_by.asked:
+            raise StateError(
+                f"{record.tap.layer}: the second backward pass did not come through the model's outputs, so its "
+                "samples could not be weighted; compute the loss from tensors that the model returns (in tuples, "
+                "lists or dicts), or take passes=1"
+            )
 
     def factors(self, record: Record, activations: Activations, backprops: Any) -> Mapping[nn.Parameter, Factor]:
         """The rule's answer; its errors name the layer."""

@@ -107,6 +107,8 @@ def explain(model: nn.Module, *batch: Any, **inputs: Any) -> Explanation:
 class _Nothing:
     """A mode that leaves nothing behind."""
 
+    passes = 1
+
     def on_factor(self, step: Step, parameter: nn.Parameter, factor: Factor, only_use: bool) -> None:
         pass
 

@@ -21,9 +21,12 @@ from dpfast.taps.registry import Activations, Rule
 class Receiver(Protocol):
     """Where taps hand what they catch: the tapped model."""
 
-    enabled: bool
     detach: bool
     batch_dim: int
+
+    @property
+    def active(self) -> bool:
+        """Whether taps catch what comes by."""
 
     def batch_size(self) -> int | None:
         """How many samples the model's input has, in the pass that runs in this thread; None: not known."""
@@ -36,6 +39,9 @@ class Receiver(Protocol):
 
     def count_uses(self, parameters: list[nn.Parameter]) -> Counter[int]:
         """Counts one use more of each; uses by id, of the step that this thread is building."""
+
+    def check_ordinary(self, record: Record) -> None:
+        """Raises where the tap's ordinary gradient would take the place of a clipped one."""
 
     def factors(self, record: Record, activations: Activations, backprops: tuple) -> Mapping[nn.Parameter, Factor]:
         """The module's factored gradients."""
@@ -81,6 +87,7 @@ class Record:
         self.fresh = fresh
         self.created_in = in_backward()
         self.uses: Counter[int] | None = None
+        self.seen_by: object = None  # what the receiver notes of the backward pass that came by
         args, kwargs = inputs
         if kwargs or not all(isinstance(x, Tensor) for x in args):
             self.leaves, self.structure = tree_flatten(inputs)
@@ -145,9 +152,10 @@ class TapFunction(torch.autograd.Function):
                 for g, (s, t, d) in zip(grads, ctx.shapes, strict=True)
             )
             with exact_arithmetic():
-                if taps.enabled:
+                if taps.active:
                     taps.receive(record, activations, backprops)
                 elif taps.detach:  # hooks are off: the parameters' ordinary gradients
+                    taps.check_ordinary(record)
                     to_parameters = _ordinary_gradients(record, activations, backprops, nodes)
         return None, *grads, *to_parameters
 

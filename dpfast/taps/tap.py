@@ -54,11 +54,11 @@ class Tap(TappedLayer):
 
     @property
     def active(self) -> bool:
-        return self.taps.enabled and torch.is_grad_enabled() and not suspended()
+        return self.taps.active and torch.is_grad_enabled() and not suspended()
 
     def run(self, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The module's forward with its output tapped, or as it is where there is nothing to do."""
-        if isinstance(self.module, nn.Embedding) and self.taps.enabled and not suspended():
+        if isinstance(self.module, nn.Embedding) and self.taps.active and not suspended():
             args, kwargs = self._with_whole_batch(args, kwargs)
         if not self.active:
             return forward(*args, **kwargs)
