@@ -17,13 +17,13 @@ from dpfast.errors import BackendError
 REDUCED = 2.0**-8
 """The least by which a norm must be widened whose products may be of bf16 operands."""
 
-SLACKS = """
+SLACK = """
 import json, torch
 from dpfast.factors import OuterProduct
 torch.manual_seed(0)
-a, b = torch.randn(2, 2, 64, 64)
-both = [OuterProduct(a, b).sq_norm(), OuterProduct(a.view(1, 4096, 1)[:, :999], b.view(1, 4096, 1)[:, :999]).sq_norm()]
-print(json.dumps([float(((n.upper / n.value).sqrt() - 1.0).min()) for n in both]))
+a, b = torch.randn(2, 4, 256, 64)
+norm = OuterProduct(a, b).sq_norm()
+print(json.dumps(float(((norm.upper / norm.value).sqrt() - 1.0).min())))
 """
 
 
@@ -32,8 +32,8 @@ print(json.dumps([float(((n.upper / n.value).sqrt() - 1.0).min()) for n in both]
 def test_onednn_told_by_the_environment_to_round_its_operands(variable, value):
     """oneDNN multiplies fp32 matrices as bf16 where the variable says so, whatever torch's own switches say."""
     environment = {**os.environ, variable: value}
-    run = subprocess.run([sys.executable, "-c", SLACKS], env=environment, capture_output=True, text=True, check=True)
-    assert min(json.loads(run.stdout)) >= REDUCED
+    run = subprocess.run([sys.executable, "-c", SLACK], env=environment, capture_output=True, text=True, check=True)
+    assert json.loads(run.stdout) >= REDUCED
 
 
 SWITCHES = ["", "mkldnn", "mkldnn.matmul", "cudnn", "cuda.matmul"]
