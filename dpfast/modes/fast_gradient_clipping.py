@@ -210,7 +210,7 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
             entry.factors.append(factor.kept())
         if clips_alone and entry.closed:
             limit = self._norm_clipper.flat_values[self._places[parameter]]
-            norm = entry.norm.upper.sqrt() * self._scale(step)
+            norm = entry.norm.upper.sqrt() * (self._scale(step) * (1.0 + _rounding(parameter)))
             factors = safe_factors((limit / norm).clamp(max=1.0), norm, limit)
             entry.clip(factor, factors * self._scale(step))
 
@@ -232,12 +232,15 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
         self._norms = _total_norm([e.norm for e in entries if e is not None], scale)
         if clipper.is_per_layer:
             unused = torch.zeros_like(self._norms.upper)
-            norms = [unused if e is None else e.norm.upper.to(unused.device).sqrt() * scale for e in entries]
+            norms = [
+                unused if e is None else e.norm.upper.to(unused.device).sqrt() * (scale * (1.0 + _rounding(p)))
+                for p, e in zip(self._places, entries, strict=True)
+            ]
             factors = clip_factors(clipper, norms)
             self._clip_factors = towards_zero(torch.stack(factors) if factors else unused, torch.float32)
             coefficients = [f * scale for f in factors]
         else:
-            norms = [self._norms.upper.sqrt()]
+            norms = [self._norms.upper.sqrt() * (1.0 + max(map(_rounding, self._places), default=0.0))]
             (factors,) = clip_factors(clipper, norms)
             self._clip_factors = towards_zero(factors, torch.float32)
             coefficients = [factors * scale] * len(entries)
@@ -317,11 +320,16 @@ class _Gathered:
 
 
 def _add_to_grad(parameter: nn.Parameter, total: Tensor) -> None:
-    """``p.grad += total``, rounded once; to 16 bits towards zero, so that rounding makes no gradient larger."""
+    """``p.grad += total``, rounded once."""
     if parameter.grad is None:
-        parameter.grad = towards_zero(total, parameter.dtype)
+        parameter.grad = total.to(parameter.dtype)
     else:
-        parameter.grad.copy_(towards_zero(parameter.grad + total, parameter.dtype))
+        parameter.grad += total
+
+
+def _rounding(parameter: nn.Parameter) -> float:
+    """By how much, relatively, a clipped sum may grow when it is rounded to the parameter's 16 bits."""
+    return torch.finfo(parameter.dtype).eps / 2 if parameter.dtype.itemsize < 4 else 0.0
 
 
 def _check_clipper(norm_clipper: NormClipper | None, module: nn.Module, passes: int) -> None:

@@ -10,10 +10,17 @@ import math
 import torch
 from torch import Tensor, nn
 
-from dpfast.arithmetic import accumulating_dtype, bounds, sums
+from dpfast.arithmetic import accumulating_dtype, bounds, smallest_normal, sums
 from dpfast.errors import UnsupportedModuleError
 from dpfast.factors import Dense, Factor, channel_sum
 from dpfast.taps import Activations, register_rule
+
+
+def _where_known(error: Tensor, rstd: Tensor, dtype: torch.dtype) -> Tensor:
+    """The errors of statistics, infinite where squares have overflowed, or so many underflowed that their sum has lost
+    digits: there x̂ says nothing, and the sample is dropped."""
+    largest = (bounds.gamma(1, dtype) / smallest_normal(dtype)) ** 0.5
+    return error.masked_fill(~((rstd > 0.0) & (rstd <= largest)), math.inf)
 
 
 def _summed(values: Tensor, error_of_rows: Tensor | None = None) -> Dense:
@@ -65,17 +72,17 @@ def layer_norm(layer: nn.LayerNorm, activations: Activations, backprops: Tensor)
     width = math.prod(layer.normalized_shape)
     inputs, backprops = (_as_rows(x, width, dtype) for x in (activations[0], backprops))
     normalized, mean, rstd = torch.native_layer_norm(inputs, [width], None, None, layer.eps)
-    error = 2.0 * bounds.gamma(width + 8, dtype) * (1.0 + (mean * rstd).abs().squeeze(-1))
-    return _factors(layer, normalized, backprops, error)
+    error = 2.0 * bounds.gamma(width + 8, dtype) * (1.0 + (mean * rstd).abs())
+    return _factors(layer, normalized, backprops, _where_known(error, rstd, dtype).squeeze(-1))
 
 
 def rms_norm(layer: nn.Module, inputs: Tensor, backprops: Tensor, width: int, eps: float) -> dict[nn.Parameter, Factor]:
     """``x̂ = x / √(mean x² + eps)``; inputs and backprops (N, ..., *shape) with ``width`` entries in the shape."""
     dtype = accumulating_dtype(inputs, backprops)
     inputs, backprops = (_as_rows(x, width, dtype) for x in (inputs, backprops))
-    normalized = inputs * torch.rsqrt(inputs.square().mean(-1, keepdim=True) + eps)
-    error = inputs.new_full(inputs.shape[:2], bounds.gamma(width + 8, dtype))
-    return _factors(layer, normalized, backprops, error)
+    rstd = torch.rsqrt(inputs.square().mean(-1, keepdim=True) + eps)
+    error = _where_known(torch.full_like(rstd, bounds.gamma(width + 8, dtype)), rstd, dtype)
+    return _factors(layer, inputs * rstd, backprops, error.squeeze(-1))
 
 
 @register_rule(nn.RMSNorm, fresh=True)
@@ -134,6 +141,7 @@ def _by_channel(
         relative = bounds.gamma(chain + 12, dtype) + bounds.gamma(4, dtype) * cancelled
         row_products = norm_b.view(by_group) * (squares.sqrt() + positions**0.5)
         error = relative * ((row_products + b.abs()) * again + 2.0 * values.abs())
+        error = _where_known(error, rstd.unsqueeze(-1), dtype)
         factors[layer.weight] = Dense(values.view(n, channels).to(dtype), error=error.flatten(1).norm(dim=1))
     if layer.bias is not None and layer.bias.requires_grad:
         factors[layer.bias] = channel_sum(backprops, norm_b, bias_sums)
