@@ -8,7 +8,15 @@ of the proofs (docs/bounds.md), ``cost`` those of the choice of way.
 from dpfast.arithmetic import bounds, buffers, cost, ops, products, reference, sums
 from dpfast.arithmetic.backends import backend_report
 from dpfast.arithmetic.bounds import SquaredNorm
-from dpfast.arithmetic.precision import accumulating_dtype, exact_arithmetic, smallest_normal, towards_zero
+from dpfast.arithmetic.precision import (
+    accumulating_dtype,
+    exact_arithmetic,
+    exact_convolutions,
+    reduced_convolutions,
+    reduced_products,
+    smallest_normal,
+    towards_zero,
+)
 from dpfast.arithmetic.reference_norms import ProductError, gram_tile
 
 __all__ = [
@@ -20,9 +28,12 @@ __all__ = [
     "buffers",
     "cost",
     "exact_arithmetic",
+    "exact_convolutions",
     "gram_tile",
     "ops",
     "products",
+    "reduced_convolutions",
+    "reduced_products",
     "reference",
     "smallest_normal",
     "sums",

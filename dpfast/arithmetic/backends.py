@@ -20,6 +20,10 @@ _BACKENDS = ("auto", "triton", "reference")
 
 _OLDEST_GPU = (8, 0)
 
+_KEEP_SUBNORMALS = ("gfx942",)
+"""Architectures of AMD whose matrix instructions keep subnormal inputs of 16 bits. gfx90a takes them for zero (PyTorch's
+notes, "Numerical accuracy", on MI200); of others we know nothing."""
+
 
 def kernels_interpreted() -> bool:
     """Whether Triton's interpreter, which runs kernels on the CPU, is switched on."""
@@ -27,8 +31,8 @@ def kernels_interpreted() -> bool:
 
 
 @lru_cache(maxsize=64)
-def _why_not_on(device: torch.device) -> str | None:
-    """Why the kernels cannot run on ``device``; None where they can."""
+def _why_not_on(device: torch.device, sixteen_bits: bool = False) -> str | None:
+    """Why the kernels cannot run on ``device``, or not on inputs of 16 bits; None where they can."""
     kernels, problem = import_kernels()
     if kernels is None:
         return f"Triton is not usable ({problem})"
@@ -40,22 +44,26 @@ def _why_not_on(device: torch.device) -> str | None:
     if torch.version.hip is None and capability < _OLDEST_GPU:
         name = torch.cuda.get_device_name(device)
         return f"{name} (sm_{capability[0]}{capability[1]}) is older than sm_{_OLDEST_GPU[0]}{_OLDEST_GPU[1]}"
+    if torch.version.hip is not None and sixteen_bits:
+        arch = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
+        if arch not in _KEEP_SUBNORMALS:
+            return f"the matrix cores of {arch} may take subnormal numbers of 16 bits for zero: norms too small"
     return None
 
 
 @lru_cache(maxsize=64)
-def _auto_backend(device: torch.device) -> str:
+def _auto_backend(device: torch.device, sixteen_bits: bool) -> str:
     if device.type == "cpu":  # the interpreter is for tests, which ask for it
         return "reference"
-    why_not = _why_not_on(device)
+    why_not = _why_not_on(device, sixteen_bits)
     if why_not is None:
         return "triton"
     warnings.warn(f"dpfast takes the reference backend on {device}: {why_not}", DpfastWarning, stacklevel=4)
     return "reference"
 
 
-def choose_backend(backend: str, device: torch.device, dtype: torch.dtype = torch.float32) -> str:
-    """ "triton" or "reference" for a request, a device and the accumulating dtype.
+def choose_backend(backend: str, device: torch.device, *dtypes: torch.dtype) -> str:
+    """ "triton" or "reference" for a request, a device and the inputs' dtypes.
 
     ``DPFAST_BACKEND`` overrides "auto". fp64 goes to the reference, whose cuBLAS keeps fp64.
 
@@ -67,10 +75,11 @@ def choose_backend(backend: str, device: torch.device, dtype: torch.dtype = torc
         backend, source = wanted, "DPFAST_BACKEND"
     if backend not in _BACKENDS:
         raise BackendError(f"{source}={backend!r} is not one of {', '.join(map(repr, _BACKENDS))}")
+    double, sixteen_bits = torch.float64 in dtypes, any(dtype.itemsize == 2 for dtype in dtypes)
     if backend == "auto":
-        return "reference" if dtype == torch.float64 else _auto_backend(device)
+        return "reference" if double else _auto_backend(device, sixteen_bits)
     if backend == "triton":
-        why_not = "the kernels have no fp64" if dtype == torch.float64 else _why_not_on(device)
+        why_not = "the kernels have no fp64" if double else _why_not_on(device, sixteen_bits)
         if why_not is not None:
             raise BackendError(f"{source}='triton' on {device}: {why_not}. Use backend='auto' or 'reference'.")
     return backend

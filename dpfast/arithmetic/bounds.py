@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dpfast.arithmetic.precision import smallest_normal, unit_roundoff
+from dpfast.arithmetic.precision import reduced_products, smallest_normal, unit_roundoff
 
 CHAIN_BLOCK = 256
 """Positions that the reference adds up in one product before it starts a new partial sum."""
@@ -61,7 +61,7 @@ def gamma(terms: float, dtype: torch.dtype) -> float:
 
 def gamma_matmul(terms: float, dtype: torch.dtype) -> float:
     """γ of a matrix product by torch, which a global switch may run in less than fp32's precision."""
-    reduced = dtype != torch.float64 and torch.get_float32_matmul_precision() != "highest"
+    reduced = dtype != torch.float64 and reduced_products() > 0.0
     return gamma(terms, dtype) + (_REDUCED_PRECISION if reduced else 0.0)
 
 

@@ -19,7 +19,7 @@ def _grad_sample(
     activations: Tensor, backprops: Tensor, bias: bool, scale: float, out_dtype: torch.dtype, backend: str
 ) -> tuple[Tensor, Tensor]:
     with exact_arithmetic():
-        backend = choose_backend(backend, activations.device, accumulating_dtype(activations, backprops))
+        backend = choose_backend(backend, activations.device, activations.dtype, backprops.dtype)
         if backend == "triton":
             kernels, _ = import_kernels()
             result = kernels.outer_product(
@@ -48,7 +48,7 @@ def _(activations, backprops, bias, scale, out_dtype, backend):
 
 def _sq_norm(activations: Tensor, backprops: Tensor, way: str, backend: str) -> tuple[Tensor, Tensor]:
     with exact_arithmetic():
-        backend = choose_backend(backend, activations.device, accumulating_dtype(activations, backprops))
+        backend = choose_backend(backend, activations.device, activations.dtype, backprops.dtype)
         if backend == "triton":
             norm = kernel_norms.sq_norm(unit_last_stride(activations), unit_last_stride(backprops), way)
         else:
@@ -69,7 +69,7 @@ def _weighted_sum(
     activations: Tensor, backprops: Tensor, coefficients: Tensor, bias: bool, backend: str
 ) -> tuple[Tensor, Tensor]:
     with exact_arithmetic():
-        backend = choose_backend(backend, activations.device, accumulating_dtype(activations, backprops))
+        backend = choose_backend(backend, activations.device, activations.dtype, backprops.dtype)
         if backend == "triton":
             kernels, _ = import_kernels()
             result = kernels.weighted_sum(

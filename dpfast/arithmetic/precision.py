@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -36,6 +39,70 @@ def towards_zero(x: Tensor, dtype: torch.dtype) -> Tensor:
         return x.to(dtype)
     rounded = x.to(dtype)
     return torch.where(rounded.to(x.dtype).abs() > x.abs(), rounded.nextafter(rounded.new_zeros(())), rounded)
+
+
+_OF_ALL = ("", "mkldnn")  # an operator's own switch may say otherwise; what could be reduced counts as reduced
+_OF_PRODUCTS = (*_OF_ALL, "mkldnn.matmul", "cuda.matmul")
+_OF_CONVOLUTIONS = (*_OF_ALL, "mkldnn.conv")
+_ENVIRONMENT = ("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE")
+_LOST = {"tf32": 2.0**-9, "f16": 2.0**-9, "high": 2.0**-9}
+_EXACT = ("", "ieee", "none", "highest", "strict")
+
+
+def reduced_products() -> float:
+    """The relative error of one fp32 product that a global switch lets run in TF32 or bf16 operands; 0 where none does.
+
+    Whatever says so counts, for any device: torch's new switches and its old one, and oneDNN's environment.
+    """
+    return max(_lost(_torch_precision()), *(_lost(_switch(name)) for name in _OF_PRODUCTS), _environment())
+
+
+def reduced_convolutions() -> bool:
+    """The same for convolutions on a CPU."""
+    return any(_lost(_switch(name)) for name in _OF_CONVOLUTIONS) or _environment() > 0.0
+
+
+def _lost(value: str) -> float:
+    return 0.0 if value in _EXACT else _LOST.get(value, 2.0**-7)
+
+
+def _torch_precision() -> str:
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # the new switches have been used as well, and only they can be asked
+        return ""
+
+
+def _switch(name: str) -> str:
+    holder = torch.backends
+    for part in filter(None, name.split(".")):
+        holder = getattr(holder, part, None)
+    return getattr(holder, "fp32_precision", "")  # torch before 2.9 has none
+
+
+@lru_cache(maxsize=1)
+def _environment() -> float:
+    """oneDNN reads it once, too."""
+    return max(_lost(os.environ.get(name, "").lower()) for name in _ENVIRONMENT)
+
+
+@contextmanager
+def exact_convolutions() -> Iterator[None]:
+    """cuDNN, which takes fp32 convolutions in TF32 unless told otherwise, takes them in fp32."""
+    cudnn = torch.backends.cudnn
+    try:
+        before = cudnn.allow_tf32
+        cudnn.allow_tf32 = False
+    except RuntimeError:  # the new switch is in use, and only that can be
+        before = cudnn.conv.fp32_precision
+        cudnn.conv.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        if isinstance(before, bool):
+            cudnn.allow_tf32 = before
+        else:
+            cudnn.conv.fp32_precision = before
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:

@@ -31,6 +31,8 @@ class OuterProduct:
         return ops.certified_sq_norm(self.activations, self.backprops)
 
     def weighted_sum(self, coefficients: Tensor) -> Tensor:
+        excess = ops.sum_excess(self.activations, self.backprops)
+        coefficients = coefficients * (1.0 - excess) if excess else coefficients
         return ops.weighted_sum(self.activations, self.backprops, coefficients)
 
     def materialized(self) -> Dense:

@@ -14,7 +14,10 @@ from dpfast.arithmetic import (
     bounds,
     buffers,
     cost,
+    exact_convolutions,
     products,
+    reduced_convolutions,
+    reduced_products,
     reference,
     sums,
     towards_zero,
@@ -138,8 +141,7 @@ class PatchProduct:
     def _by_convolution(self) -> bool:
         """Whether samples' gradients come from torch's convolution: on a CPU, where it is twice as fast as products of
         patches, unless a global switch lets it work in less than fp32."""
-        switch = getattr(getattr(torch.backends.mkldnn, "conv", None), "fp32_precision", "none")
-        return self.rows.device.type == "cpu" and switch in ("none", "ieee") and self.rows.numel() > 0
+        return self.rows.device.type == "cpu" and self.rows.numel() > 0 and not reduced_convolutions()
 
     def _convolved(self) -> Iterator[Tensor]:
         """The gradients (n, *shape) of so many samples, until there are no more."""
@@ -165,7 +167,7 @@ class PatchProduct:
     def _is_narrow(self) -> bool:
         """Whether there are few channels, of which torch's convolution would make 16, and patches are small."""
         few = self.groups == 1 and self.shape[1] <= 4 and self.shape[1:].numel() <= 64
-        return few and torch.get_float32_matmul_precision() == "highest"
+        return few and reduced_products() == 0.0
 
     @property
     def _block(self) -> int:
@@ -216,7 +218,8 @@ class PatchProduct:
         image = self.image.to(dtype).masked_fill(c == 0, 0.0)
         if self.num_samples == 0:
             return rows.new_zeros(self.shape)
-        return self._weight_gradient(image, rows, rows.new_empty(self.shape), self.padding, self.groups)
+        with exact_convolutions():
+            return self._weight_gradient(image, rows, rows.new_empty(self.shape), self.padding, self.groups)
 
     def materialized(self) -> Dense:
         dtype = accumulating_dtype(self.image, self.rows)

@@ -67,7 +67,7 @@ def test_a_step_runs_whatever_the_new_switches_say(switch, name):
     assert torch.isfinite(model.weight.grad).all()
 
 
-@pytest.mark.parametrize(("name", "value"), itertools.product(["", "mkldnn", "mkldnn.matmul"], ["bf16", "tf32"]))
+@pytest.mark.parametrize(("name", "value"), list(itertools.product(["", "mkldnn", "mkldnn.matmul"], ["bf16", "tf32"])))
 def test_the_new_switches_widen_the_bound(switch, name, value):
     """On a CPU those of all backends and of oneDNN let products be rounded: the bound says so."""
     switch(name, value)
@@ -76,17 +76,19 @@ def test_the_new_switches_widen_the_bound(switch, name, value):
     assert float(model.norm_slack.min()) >= REDUCED
 
 
+NUMBERS = itertools.count(8)
+
+
 @pytest.fixture
 def amd(monkeypatch):
     """Pretends that there is an AMD GPU of that architecture; a device of another number each, for caches' sake."""
-    numbers = itertools.count(8)
 
     def pretend(arch: str) -> torch.device:
         properties = SimpleNamespace(gcnArchName=f"{arch}:sramecc+:xnack-", name=arch, major=9, minor=0)
         monkeypatch.setattr(torch.version, "hip", "6.4")
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-        return torch.device("cuda", next(numbers))
+        return torch.device("cuda", next(NUMBERS))
 
     monkeypatch.delenv("DPFAST_BACKEND", raising=False)
     return pretend
