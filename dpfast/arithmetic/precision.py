@@ -41,12 +41,14 @@ def towards_zero(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(rounded.to(x.dtype).abs() > x.abs(), rounded.nextafter(rounded.new_zeros(())), rounded)
 
 
-_OF_ALL = ("", "mkldnn")  # an operator's own switch may say otherwise; what could be reduced counts as reduced
-_OF_PRODUCTS = (*_OF_ALL, "mkldnn.matmul", "cuda.matmul")
-_OF_CONVOLUTIONS = (*_OF_ALL, "mkldnn.conv")
+_OF_ALL = (("generic", "all"), ("mkldnn", "all"))  # an operator may say otherwise; what could be reduced counts
+_OF_PRODUCTS = (*_OF_ALL, ("mkldnn", "matmul"), ("cuda", "matmul"))
+_OF_CONVOLUTIONS = (*_OF_ALL, ("mkldnn", "conv"))
 _ENVIRONMENT = ("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE")
 _LOST = {"tf32": 2.0**-9, "f16": 2.0**-9, "high": 2.0**-9}
-_EXACT = ("", "ieee", "none", "highest", "strict")
+_EXACT = frozenset({"", "ieee", "none", "highest", "strict"})
+_switch = getattr(torch._C, "_get_fp32_precision_getter", lambda *_: "")  # torch before 2.9 has none
+"""``torch.backends.….fp32_precision``, whose properties take ten times as long: this is asked several times a layer."""
 
 
 def reduced_products() -> float:
@@ -54,12 +56,14 @@ def reduced_products() -> float:
 
     Whatever says so counts, for any device: torch's new switches and its old one, and oneDNN's environment.
     """
-    return max(_lost(_torch_precision()), *(_lost(_switch(name)) for name in _OF_PRODUCTS), _environment())
+    said = {_torch_precision(), *(_switch(*of) for of in _OF_PRODUCTS)}
+    lost = 0.0 if said <= _EXACT else max(map(_lost, said))
+    return max(lost, _environment())
 
 
 def reduced_convolutions() -> bool:
     """The same for convolutions on a CPU."""
-    return any(_lost(_switch(name)) for name in _OF_CONVOLUTIONS) or _environment() > 0.0
+    return not {_switch(*of) for of in _OF_CONVOLUTIONS} <= _EXACT or _environment() > 0.0
 
 
 def _lost(value: str) -> float:
@@ -71,13 +75,6 @@ def _torch_precision() -> str:
         return torch.get_float32_matmul_precision()
     except RuntimeError:  # the new switches have been used as well, and only they can be asked
         return ""
-
-
-def _switch(name: str) -> str:
-    holder = torch.backends
-    for part in filter(None, name.split(".")):
-        holder = getattr(holder, part, None)
-    return getattr(holder, "fp32_precision", "")  # torch before 2.9 has none
 
 
 @lru_cache(maxsize=1)

@@ -243,12 +243,14 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
             norms = [self._norms.upper.sqrt() * (1.0 + max(map(_rounding, self._places), default=0.0))]
             (factors,) = clip_factors(clipper, norms)
             self._clip_factors = towards_zero(factors, torch.float32)
-            coefficients = [factors * scale] * len(entries)
+            double = factors * scale
+            single = towards_zero(double, torch.float32)  # once for all
+            coefficients = [double if p.dtype is torch.float64 else single for p in self._places]
         if norms:
             self._dropped.add(torch.stack(norms))
         if step.first is not None:
             self._first = step.first
-            self._first.weights = coefficients[0] if coefficients else factors
+            self._first.weights = factors * scale
             return
         for entry, own in zip(entries, coefficients, strict=True):
             if entry is not None and entry.total is None:
