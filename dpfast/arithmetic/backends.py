@@ -21,8 +21,8 @@ _BACKENDS = ("auto", "triton", "reference")
 _OLDEST_GPU = (8, 0)
 
 _KEEP_SUBNORMALS = ("gfx942",)
-"""Architectures of AMD whose matrix instructions keep subnormal inputs of 16 bits. gfx90a takes them for zero (PyTorch's
-notes on numerical accuracy, MI200); of others we know nothing."""
+"""Architectures of AMD whose matrix instructions keep subnormal inputs of 16 bits. gfx90a takes them for zero
+(PyTorch's notes on numerical accuracy, MI200); of others we know nothing."""
 
 
 def kernels_interpreted() -> bool:
