@@ -61,7 +61,8 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
         max_grad_norm: C; may be changed between steps.
         use_ghost_clipping: False takes every norm from materialized per-sample gradients.
         passes: 1 as above. 2 as Opacus: the backward pass leaves norms alone; the caller's second one, on
-            ``Σ_n c_n loss_n`` under :meth:`disable_hooks`, leaves ``p.grad``.
+            ``Σ_n c_n loss_n`` under :meth:`disable_hooks`, leaves ``p.grad``. Each trainable parameter then has its
+            norms in ``p._norm_sample`` (N,), as Opacus's protocol wants it; with 1 nothing private is left on it.
         norm_clipper: takes the place of ``ConstantFlatClipper(max_grad_norm)``.
 
     Raises:
@@ -251,11 +252,20 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
         if step.first is not None:
             self._first = step.first
             self._first.weights = factors * scale
+            self._leave_norm_samples(entries, scale)
             return
         for entry, own in zip(entries, coefficients, strict=True):
             if entry is not None and entry.total is None:
                 entry.clip(entry.factors.pop(), own)
         self._leave_sums(entries)
+
+    def _leave_norm_samples(self, entries: list[_Gathered | None], scale: float) -> None:
+        """``p._norm_sample`` (N,), where Opacus's ghost clipping has it: the norms as computed, one op for all."""
+        unused = torch.zeros_like(self._norms.value)
+        squares = [unused if e is None else e.norm.value.to(unused.device) for e in entries]
+        double = torch.stack(squares or [unused]).sqrt() * scale
+        for p, own, single in zip(self._places, double, double.float(), strict=bool(squares)):
+            p._norm_sample = (own if p.dtype is torch.float64 else single).to(p.device)
 
     def _finish_second(self, step: Step, second: SecondPass) -> None:
         """``p.grad += Σ_n c_n g_n`` where the second pass has repeated the first; else nothing is released."""

@@ -213,9 +213,12 @@ class GradSampleModule(nn.Module):
     # --- grad_sample ---
 
     def set_grad_sample_to_none(self) -> None:
-        """Sets ``p.grad_sample`` to None for every parameter."""
+        """Sets ``p.grad_sample`` to None for every trainable parameter; a frozen one has no such attribute."""
         for p in self._module.parameters():
-            p.grad_sample = None
+            if p.requires_grad:
+                p.grad_sample = None
+            elif hasattr(p, "grad_sample"):
+                del p.grad_sample
 
     def del_grad_sample(self) -> None:
         """Deletes ``p.grad_sample`` from every parameter that has one."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
@@ -149,8 +150,13 @@ class TappedModel:
             return
         self.guard_parameters()
         dim = self.batch_dim
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        sizes = (x.shape[dim] for x in tensors if x.dim() > dim)
+        leaves = tree_leaves((args, kwargs), is_leaf=lambda x: isinstance(x, PackedSequence))
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        sizes = (
+            int(x.batch_sizes[0]) if isinstance(x, PackedSequence) else x.shape[dim]
+            for x in leaves
+            if isinstance(x, PackedSequence) or isinstance(x, Tensor) and x.dim() > dim
+        )
         _running.inputs = {_storage(x) for x in tensors}
         _running.push(self, next(sizes, None))
 
@@ -181,6 +187,13 @@ class TappedModel:
     def is_input(self, x: Tensor) -> bool:
         """Whether ``x`` is, or is a view of, a tensor that the model was last called with in this thread."""
         return _storage(x) in _running.inputs
+
+    def samples_are_bags(self, indices: Tensor, offsets: Tensor, bags: int) -> None:
+        """All bags of an EmbeddingBag in one row: the batch is the bags, where the model was called with their
+        offsets and what was taken for the batch is the length of that row or of the offsets."""
+        sizes = _running.sizes.get(id(self))
+        if sizes and sizes[-1] in (len(indices), len(offsets)) and self.is_input(offsets):
+            sizes[-1] = bags
 
     # --- nothing escapes ---
 

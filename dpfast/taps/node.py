@@ -34,6 +34,9 @@ class Receiver(Protocol):
     def is_input(self, x: Tensor) -> bool:
         """Whether ``x`` is, or is a view of, a tensor that the model was called with."""
 
+    def samples_are_bags(self, indices: Tensor, offsets: Tensor, bags: int) -> None:
+        """Where the model was called with ``offsets``, and with one of the two first, its batch is the bags."""
+
     def receive(self, record: Record, activations: Activations, backprops: tuple) -> None:
         """One use of the tap's module has been differentiated."""
 

@@ -76,6 +76,10 @@ class Tap(TappedLayer):
             output = forward(*args, **kwargs)
         rule = find_rule(self.module)
         inputs = self._bound(forward, args, kwargs)
+        if isinstance(self.module, nn.EmbeddingBag):
+            indices, offsets = (*inputs[0], None)[:2]
+            if offsets is not None:
+                self.taps.samples_are_bags(indices, offsets, len(offsets) - self.module.include_last_offset)
         return self.tapped(output, inputs, parameters, fresh=makes_fresh_output(rule), rule=rule)
 
     def _with_whole_batch(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
