@@ -13,7 +13,9 @@ from dpfast.modes.clippers import (
     ConstantPerLayerClipper,
     NormClipper,
     check_threshold,
+    safe_factors,
 )
+from dpfast.modes.dropped import DroppedSamples
 from dpfast.modes.fast_gradient_clipping import GradSampleModuleFastGradientClipping, create_norm_sample
 from dpfast.modes.grad_sample_module import GradSampleModule
 from dpfast.modes.per_sample_gradient_clipper import PerSampleGradientClipper
@@ -24,6 +26,7 @@ __all__ = [
     "AutomaticClipper",
     "ConstantFlatClipper",
     "ConstantPerLayerClipper",
+    "DroppedSamples",
     "GradSampleModule",
     "GradSampleModuleFastGradientClipping",
     "NormClipper",
@@ -34,4 +37,5 @@ __all__ = [
     "check_threshold",
     "create_norm_sample",
     "held_by",
+    "safe_factors",
 ]

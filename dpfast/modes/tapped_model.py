@@ -155,7 +155,7 @@ class TappedModel:
         sizes = (
             int(x.batch_sizes[0]) if isinstance(x, PackedSequence) else x.shape[dim]
             for x in leaves
-            if isinstance(x, PackedSequence) or isinstance(x, Tensor) and x.dim() > dim
+            if isinstance(x, PackedSequence) or (isinstance(x, Tensor) and x.dim() > dim)
         )
         _running.inputs = {_storage(x) for x in tensors}
         _running.push(self, next(sizes, None))

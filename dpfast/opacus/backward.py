@@ -8,7 +8,7 @@ whose norm came from a rule, the rule's factors give the clipped sum at once (bo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,24 +21,35 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 from torch.nn.modules._functions import BackwardHookFunction
 
+from dpfast.arithmetic import towards_zero
 from dpfast.errors import StateError
 from dpfast.factors import Factor
+from dpfast.opacus.clip_factors import get_clipping_coef, get_norm_sample
+from dpfast.opacus.two_passes import one_a_sample, reduced, second_pass, two_passes
 
-_OPACUS = DPTensorFastGradientClipping.backward
 _KEPT: dict[nn.Parameter, list[Factor]] = {}
 """The parameters of the backward passes that run now, in any thread, and the factors of each."""
 
 
 def install() -> None:
-    """Puts ours in the place of Opacus's ``backward``; where somebody else's stands there, that stays."""
-    if DPTensorFastGradientClipping.backward is _OPACUS:
-        DPTensorFastGradientClipping.backward = _backward
+    """Puts ours in the places of Opacus's ``backward`` and of what makes clip factors; where somebody else's stands,
+    that stays, and so does what a subclass overrides (FSDP's)."""
+    for place in _PLACES:
+        place.install()
 
 
 def uninstall() -> None:
     """Puts Opacus's back, unless somebody has put another there since. Safe to call twice."""
+    for place in _PLACES:
+        place.uninstall()
+
+
+def run(loss: DPTensorFastGradientClipping) -> None:
+    """A step of :class:`ClippedLossTensor`: in one pass where :func:`install` has been called and that is enough."""
     if DPTensorFastGradientClipping.backward is _backward:
-        DPTensorFastGradientClipping.backward = _OPACUS
+        _backward(loss)
+    else:
+        two_passes(loss)
 
 
 def keep(parameter: nn.Parameter, factor: Factor) -> Factor:
@@ -52,14 +63,18 @@ def keep(parameter: nn.Parameter, factor: Factor) -> Factor:
 
 
 def _backward(self: DPTensorFastGradientClipping) -> None:
-    """Leaves ``Σ_n c_n g_n`` in ``p.grad``, as Opacus's does, which takes over wherever anything is unusual."""
-    module, losses = self.module, self.loss_per_sample
+    """Leaves ``Σ_n c_n g_n`` in ``p.grad``, as Opacus's does; by two passes wherever anything is unusual.
+
+    Raises:
+        InputError: the losses are not one a sample, (N,).
+    """
+    module, losses = self.module, one_a_sample(self.loss_per_sample)
     graph = None
-    if self.loss_reduction in ("mean", "sum") and losses.requires_grad and _is_opacus(module):
-        loss = losses.mean(dim=0) if self.loss_reduction == "mean" else losses.sum(dim=0)
+    if losses.requires_grad and _is_opacus(module):
+        loss = reduced(self)
         graph = _survey(loss.grad_fn, set(module._module.parameters()))
     if graph is None:
-        _OPACUS(self)
+        two_passes(self)
         return
     parameters = _all_from_rules(graph, module, losses)
     with _keeping(parameters or ()) as kept:
@@ -69,12 +84,8 @@ def _backward(self: DPTensorFastGradientClipping) -> None:
     factors = module.get_clipping_coef()
     if parameters is not None:
         _leave_sums(kept, factors)
-        return
-    module.disable_hooks()
-    try:
-        (factors.to(losses.device) * losses).sum().backward()
-    finally:
-        module.enable_hooks()
+    else:
+        second_pass(module, losses, factors)
 
 
 def _is_opacus(module: Any) -> bool:
@@ -185,5 +196,30 @@ def _check_complete(module: Any, kept: dict[nn.Parameter, list[Factor]]) -> None
 def _leave_sums(kept: dict[nn.Parameter, list[Factor]], factors: Tensor) -> None:
     """``p.grad += Σ_n c_n g_n``; what is kept is freed parameter by parameter."""
     for p, of_p in kept.items():
-        total = of_p.pop().weighted_sum(factors.to(p.device, torch.float64)).to(p.dtype)
+        total = towards_zero(of_p.pop().weighted_sum(factors.to(p.device, torch.float64)), p.dtype)
         p.grad = total if p.grad is None else p.grad.add_(total)
+
+
+class _Place:
+    """A method of Opacus's, and ours for it."""
+
+    def __init__(self, cls: type, name: str, ours: Callable):
+        self.cls = next(base for base in cls.__mro__ if name in vars(base))  # where Opacus's own version has it
+        self.name = name
+        self.ours = ours
+        self.theirs = vars(self.cls)[name]
+
+    def install(self) -> None:
+        if vars(self.cls)[self.name] is self.theirs:
+            setattr(self.cls, self.name, self.ours)
+
+    def uninstall(self) -> None:
+        if vars(self.cls)[self.name] is self.ours:
+            setattr(self.cls, self.name, self.theirs)
+
+
+_PLACES = (
+    _Place(DPTensorFastGradientClipping, "backward", _backward),
+    _Place(OpacusGhostModule, "get_norm_sample", get_norm_sample),
+    _Place(OpacusGhostModule, "get_clipping_coef", get_clipping_coef),
+)

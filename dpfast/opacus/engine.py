@@ -7,6 +7,7 @@ from typing import Any
 
 import opacus
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
+from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from opacus.validators import ModuleValidator
 from opacus.validators.errors import IllegalModuleConfigurationError, UnsupportedModuleError
 from torch import nn, optim
@@ -38,7 +39,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
                                                                                               criterion, data_loader
     "dpfast_materialize"      as Opacus's "hooks": ``p.grad_sample``, clipped by Opacus's     module, optimizer,
                               optimizer                                                       data_loader
-    any other                 Opacus's, unchanged                                             Opacus's
+    any other                 Opacus's; in "ghost" a loss must be one number a sample         Opacus's
     ========================  ==============================================================  ======================
 
     So a script that was written for Opacus's default mode needs another import and nothing else.
@@ -109,7 +110,8 @@ class PrivacyEngine(opacus.PrivacyEngine):
             **options,
         }
         if grad_sample_mode not in MODES:
-            return super().make_private(**arguments)
+            made = super().make_private(**arguments)
+            return tuple(_one_a_sample(x) if type(x) is DPLossFastGradientClipping else x for x in made)
         _check_clipping(grad_sample_mode, clipping, max_grad_norm)
         wrap_model = options.get("wrap_model", True)
         if "wrap_model" in options and not hasattr(opacus.grad_sample, "GradSampleHooks"):
@@ -238,6 +240,11 @@ def validate(module: nn.Module) -> None:
         )
     if errors:
         raise UnsupportedModuleError(errors)
+
+
+def _one_a_sample(criterion: DPLossFastGradientClipping) -> ClippedLoss:
+    """Opacus's criterion of ghost clipping, with one loss a sample and nothing else."""
+    return ClippedLoss(criterion.module, criterion.optimizer, criterion.criterion, criterion.loss_reduction)
 
 
 def _check_clipping(grad_sample_mode: str, clipping: str, max_grad_norm: Any) -> None:

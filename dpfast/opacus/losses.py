@@ -7,7 +7,8 @@ from typing import Any
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping, DPTensorFastGradientClipping
 from torch import Tensor
 
-from dpfast.errors import InputError
+from dpfast.opacus import backward
+from dpfast.opacus.two_passes import one_a_sample
 
 
 class ClippedLossTensor(DPTensorFastGradientClipping):
@@ -24,25 +25,12 @@ class ClippedLossTensor(DPTensorFastGradientClipping):
         super().__init__(module, optimizer, one_a_sample(loss_per_sample), loss_reduction)
 
     def backward(self) -> None:
-        """Two passes: the norms, then the gradient of ``Σ_n c_n loss_n``, which stays in ``p.grad``.
+        """``Σ_n c_n g_n`` in ``p.grad``: two passes, or what ``install()`` makes of them.
 
         Raises:
             InputError: the backward pass saw another number of samples than there are losses.
         """
-        loss = self.loss_per_sample.mean() if self.loss_reduction == "mean" else self.loss_per_sample.sum()
-        loss.backward(retain_graph=True)
-        self.optimizer.zero_grad()
-        factors = self.module.get_clipping_coef()
-        if factors.shape != self.loss_per_sample.shape:
-            raise InputError(
-                f"{factors.numel()} samples went through the model and there are {self.loss_per_sample.numel()} "
-                "losses; give the criterion one loss a sample (and shape= where a sample has several targets)"
-            )
-        self.module.disable_hooks()
-        try:
-            (factors.to(self.loss_per_sample.device) * self.loss_per_sample).sum().backward()
-        finally:
-            self.module.enable_hooks()
+        backward.run(self)
 
 
 def _closed(name: str) -> Any:
@@ -64,7 +52,7 @@ for _name in ("__truediv__", "__mul__", "__rmul__", "__add__", "__radd__", "__su
 
 
 class ClippedLoss(DPLossFastGradientClipping):
-    """Opacus's ``DPLossFastGradientClipping``: the criterion of mode "dpfast_two_pass"."""
+    """Opacus's ``DPLossFastGradientClipping``: the criterion of the modes "dpfast_two_pass" and "ghost"."""
 
     def __call__(self, *args: Any, shape: Any = None, **kwargs: Any) -> ClippedLossTensor:
         """The loss of each sample. Args as the criterion's.
@@ -77,13 +65,3 @@ class ClippedLoss(DPLossFastGradientClipping):
         """
         loss = super().__call__(*args, shape=shape, **kwargs)
         return ClippedLossTensor(loss.module, loss.optimizer, loss.loss_per_sample, loss.loss_reduction)
-
-
-def one_a_sample(losses: Tensor) -> Tensor:
-    """The losses. Raises InputError where they are not (N,)."""
-    if losses.dim() != 1:
-        raise InputError(
-            f"a loss of shape {tuple(losses.shape)} is not one loss a sample, (N,); reduce or squeeze all dimensions "
-            "but the first, and leave the first to dpfast"
-        )
-    return losses

@@ -17,6 +17,7 @@ from dpfast.errors import DpfastWarning, InputError
 from dpfast.factors import Factor
 from dpfast.modes import GradSampleModule
 from dpfast.opacus import backward
+from dpfast.opacus.clip_factors import rounded_up
 from dpfast.rules import compute_linear_grad_sample, linear
 from dpfast.taps import Activations, Rule, registry
 
@@ -79,7 +80,9 @@ def install(output_dtype: OutputDtype = "backprops") -> None:
 
     Where each trainable parameter belongs to a layer with a rule of dpfast's that the loss uses once, Opacus's
     ``loss.backward()`` of ghost clipping takes the clipped sum from the first backward pass (``opacus/backward.py``
-    says what it takes for unusual and leaves to Opacus).
+    says what it takes for unusual and leaves to two). Norms are added and clip factors taken so that rounding makes
+    no sample larger than C, a sample whose norm is not finite gets factor 0, and a loss that is not one number a sample
+    is an error.
 
     Args:
         output_dtype: dtype of ``p.grad_sample``. Sums are taken in fp32 (fp64 for fp64 inputs) in every case and
@@ -120,8 +123,8 @@ def install(output_dtype: OutputDtype = "backprops") -> None:
 
 
 def uninstall() -> None:
-    """Puts back Opacus's two backward passes and what stood in its registries before :func:`install`. Safe to
-    call twice.
+    """Puts back Opacus's two backward passes, its clip factors and what stood in its registries before
+    :func:`install`. Safe to call twice.
 
     A sampler that somebody has registered over dpfast's since is left where it is.
     """
@@ -159,10 +162,7 @@ def _norm_sampler(key: type[nn.Module] | str, rule: Rule) -> Sampler:
 def _norm(factor: Factor, double: bool) -> Tensor:
     """The upper end of ‖G_n‖, (N,), fp32 rounded up, or fp64."""
     norms = factor.sq_norm().upper.sqrt()
-    if double:
-        return norms
-    rounded = norms.float()
-    return torch.where(rounded < norms, torch.nextafter(rounded, rounded.new_tensor(torch.inf)), rounded)
+    return norms if double else rounded_up(norms, torch.float32)
 
 
 def _rounded(sampler: Sampler, output_dtype: OutputDtype) -> Sampler:

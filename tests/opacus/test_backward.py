@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import dpfast.opacus
-from dpfast.errors import StateError
+from dpfast.errors import InputError, StateError
 from dpfast.opacus import backward
 
 C = 0.5
@@ -261,16 +261,19 @@ def test_a_weight_whose_own_module_is_not_what_uses_it():
         ghost_step(Borrowed(), cross_entropy, x, y, install=True)
 
 
-def test_losses_of_one_column_are_opacus_own():
-    torch.manual_seed(0)
-    compare(nn.Linear(4, 1), lambda m, x: m(x).square(), torch.randn(6, 4), passes=2)
-
-
-def test_losses_that_are_not_one_a_sample_fail_as_in_opacus():
-    model, x = nn.Linear(4, 3), torch.randn(6, 4)
-    for install in (False, True):
-        with pytest.raises(RuntimeError, match=r"size of tensor a \(6\)"):
-            ghost_step(copy.deepcopy(model), lambda m, x: m(x).flatten(), x, install=install)
+@pytest.mark.parametrize(
+    ("losses", "message"),
+    [
+        (lambda m, x: m(x), r"shape \(6, 3\) is not one loss a sample"),
+        (lambda m, x: m(x).sum(1, keepdim=True), r"shape \(6, 1\) is not one loss a sample"),
+        (lambda m, x: m(x).sum(), r"shape \(\) is not one loss a sample"),
+        (lambda m, x: m(x).flatten(), "6 samples went through the model and there are 18 losses"),
+        (lambda m, x: m(x).sum().view(1), "6 samples went through the model and there are 1 losses"),
+    ],
+)
+def test_losses_that_are_not_one_a_sample_are_errors(losses, message):
+    with pytest.raises(InputError, match=message):
+        ghost_step(nn.Linear(4, 3), losses, torch.randn(6, 4), install=True)
 
 
 def test_gradients_are_added_to_what_other_parameters_hold():
@@ -284,18 +287,30 @@ def test_gradients_are_added_to_what_other_parameters_hold():
     assert_gradients(found, exact)
 
 
-def test_another_backward_stays():
-    def theirs(self):
+@pytest.mark.parametrize("place", backward._PLACES, ids=lambda place: place.name)
+def test_what_others_put_there_stays(place):
+    def others(self):
         raise AssertionError
 
-    DPTensorFastGradientClipping.backward = theirs
+    setattr(place.cls, place.name, others)
     try:
         dpfast.opacus.install()
-        assert DPTensorFastGradientClipping.backward is theirs
+        assert vars(place.cls)[place.name] is others
         dpfast.opacus.uninstall()
-        assert DPTensorFastGradientClipping.backward is theirs
+        assert vars(place.cls)[place.name] is others
     finally:
-        DPTensorFastGradientClipping.backward = ORIGINAL
+        setattr(place.cls, place.name, place.theirs)
+
+
+def test_uninstall_puts_everything_back():
+    before = [vars(place.cls)[place.name] for place in backward._PLACES]
+    dpfast.opacus.install()
+    dpfast.opacus.install()
+    assert not any(
+        vars(place.cls)[place.name] is theirs for place, theirs in zip(backward._PLACES, before, strict=True)
+    )
+    dpfast.opacus.uninstall()
+    assert [vars(place.cls)[place.name] for place in backward._PLACES] == before
 
 
 def test_a_failing_pass_leaves_nothing_behind():

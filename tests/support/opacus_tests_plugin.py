@@ -29,7 +29,6 @@ def _import_torchvision() -> object:
     return library
 
 
-
 def _put_ours() -> None:
     """Our classes under the names of Opacus's two, in every module of Opacus; what is imported later gets them too."""
     import_module("dpfast.opacus")  # so that Opacus knows ours for wrapped modules
