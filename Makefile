@@ -13,7 +13,7 @@ test: $(READY)
 	$(BIN)/python -m pytest
 
 fuzz: $(READY)
-	$(BIN)/python -m pytest tests/test_fuzz.py --hypothesis-profile=fuzz
+	$(BIN)/python -m pytest tests/test_fuzz.py tests/test_fuzz_steps.py --hypothesis-profile=fuzz
 
 # Opacus's own tests, with dpfast installed in it and without. They build models of torchvision, which stays out of
 # .venv because other packages change their ways where it is installed.

@@ -322,16 +322,20 @@ class _Gathered:
 
 
 def _add_to_grad(parameter: nn.Parameter, total: Tensor) -> None:
-    """``p.grad += total``, rounded once."""
-    if parameter.grad is None:
+    """``p.grad += total``, rounded once: to fp16 towards zero, because gradients below its normal numbers are common
+    and there nothing bounds what rounding to nearest adds; otherwise to nearest."""
+    if parameter.dtype is torch.float16:
+        before = 0.0 if parameter.grad is None else parameter.grad
+        parameter.grad = towards_zero(total + before, torch.float16)
+    elif parameter.grad is None:
         parameter.grad = total.to(parameter.dtype)
     else:
         parameter.grad += total
 
 
 def _rounding(parameter: nn.Parameter) -> float:
-    """By how much, relatively, a clipped sum may grow when it is rounded to the parameter's 16 bits."""
-    return torch.finfo(parameter.dtype).eps / 2 if parameter.dtype.itemsize < 4 else 0.0
+    """By how much, relatively, :func:`_add_to_grad` may make a clipped sum larger, where that counts: in bf16."""
+    return torch.finfo(torch.bfloat16).eps / 2 if parameter.dtype is torch.bfloat16 else 0.0
 
 
 def _check_clipper(norm_clipper: NormClipper | None, module: nn.Module, passes: int) -> None:
