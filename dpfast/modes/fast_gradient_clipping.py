@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -31,10 +33,10 @@ def create_norm_sample(*, param: nn.Parameter, grad_sample: Tensor, max_batch_le
     if not param.requires_grad:
         return
     if max_batch_len == 0:
-        param._norm_sample = grad_sample.new_zeros(0)
+        param._norm_sample = grad_sample.new_zeros(0)  # type: ignore[attr-defined]  # as in Opacus
         return
     value = Dense(grad_sample).sq_norm().value.sqrt()
-    param._norm_sample = value if grad_sample.dtype == torch.float64 else value.float()
+    param._norm_sample = value if grad_sample.dtype == torch.float64 else value.float()  # type: ignore[attr-defined]
 
 
 class GradSampleModuleFastGradientClipping(GradSampleModule):
@@ -101,7 +103,7 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
         self._norm_clipper = norm_clipper
         self._places: dict[nn.Parameter, int] = {}
         self._norms: SquaredNorm | None = None
-        self._clip_factors: Tensor | None = None
+        self._clip_factors: Any = None  # a Tensor, from the first norms on
 
     # --- what the last backward pass left ---
 
@@ -193,7 +195,7 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
         else:
             entry.factors.append(factor.kept())
         if clips_alone and entry.closed:
-            limit = self._norm_clipper.flat_values[self._places[parameter]]
+            limit = self._norm_clipper.flat_values[self._places[parameter]]  # type: ignore[union-attr]  # clips_alone
             norm = entry.norm.upper.sqrt() * self._scale(step)
             factors = safe_factors((limit / norm).clamp(max=1.0), norm, limit).float()
             entry.clip(factor, factors.double() * self._scale(step))
@@ -257,9 +259,9 @@ class _Gathered:
 
     def __init__(self) -> None:
         self.factors: list[Factor] = []
-        self.norm: SquaredNorm | None = None
+        self.norm: Any = None  # a SquaredNorm, once it has been taken
         self.closed = False  # whether the norm has been taken, or waits to be, for good
-        self.total: Tensor | None = None
+        self.total: Any = None  # a Tensor, once it is clipped
 
     def receive(self, result: Dense | SquaredNorm) -> None:
         """What became of a factor that waited."""
