@@ -36,7 +36,8 @@ def create_norm_sample(*, param: nn.Parameter, grad_sample: Tensor, max_batch_le
         param._norm_sample = grad_sample.new_zeros(0)  # type: ignore[attr-defined]  # as in Opacus
         return
     value = Dense(grad_sample).sq_norm().value.sqrt()
-    param._norm_sample = value if grad_sample.dtype == torch.float64 else value.float()  # type: ignore[attr-defined]
+    value = value if grad_sample.dtype == torch.float64 else value.float()
+    param._norm_sample = value  # type: ignore[attr-defined]  # as in Opacus
 
 
 class GradSampleModuleFastGradientClipping(GradSampleModule):

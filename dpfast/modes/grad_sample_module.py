@@ -59,7 +59,7 @@ class GradSampleModule(nn.Module):
     torch.Size([4, 2, 3])
     """
 
-    GRAD_SAMPLERS: ClassVar[dict[registry.ModuleClass, registry.GradSampler]] = registry.GRAD_SAMPLERS
+    GRAD_SAMPLERS: ClassVar[dict[type[nn.Module], registry.GradSampler]] = registry.GRAD_SAMPLERS
     NORM_SAMPLERS: ClassVar[dict[registry.ModuleClass, registry.GradSampler]] = registry.NORM_SAMPLERS
     _detach = False
 
@@ -205,7 +205,7 @@ class GradSampleModule(nn.Module):
                 parameter.grad_sample = grad_sample  # type: ignore[attr-defined]  # as in Opacus
             else:
                 earlier = before if isinstance(before, list) else [before]
-                parameter.grad_sample = [*earlier, grad_sample]  # type: ignore[attr-defined]
+                parameter.grad_sample = [*earlier, grad_sample]  # type: ignore[attr-defined]  # as above
 
     def _scale(self, step: Step) -> float:
         return float(step.num_samples or 0) if self.loss_reduction == "mean" else 1.0
@@ -215,7 +215,7 @@ class GradSampleModule(nn.Module):
     def set_grad_sample_to_none(self) -> None:
         """Sets ``p.grad_sample`` to None for every parameter."""
         for p in self._module.parameters():
-            p.grad_sample = None  # type: ignore[attr-defined]
+            p.grad_sample = None  # type: ignore[attr-defined]  # as in Opacus
 
     def del_grad_sample(self) -> None:
         """Deletes ``p.grad_sample`` from every parameter that has one."""

@@ -124,7 +124,9 @@ class PrivacyEngine(opacus.PrivacyEngine):
         finally:
             self._module = None
 
-    def make_private_with_epsilon(self, *, criterion: Any = None, grad_sample_mode: str = "dpfast", **options: Any) -> Any:
+    def make_private_with_epsilon(
+        self, *, criterion: Any = None, grad_sample_mode: str = "dpfast", **options: Any
+    ) -> Any:
         """Opacus's ``make_private_with_epsilon``; arguments and answer as :meth:`make_private`'s, with
         ``target_epsilon``, ``target_delta`` and ``epochs`` in the place of ``noise_multiplier``."""
         criterion = nn.CrossEntropyLoss() if criterion is None else criterion
@@ -149,7 +151,9 @@ class PrivacyEngine(opacus.PrivacyEngine):
             )
         validate(module)
         cls = GradSampleModule if grad_sample_mode == "dpfast_materialize" else GradSampleModuleFastGradientClipping
-        passes: dict[str, Any] = {"passes": 2 if grad_sample_mode == "dpfast_two_pass" else 1} if cls is not GradSampleModule else {}
+        passes: dict[str, Any] = (
+            {"passes": 2 if grad_sample_mode == "dpfast_two_pass" else 1} if cls is not GradSampleModule else {}
+        )
         if isinstance(module, GradSampleModule) and self._wrap_model:
             found = {name: getattr(module, name, None) for name in (*given, *passes)}
             if type(module) is not cls or found != {**given, **passes}:

@@ -136,12 +136,12 @@ def _imported(name: str) -> type[nn.Module] | None:
     return getattr(sys.modules.get(module), cls, None)
 
 
-def _grad_sampler(key: type[nn.Module] | str, rule: Rule) -> Sampler:
+def _grad_sampler(key: type[nn.Module], rule: Rule) -> Sampler:
     # A Linear's weight and bias come from one kernel.
     return compute_linear_grad_sample if rule is linear.linear else registry.GRAD_SAMPLERS[key]
 
 
-def _norm_sampler(key: type[nn.Module] | str, rule: Rule) -> Sampler:
+def _norm_sampler(key: type[nn.Module], rule: Rule) -> Sampler:
     """Upper ends of the norms from the rule, or the sampler that a user has registered for norms alone."""
     own = registry.NORM_SAMPLERS[key]
     if own.__module__ != registry.__name__:

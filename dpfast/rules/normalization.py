@@ -30,9 +30,7 @@ def _summed(values: Tensor, error_of_rows: Tensor | None = None) -> Dense:
     return Dense(values.sum(1), error=error if error_of_rows is None else error + error_of_rows.sum(1))
 
 
-def _factors(
-    layer: Any, normalized: Tensor, backprops: Tensor, relative_error: Tensor
-) -> dict[nn.Parameter, Factor]:
+def _factors(layer: Any, normalized: Tensor, backprops: Tensor, relative_error: Tensor) -> dict[nn.Parameter, Factor]:
     """normalized, backprops (N, T, D); each row of ``normalized`` is exact to ``relative_error`` (N, T) times
     (1 + its entries)."""
     factors: dict[nn.Parameter, Factor] = {}

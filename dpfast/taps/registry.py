@@ -48,8 +48,8 @@ T = TypeVar("T")
 R = TypeVar("R", bound=Rule)
 S = TypeVar("S", bound=GradSampler)
 
-RULES: dict[ModuleClass, Rule] = {}
-GRAD_SAMPLERS: dict[ModuleClass, GradSampler] = {}
+RULES: dict[type[nn.Module], Rule] = {}
+GRAD_SAMPLERS: dict[type[nn.Module], GradSampler] = {}
 NORM_SAMPLERS: dict[ModuleClass, GradSampler] = {}
 
 _RULES_BY_NAME: dict[str, Rule] = {}
@@ -301,4 +301,5 @@ def _owned(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if isinstance(child, (nn.ParameterList, nn.ParameterDict)) or (
             name == "parametrizations" and is_parametrized(module)
         ):
-            yield from ((f"{name}.{inner}." if inner else f"{name}.", m) for inner, m in child.named_modules())
+            inside = child.named_modules()  # type: ignore[union-attr]  # these are never None
+            yield from ((f"{name}.{inner}." if inner else f"{name}.", m) for inner, m in inside)
