@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ _TILE_SUM = 512  # a kernel sums a tile of at most 256 by 256 entries row by row
 
 
 @lru_cache(maxsize=1)
-def import_kernels():
+def import_kernels() -> tuple[Any, str | None]:
     """(the kernels package, None), or (None, why it cannot be used)."""
     try:
         return importlib.import_module("dpfast.kernels"), None
@@ -77,7 +77,7 @@ def groups(t: int, d: int, p: int) -> bool:
 def grouped(pairs: Sequence[tuple[Tensor, Tensor]], *, keep: bool = False) -> list[Direct]:
     """The direct norms of many (activations, backprops), the launches as few as there are shapes and layouts."""
     kernels, _ = import_kernels()
-    alike: dict[tuple, list[int]] = {}
+    alike: dict[tuple[Any, ...], list[int]] = {}
     for i, pair in enumerate(pairs):
         layout = ((x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0) for x in pair)
         alike.setdefault(tuple(layout), []).append(i)

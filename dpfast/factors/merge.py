@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ def merge(factors: Sequence[Factor]) -> Factor:
     products = [f for f in factors if isinstance(f, OuterProduct)]
     others = [f for f in factors if not isinstance(f, (Lookup, OuterProduct))]
     if others:
-        rest = _added([*others, *products])
+        rest: Dense | OuterProduct = _added([*others, *products])
     elif products:
         activations, backprops = ([getattr(f, name) for f in products] for name in ("activations", "backprops"))
         rest = OuterProduct(_concatenate(activations), _concatenate(backprops))
@@ -144,6 +145,6 @@ def _added(factors: Sequence[Factor]) -> Dense:
     total = parts[0].values.to(accumulating_dtype(parts[0].values), copy=True)
     for part in parts[1:]:
         total += part.values
-    norms = [part.sq_norm().upper.sqrt() for part in parts]
-    error = bounds.chain_error(sum(norms), terms=len(parts), numel=total[:1].numel(), dtype=total.dtype)
+    norms: Any = sum(part.sq_norm().upper.sqrt() for part in parts)
+    error = bounds.chain_error(norms, terms=len(parts), numel=total[:1].numel(), dtype=total.dtype)
     return Dense(total, error=sum((p.error for p in parts if p.error is not None), start=error))

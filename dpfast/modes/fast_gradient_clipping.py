@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -32,10 +34,11 @@ def create_norm_sample(*, param: nn.Parameter, grad_sample: Tensor, max_batch_le
     if not param.requires_grad:
         return
     if max_batch_len == 0:
-        param._norm_sample = grad_sample.new_zeros(0)
+        param._norm_sample = grad_sample.new_zeros(0)  # type: ignore[attr-defined]  # as in Opacus
         return
     value = Dense(grad_sample).sq_norm().value.sqrt()
-    param._norm_sample = value if grad_sample.dtype == torch.float64 else value.float()
+    value = value if grad_sample.dtype == torch.float64 else value.float()
+    param._norm_sample = value  # type: ignore[attr-defined]  # as in Opacus
 
 
 _SUMS_OF_ZEROS = (
@@ -110,7 +113,7 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
         self._norm_clipper = norm_clipper
         self._places: dict[nn.Parameter, int] = {}
         self._norms: SquaredNorm | None = None
-        self._clip_factors: Tensor | None = None
+        self._clip_factors: Any = None  # a Tensor, from the first norms on
         self._first = FirstPass()
 
     # --- what the last backward pass left ---
@@ -209,7 +212,7 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
         else:
             entry.factors.append(factor.kept())
         if clips_alone and entry.closed:
-            limit = self._norm_clipper.flat_values[self._places[parameter]]
+            limit = self._norm_clipper.flat_values[self._places[parameter]]  # type: ignore[union-attr]  # clips_alone
             norm = entry.norm.upper.sqrt() * (self._scale(step) * (1.0 + _rounding(parameter)))
             factors = safe_factors((limit / norm).clamp(max=1.0), norm, limit)
             entry.clip(factor, factors * self._scale(step))
@@ -241,16 +244,16 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
             coefficients = [f * scale for f in factors]
         else:
             norms = [self._norms.upper.sqrt() * (1.0 + max(map(_rounding, self._places), default=0.0))]
-            (factors,) = clip_factors(clipper, norms)
-            self._clip_factors = towards_zero(factors, torch.float32)
-            double = factors * scale
+            factors = clip_factors(clipper, norms)
+            self._clip_factors = towards_zero(factors[0], torch.float32)
+            double = factors[0] * scale
             single = towards_zero(double, torch.float32)  # once for all
             coefficients = [double if p.dtype is torch.float64 else single for p in self._places]
         if norms:
             self._dropped.add(torch.stack(norms))
         if step.first is not None:
             self._first = step.first
-            self._first.weights = factors * scale
+            self._first.weights = factors[0] * scale
             return
         for entry, own in zip(entries, coefficients, strict=True):
             if entry is not None and entry.total is None:
@@ -301,9 +304,9 @@ class _Gathered:
 
     def __init__(self) -> None:
         self.factors: list[Factor] = []
-        self.norm: SquaredNorm | None = None
+        self.norm: Any = None  # a SquaredNorm, once it has been taken
         self.closed = False  # whether the norm has been taken, or waits to be, for good
-        self.total: Tensor | None = None
+        self.total: Any = None  # a Tensor, once it is clipped
 
     def receive(self, result: Dense | SquaredNorm) -> None:
         """What became of a factor that waited."""

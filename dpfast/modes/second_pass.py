@@ -72,7 +72,7 @@ class FirstPass:
         """Whether ``grad`` is what factors in front of the loss make of the first pass's gradient at that output, (),
         on its device; None where it has no dimension of samples."""
         dim, n = output.batch_dim, len(self.weights)
-        if grad.dim() <= dim or grad.shape[dim] != n or n == 0:
+        if output.grad is None or grad.dim() <= dim or grad.shape[dim] != n or n == 0:
             return None
         weights = self.weights.to(grad.device).unsqueeze(1)
         expected, found = (probe(x.movedim(dim, 0)).double() for x in (output.grad, grad))

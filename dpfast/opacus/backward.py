@@ -140,11 +140,11 @@ def _all_from_rules(graph: _Graph, module: Any, losses: Tensor) -> list[nn.Param
     leaf is a parameter that one call of its own module uses, and nothing else. None otherwise."""
     owners = {p: m for m in module._module.modules() for p in m.parameters(recurse=False)}
     dim = 0 if module.batch_first else 1
-    parameters = [leaf.variable for leaf in graph.leaves]
+    parameters = [leaf.variable for leaf in graph.leaves]  # type: ignore[attr-defined]  # AccumulateGrad has it
     for p, leaf in zip(parameters, graph.leaves, strict=True):
         owner = owners.get(p)
         sampler = module.NORM_SAMPLERS.get(type(owner)) if module.use_ghost_clipping else None
-        calls = getattr(owner, "activations", ())
+        calls: Any = getattr(owner, "activations", ())
         one_row_a_loss = len(calls) == 1 and losses.shape == calls[0][0].shape[dim : dim + 1]
         if not (getattr(sampler, "keeps_factors", False) and one_row_a_loss and _used_once(leaf, graph)):
             return None
@@ -163,7 +163,7 @@ def _used_once(leaf: Node, graph: _Graph) -> bool:
 
 @contextmanager
 def _keeping(parameters: Iterable[nn.Parameter]) -> Iterator[dict[nn.Parameter, list[Factor]]]:
-    kept = {p: [] for p in parameters}
+    kept: dict[nn.Parameter, list[Factor]] = {p: [] for p in parameters}
     _KEPT.update(kept)
     try:
         yield kept
