@@ -14,6 +14,7 @@ from dpfast.arithmetic import bounds, precision
 from dpfast.arithmetic.bounds import SquaredNorm
 
 _TILE_SUM = 512  # a kernel sums a tile of at most 256 by 256 entries row by row, then the rows
+_PARTS_SUM = 1024  # where T is split, the squares of so many entries of the added parts in one go
 
 
 @lru_cache(maxsize=1)
@@ -42,7 +43,7 @@ def sq_norm(activations: Tensor, backprops: Tensor, way: str) -> SquaredNorm:
         error = bounds.direct_error(
             row_products, positions=t, numel=p * d, dtype=torch.float32, kernel_chain=kernels.CHAIN
         )
-        return bounds.dense(total, width=_TILE_SUM, numel=p * d, dtype=torch.float32, error=error)
+        return bounds.dense(total, width=_PARTS_SUM, numel=p * d, dtype=torch.float32, error=error)
     sums = kernels.gram_norm(
         activations, backprops, row_norm_activations=norm_a.float(), row_norm_backprops=norm_b.float()
     )

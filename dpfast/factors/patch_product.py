@@ -187,7 +187,10 @@ class PatchProduct:
         places = self.shape[2:].numel()
         chain = self._block * self.rows.shape[3:].numel() + self._blocks
         row_products = _norm(self.image) * rows_norm * places**0.5
-        return bounds.chain_error(row_products, terms=chain, numel=self.shape.numel(), dtype=dtype)
+        operations = 2 * self.rows.shape[2:].numel()
+        return bounds.chain_error(
+            row_products, terms=chain, numel=self.shape.numel(), dtype=dtype, operations=operations
+        )
 
     def _added_up(self, image: Tensor, rows: Tensor, padding: Sequence[int]) -> Tensor:
         """Gradients (n, *shape) of n samples: as the weight gradient of one sample with n times the groups, or as

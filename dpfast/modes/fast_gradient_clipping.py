@@ -359,5 +359,5 @@ def _total_norm(norms: list[SquaredNorm], scale: float) -> SquaredNorm:
         return SquaredNorm(torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.float64))
     device = norms[0].value.device
     value = torch.stack([n.value.to(device) for n in norms]).sum(0) * scale**2
-    upper = torch.stack([n.upper.to(device) for n in norms]).sum(0) * scale**2
+    upper = torch.stack([n.upper.to(device) for n in norms]).sum(0) * (scale**2 * (1.0 + (len(norms) + 4) * 2.0**-53))
     return SquaredNorm(value, upper)
