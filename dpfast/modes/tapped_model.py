@@ -211,12 +211,11 @@ class TappedModel:
         if output.first is None or not output.first.asked:
             return None  # hooks are off, and an ordinary gradient is wanted
         if step is None:
-            step = self._steps.open(Step(output.batch_size, second=SecondPass(output.first)), self._finish)
+            # At an output that others are computed from the gradient is partly the first pass's already.
+            second = SecondPass(output.first, is_weighted=output.first.is_weighted(output, grad))
+            step = self._steps.open(Step(output.batch_size, second=second), self._finish)
         if step.second is None or step.second.first is not output.first:
             raise StateError("the second backward pass goes through two first ones; call it once for each")
-        is_weighted = output.first.is_weighted(output, grad)
-        if is_weighted is not None:
-            step.second.is_weighted.append(is_weighted)
         return output.grad
 
     def _open(self, batch_size: int | None) -> Step:
