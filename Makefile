@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test fuzz test-opacus test-opacus-oldest lint bench bench-gpu clean
+.PHONY: demo check test fuzz test-opacus test-opacus-oldest lint bench bench-gpu clean
 
 demo: $(READY)
 	$(BIN)/python examples/digits.py
@@ -13,7 +13,7 @@ test: $(READY)
 	$(BIN)/python -m pytest
 
 fuzz: $(READY)
-	$(BIN)/python -m pytest tests/test_fuzz.py --hypothesis-profile=fuzz
+	$(BIN)/python -m pytest tests/test_fuzz.py tests/test_fuzz_steps.py --hypothesis-profile=fuzz
 
 # Opacus's own tests, with dpfast installed in it and without. They build models of torchvision, which stays out of
 # .venv because other packages change their ways where it is installed.
@@ -32,6 +32,39 @@ build/opacus-1.5.4: $(READY)
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# For every edit: lint, types, and the tests that are not slow, with few random cases each. `make test` runs everything.
+# A test is slow that takes some seconds; every folder keeps tests that are not (tests/test_packaging.py holds that).
+SLOW := tests/arithmetic/test_bounds.py::test_the_kernels_bounds_hold_too \
+	tests/arithmetic/test_ops.py::test_verbs_equal_fp64 \
+	tests/examples/ \
+	tests/factors/test_waiting.py \
+	tests/kernels/test_ahead.py \
+	tests/kernels/test_gram_norm.py \
+	tests/kernels/test_grouped_norm.py \
+	tests/kernels/test_offsets.py \
+	tests/kernels/test_outer_norm.py \
+	tests/kernels/test_outer_product.py \
+	tests/kernels/test_rows.py \
+	tests/kernels/test_traffic.py \
+	tests/kernels/test_weighted_sum.py \
+	tests/modes/test_memory.py \
+	tests/modes/test_models.py \
+	tests/opacus/test_distributed.py \
+	tests/opacus/test_engine.py::test_make_private_with_epsilon \
+	tests/opacus/test_samplers.py::test_opacus_missing \
+	tests/opacus/test_trainer.py \
+	tests/report/test_info.py \
+	tests/test_benchmarks.py::test_rounds_come_from_processes_of_their_own \
+	tests/test_benchmarks.py::test_the_kernel_table_writes_every_cell_once \
+	tests/test_benchmarks.py::test_the_parts_run \
+	tests/test_docs.py::test_python_examples_run \
+	tests/test_fuzz.py \
+	tests/test_packaging.py::test_wheel_holds_every_source_file
+
+check: lint
+	$(BIN)/python -m pytest -q --hypothesis-profile=check $(SLOW:%=--deselect=%)
 
 bench: $(READY)
 	$(BIN)/python -m pytest benchmarks --benchmark-only

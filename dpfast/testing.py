@@ -105,10 +105,11 @@ def check_rule(
 def separable_loss(model: nn.Module, *inputs: Any) -> Tensor:
     """A loss in which no sample touches another, whatever the outputs' shapes."""
     outputs = [x for x in _tensors(model(*inputs)) if x.is_floating_point()]
-    return sum(torch.sin(3.0 * x).sum() for x in outputs)
+    total: Any = sum(torch.sin(3.0 * x).sum() for x in outputs)
+    return total
 
 
-def _takes_nothing(module: nn.Module, batch: tuple) -> bool:
+def _takes_nothing(module: nn.Module, batch: tuple[Any, ...]) -> bool:
     """Whether the module itself runs on a batch of no samples."""
     try:
         with torch.no_grad():
@@ -118,7 +119,7 @@ def _takes_nothing(module: nn.Module, batch: tuple) -> bool:
     return True
 
 
-def _check_batch(module: nn.Module, batch: tuple, batch_dim: int, where: str) -> None:
+def _check_batch(module: nn.Module, batch: tuple[Any, ...], batch_dim: int, where: str) -> None:
     dtype = next(module.parameters()).dtype
     tolerance = TOLERANCES[dtype]
     exact = loop_over_samples(module, separable_loss, *batch, batch_dim=batch_dim)
@@ -130,7 +131,7 @@ def _check_batch(module: nn.Module, batch: tuple, batch_dim: int, where: str) ->
             float((low[name].double() - g).norm()) / max(float(g.norm()), _SMALL * size) for name, g in exact.items()
         ]
         tolerance = max(tolerance, 2.0 * max(lost))
-    options = {"batch_first": batch_dim == 0, "loss_reduction": "sum"}
+    options: dict[str, Any] = {"batch_first": batch_dim == 0, "loss_reduction": "sum"}
 
     def compare(what: str, actual: Tensor | None, expected: Tensor) -> None:
         assert actual is not None, f"{what} ({where}): missing"
@@ -140,14 +141,13 @@ def _check_batch(module: nn.Module, batch: tuple, batch_dim: int, where: str) ->
         assert error <= tolerance, f"{what} ({where}): relative error {error:.1e} is above {tolerance:.0e}"
 
     wrapped = GradSampleModule(copy.deepcopy(module), **options)
-    wrapped._tapped.observe = lambda record, p, factor: _check_factor(
-        factor, tolerance, f"{type(module).__name__}, {where}"
-    )
+    tapped: Any = wrapped._tapped
+    tapped.observe = lambda record, p, factor: _check_factor(factor, tolerance, f"{type(module).__name__}, {where}")
     separable_loss(wrapped, *batch).backward()
     summed = {name: g.sum(0) for name, g in exact.items()}
     for name, p in wrapped._module.named_parameters():
         if p.requires_grad:
-            compare(f"grad_sample of {name}", p.grad_sample, exact[name])
+            compare(f"grad_sample of {name}", p.grad_sample, exact[name])  # type: ignore[attr-defined]  # as in Opacus
 
     limit = float(norms.median()) if len(norms) else 1.0
     wrapped = GradSampleModuleFastGradientClipping(copy.deepcopy(module), max_grad_norm=max(limit, 1e-3), **options)

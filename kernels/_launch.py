@@ -13,7 +13,7 @@ import tempfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -194,12 +194,14 @@ class Compiled:
     shared_memory: int
 
 
-def specialize(kernel, arguments: dict) -> tuple[dict, dict[str, object], list]:
+def specialize(kernel, arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
     """(signature, constexprs, aligned) that the just-in-time compiler derives from `arguments`.
 
     `aligned` holds names, and (name, i) of what is aligned in a tuple of tensors.
     """
-    signature, constexprs, aligned = {}, {}, []
+    signature: dict[str, Any] = {}
+    constexprs: dict[str, Any] = {}
+    aligned: list[Any] = []
     for parameter in kernel.params:
         name, value = parameter.name, arguments[parameter.name]
         if parameter.is_constexpr or value is None:
@@ -228,7 +230,7 @@ def _is_aligned(tensor: torch.Tensor) -> bool:
 
 
 def compile_ahead(
-    kernel, signature: dict, constexprs: dict, target: GPUTarget, tile: Tile, aligned: list[str]
+    kernel, signature: dict[str, Any], constexprs: dict[str, Any], target: GPUTarget, tile: Tile, aligned: list[Any]
 ) -> Compiled:
     """Compile `kernel` for `target`, which need not be present, and count what it uses.
 
@@ -243,7 +245,7 @@ def compile_ahead(
     return Compiled(ttgir=compiled.asm["ttgir"], shared_memory=compiled.metadata.shared, **report(compiled.asm))
 
 
-def _nvidia_report(asm) -> dict:
+def _nvidia_report(asm) -> dict[str, Any]:
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
@@ -260,7 +262,7 @@ def _nvidia_report(asm) -> dict:
     }
 
 
-def _amd_report(asm) -> dict:
+def _amd_report(asm) -> dict[str, Any]:
     text = asm["amdgcn"]
 
     def count(key: str) -> int:

@@ -112,7 +112,8 @@ def _add_parts_kernel(
 
 def part_blocks(length: int) -> int:
     """How many partial squared norms `add_parts` leaves of a sample's `length` numbers."""
-    return triton.cdiv(length, _PARTS_TILE.BLOCK_K)
+    blocks: int = triton.cdiv(length, _PARTS_TILE.BLOCK_K)
+    return blocks
 
 
 def add_parts(

@@ -7,6 +7,8 @@ which one a launch takes changes no bit of its result.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -44,7 +46,7 @@ def load_rows(
         )
 
 
-def row_sources(tile: Tile, *operands: tuple[torch.Tensor, int]) -> tuple:
+def row_sources(tile: Tile, *operands: tuple[torch.Tensor, int]) -> tuple[Any, ...]:
     """What a kernel reads each (tensor (N, T, F), block of F) through, and whether all are descriptors.
 
     Descriptors where the tile asks for them and every tensor's layout allows it, else the tensors.

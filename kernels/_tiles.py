@@ -83,7 +83,7 @@ def _parse(table: str) -> dict[tuple[str, str, str], tuple[Row, ...]]:
         sizes = {"T": 0, "D": 0, "P": 0, "K": 0} | {
             name: int(size) for name, size in re.findall(r"([TDPK])(\d+)", blocks)
         }
-        tile = Tile(
+        tile = Tile(  # type: ignore[misc]  # the sizes are four
             *sizes.values(),
             num_warps=int(warps),
             num_stages=int(stages),

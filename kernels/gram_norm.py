@@ -233,11 +233,11 @@ def gram_norm(
             BLOCK_K=tile.BLOCK_K,
         )
         sums = sum_partials(partials, pairs)
-    sums = iter(sums)
+    left = iter(sums)
     return GramNormResult(
-        sq_norm=next(sums),
-        bias_sq_norm=next(sums) if bias else None,
-        bound_activations=next(sums) if bound else None,
-        bound_backprops=next(sums) if bound else None,
-        bound_product=next(sums) if bound else None,
+        sq_norm=next(left),
+        bias_sq_norm=next(left) if bias else None,
+        bound_activations=next(left) if bound else None,
+        bound_backprops=next(left) if bound else None,
+        bound_product=next(left) if bound else None,
     )

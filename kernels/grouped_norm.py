@@ -189,8 +189,8 @@ def grouped_outer_norm(
     pairs = [promote(a, b) for a, b in zip(activations, backprops, strict=True)]
     for a, b in pairs:
         validate(a, b)
-        for x, first in zip((a, b), pairs[0], strict=True):
-            if (x.shape, x.stride(), x.dtype, x.device) != (first.shape, first.stride(), first.dtype, first.device):
+        for x, like in zip((a, b), pairs[0], strict=True):
+            if (x.shape, x.stride(), x.dtype, x.device) != (like.shape, like.stride(), like.dtype, like.device):
                 raise ValueError("the factors of a group have one shape, one dtype, one layout and one device")
     a, b = pairs[0]
     (N, T, D), P, device = a.shape, b.shape[2], a.device

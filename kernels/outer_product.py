@@ -301,5 +301,5 @@ def outer(
             add_parts(workspace, parts, scale, out, partials, first, count, 0)
             if bias:
                 add_parts(bias_workspace, parts, scale, bias_out, partials, first, count, run)
-    sums = sum_partials(partials, run) if norm else (None,)
-    return OuterProductResult(out, bias_out, sums[0], sums[1] if bias and norm else None)
+    norms = sum_partials(partials, run) if norm else (None,)
+    return OuterProductResult(out, bias_out, norms[0], norms[1] if bias and norm else None)

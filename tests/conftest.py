@@ -19,9 +19,10 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-# The same cases in every run. `make fuzz` asks for more of them.
+# The same cases in every run. `make fuzz` asks for more of them, `make check` for few.
 every_run = {"derandomize": True, "deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("test", max_examples=300, **every_run)
+settings.register_profile("check", max_examples=10, **every_run)
 settings.register_profile("fuzz", max_examples=10_000, **every_run)
 settings.load_profile("test")
 

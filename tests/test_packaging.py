@@ -6,6 +6,7 @@ import graphlib
 import importlib
 import inspect
 import pickle
+import re
 import subprocess
 import sys
 import zipfile
@@ -93,6 +94,18 @@ def test_a_face_shows_what_others_use(wing):
 def test_tests_mirror_the_wings():
     for wing in RANK:
         assert list((ROOT / "tests" / wing).glob("test_*.py")), f"no tests of {wing}"
+
+
+def test_make_check_leaves_out_some_tests_of_a_folder_but_never_all():
+    listed = re.search(r"^SLOW := ((?:.*\\\n)*.*)", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)[1]
+    slow = set(re.findall(r"tests/\S+", listed))
+    for name in slow:
+        path, _, test = name.partition("::")
+        assert (ROOT / path).exists(), name
+        assert not test or f"def {test}(" in (ROOT / path).read_text(), name
+    for folder in (*RANK, "kernels"):
+        files = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests" / folder).glob("test_*.py")}
+        assert files - slow, f"no tests of {folder}"
 
 
 def test_former_names_import_what_they_did():

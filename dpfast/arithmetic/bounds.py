@@ -84,9 +84,22 @@ def dense(total: Tensor, *, width: int, numel: int, dtype: torch.dtype, error: T
     return SquaredNorm(total, exact * (1.0 + 2.0**-40))
 
 
-def chain_error(row_sums: Tensor, *, terms: int, numel: int, dtype: torch.dtype) -> Tensor:
-    """``‖v̂ − v‖ ≤ γ·Σ_t ‖v_t‖`` for v = Σ_t v_t with ``terms`` terms of ``numel`` entries, added in any order."""
-    return _SLOP * gamma(terms, dtype) * row_sums + terms * smallest_normal(dtype) * numel**0.5
+def chain_error(
+    row_sums: Tensor, *, terms: int, numel: int, dtype: torch.dtype, operations: int | None = None
+) -> Tensor:
+    """``‖v̂ − v‖ ≤ γ·Σ_t ‖v_t‖`` for v = Σ_t v_t of ``numel`` entries, with chains of ``terms`` additions in any order.
+
+    Args:
+        operations: that may underflow, an entry; ``terms`` unless given.
+    """
+    lost = (terms if operations is None else operations) * smallest_normal(dtype)
+    return _SLOP * gamma(terms, dtype) * row_sums + lost * numel**0.5
+
+
+def summed_after(terms: int, dtype: torch.dtype) -> int:
+    """What a chain in ``dtype`` is longer by where its result is one of ``terms`` numbers that are then added in fp64:
+    fp64's own chains are no shorter for it, and those of fp32 as good as exact."""
+    return terms if dtype == torch.float64 else 0
 
 
 def kernel_terms(terms: int, chain: int) -> float:
@@ -157,7 +170,8 @@ def gram(
         gamma_d, gamma_p = (gamma_matmul(blocked_terms(k, DOT_BLOCK) + 1, dtype) for k in (d, p))
     else:
         gamma_d, gamma_p = (gamma(kernel_terms(k, kernel_chain) + 1, dtype) for k in (d, p))
-    error = gamma_d * by_a + gamma_p * by_b + gamma(row + 3, dtype) * by_both
+    tiles = summed_after(GRAM_TILE + (t // GRAM_TILE + 1) ** 2, dtype)
+    error = gamma_d * by_a + gamma_p * by_b + gamma(row + 3 + tiles, dtype) * by_both
     error = error + gamma_d * gamma_p * row_products.square()
     underflow = 2.0 * smallest_normal(dtype) * (d * sum_b.square() + p * sum_a.square() + 4.0 * t * t)
     # The exact value is no less than 0 even where the computed one is.

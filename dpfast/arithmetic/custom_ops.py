@@ -40,7 +40,9 @@ _grad_sample_op = torch.library.custom_op("dpfast::grad_sample", _grad_sample, m
 
 
 @_grad_sample_op.register_fake
-def _(activations, backprops, bias, scale, out_dtype, backend):
+def _(
+    activations: Tensor, backprops: Tensor, bias: bool, scale: float, out_dtype: torch.dtype, backend: str
+) -> tuple[Tensor, Tensor]:
     (n, _, d), p = activations.shape, backprops.shape[-1]
     bias_sample = backprops.new_empty((n, p), dtype=out_dtype) if bias else activations.new_empty(0)
     return activations.new_empty((n, p, d), dtype=out_dtype), bias_sample
@@ -60,7 +62,7 @@ _sq_norm_op = torch.library.custom_op("dpfast::sq_norm", _sq_norm, mutates_args=
 
 
 @_sq_norm_op.register_fake
-def _(activations, backprops, way, backend):
+def _(activations: Tensor, backprops: Tensor, way: str, backend: str) -> tuple[Tensor, ...]:
     n = activations.shape[0]
     return tuple(activations.new_empty(n, dtype=torch.float64) for _ in range(2))
 
@@ -87,7 +89,7 @@ _weighted_sum_op = torch.library.custom_op("dpfast::weighted_sum", _weighted_sum
 
 
 @_weighted_sum_op.register_fake
-def _(activations, backprops, coefficients, bias, backend):
+def _(activations: Tensor, backprops: Tensor, coefficients: Tensor, bias: bool, backend: str) -> tuple[Tensor, Tensor]:
     dtype = accumulating_dtype(activations, backprops)
     p, d = backprops.shape[-1], activations.shape[-1]
     bias_sum = backprops.new_empty(p, dtype=dtype) if bias else activations.new_empty(0)
@@ -99,7 +101,7 @@ def unit_last_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
-def _where_traced(op: Callable, function: Callable) -> Callable:
+def _where_traced(op: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
     """The op where a graph is being traced; elsewhere its function."""
 
     def call(*args: Any) -> Any:

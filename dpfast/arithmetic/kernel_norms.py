@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,10 +14,11 @@ from dpfast.arithmetic import bounds, precision
 from dpfast.arithmetic.bounds import SquaredNorm
 
 _TILE_SUM = 512  # a kernel sums a tile of at most 256 by 256 entries row by row, then the rows
+_PARTS_SUM = 1024  # where T is split, the squares of so many entries of the added parts in one go
 
 
 @lru_cache(maxsize=1)
-def import_kernels():
+def import_kernels() -> tuple[Any, str | None]:
     """(the kernels package, None), or (None, why it cannot be used)."""
     try:
         return importlib.import_module("dpfast.kernels"), None
@@ -42,7 +43,7 @@ def sq_norm(activations: Tensor, backprops: Tensor, way: str) -> SquaredNorm:
         error = bounds.direct_error(
             row_products, positions=t, numel=p * d, dtype=torch.float32, kernel_chain=kernels.CHAIN
         )
-        return bounds.dense(total, width=_TILE_SUM, numel=p * d, dtype=torch.float32, error=error)
+        return bounds.dense(total, width=_PARTS_SUM, numel=p * d, dtype=torch.float32, error=error)
     sums = kernels.gram_norm(
         activations, backprops, row_norm_activations=norm_a.float(), row_norm_backprops=norm_b.float()
     )
@@ -77,7 +78,7 @@ def groups(t: int, d: int, p: int) -> bool:
 def grouped(pairs: Sequence[tuple[Tensor, Tensor]], *, keep: bool = False) -> list[Direct]:
     """The direct norms of many (activations, backprops), the launches as few as there are shapes and layouts."""
     kernels, _ = import_kernels()
-    alike: dict[tuple, list[int]] = {}
+    alike: dict[tuple[Any, ...], list[int]] = {}
     for i, pair in enumerate(pairs):
         layout = ((x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0) for x in pair)
         alike.setdefault(tuple(layout), []).append(i)

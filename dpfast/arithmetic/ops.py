@@ -6,6 +6,7 @@ backends. The backend is chosen by what can run where the tensors are (``backend
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -54,6 +55,30 @@ def as_rows(activations: Tensor, backprops: Tensor, where: object = "ops") -> tu
 
 def _shapes(activations: Tensor, backprops: Tensor) -> str:
     return f"activations {tuple(activations.shape)} and backprops {tuple(backprops.shape)}"
+
+
+@overload
+def grad_sample(
+    activations: Tensor,
+    backprops: Tensor,
+    *,
+    bias: Literal[False] = ...,
+    scale: float = ...,
+    out_dtype: torch.dtype | None = ...,
+    backend: Backend = ...,
+) -> Tensor: ...
+
+
+@overload
+def grad_sample(
+    activations: Tensor,
+    backprops: Tensor,
+    *,
+    bias: Literal[True],
+    scale: float = ...,
+    out_dtype: torch.dtype | None = ...,
+    backend: Backend = ...,
+) -> tuple[Tensor, Tensor]: ...
 
 
 def grad_sample(
@@ -129,9 +154,10 @@ def certified_grad_sample(
     """G (N, P, D) of (N, T, ·) inputs, how far it may be off in L2 norm, (N,) fp64, and its norm where it is known."""
     dtype = accumulating_dtype(activations, backprops)
     if _runs_kernels(activations, backprops):
-        if kernel_norms.groups(*activations.shape[1:], backprops.shape[2]):
+        _, t, d = activations.shape
+        if kernel_norms.groups(t, d, backprops.shape[2]):
             (direct,) = grouped_direct([(activations, backprops)], keep=True)
-            return direct.grad_sample, direct.error, direct.norm
+            return direct.grad_sample, direct.error, direct.norm  # type: ignore[return-value]  # it is kept
         error = ProductError.of(activations, backprops, import_kernels()[0].CHAIN)
         return grad_sample(activations, backprops), error, None
     activations, backprops = activations.to(dtype), backprops.to(dtype)  # once for both
@@ -163,7 +189,8 @@ def sum_excess(activations: Tensor, backprops: Tensor) -> float:
 
 def groups(activations: Tensor, backprops: Tensor) -> bool:
     """Whether such pairs (N, T, ·) are for :func:`grouped_direct`: thin ones, where kernels run."""
-    return _runs_kernels(activations, backprops) and kernel_norms.groups(*activations.shape[1:], backprops.shape[2])
+    _, t, d = activations.shape
+    return _runs_kernels(activations, backprops) and kernel_norms.groups(t, d, backprops.shape[2])
 
 
 def grouped_direct(pairs: Sequence[tuple[Tensor, Tensor]], *, keep: bool = False) -> list[Direct]:
@@ -195,6 +222,28 @@ def norm_sample(activations: Tensor, backprops: Tensor, *, way: str = "auto", ba
     """‖Σ_t b_nt a_ntᵀ‖ (N,): the square root of :func:`sq_norm`, taken before it is rounded."""
     value = certified_sq_norm(activations, backprops, way=way, backend=backend).value
     return value.sqrt().to(accumulating_dtype(activations, backprops))
+
+
+@overload
+def weighted_sum(
+    activations: Tensor,
+    backprops: Tensor,
+    coefficients: Tensor,
+    *,
+    bias: Literal[False] = ...,
+    backend: Backend = ...,
+) -> Tensor: ...
+
+
+@overload
+def weighted_sum(
+    activations: Tensor,
+    backprops: Tensor,
+    coefficients: Tensor,
+    *,
+    bias: Literal[True],
+    backend: Backend = ...,
+) -> tuple[Tensor, Tensor]: ...
 
 
 def weighted_sum(

@@ -88,18 +88,15 @@ def exact_convolutions() -> Iterator[None]:
     """cuDNN, which takes fp32 convolutions in TF32 unless told otherwise, takes them in fp32."""
     cudnn = torch.backends.cudnn
     try:
-        before = cudnn.allow_tf32
+        before, switch = cudnn.allow_tf32, (cudnn, "allow_tf32")
         cudnn.allow_tf32 = False
     except RuntimeError:  # the new switch is in use, and only that can be
-        before = cudnn.conv.fp32_precision
-        cudnn.conv.fp32_precision = "ieee"
+        before, switch = cudnn.conv.fp32_precision, (cudnn.conv, "fp32_precision")  # type: ignore[attr-defined]
+        cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]  # torch's stubs lack it
     try:
         yield
     finally:
-        if isinstance(before, bool):
-            cudnn.allow_tf32 = before
-        else:
-            cudnn.conv.fp32_precision = before
+        setattr(*switch, before)
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:

@@ -108,7 +108,7 @@ def _transposed_product(x: Tensor, y: Tensor, c: Tensor) -> Tensor:
             x_i = torch.mul(x_i, c_i, out=x.new_empty(x_i.shape))
         part = products.onednn(x_i, y_i)
         total = part if total is None else total.add_(part)
-    return total
+    return total  # type: ignore[return-value]  # N·T > 0: the operands are large
 
 
 def weighted_bias_sum(backprops: Tensor, coefficients: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ def weighted_rows(blocks: Sequence[Tensor], coefficients: Tensor) -> Tensor:
         if masks:
             values = _without_dropped(values, c)
         total = torch.mv(values.mT, c) if total is None else total.addmv_(values.mT, c)
-    return total.view(blocks[0].shape[1:])
+    return total.view(blocks[0].shape[1:])  # type: ignore[union-attr]  # at least one block
 
 
 def _drops_samples(coefficients: Tensor) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -73,7 +73,7 @@ class Dense:
             self._error = self._error.bound()
         return self._error
 
-    def likeness(self) -> tuple[list[Tensor], Hashable] | None:
+    def likeness(self) -> tuple[list[Tensor], Any] | None:
         """The tensors that dense factors are stacked by, and what they must have in common; None where the norm is
         known."""
         if self._norm is not None:
@@ -85,12 +85,13 @@ class Dense:
     @classmethod
     def stacked(cls, factors: Sequence[Dense]) -> Dense:
         """One factor with the samples of all, which are alike."""
-        tensors = [torch.cat(parts) for parts in zip(*(f.likeness()[0] for f in factors), strict=True)]
-        values, *error = tensors
-        terms = factors[0].likeness()[1]
+        alike: list[Any] = [f.likeness() for f in factors]
+        values, *error = (torch.cat(parts) for parts in zip(*(tensors for tensors, _ in alike), strict=True))
+        _, terms = alike[0]
         if terms is not None:
-            return cls(values, error=ProductError(*error, terms))
-        return cls(values, *error)
+            norm_a, norm_b = error
+            return cls(values, error=ProductError(norm_a, norm_b, terms))
+        return cls(values, error=error[0] if error else None)
 
     def materialized(self) -> Dense:
         return self

@@ -71,7 +71,7 @@ class Lookup:
         total = values.new_zeros(self.num_samples, dtype=torch.float64)
         total.index_add_(0, sample, sums.row_sq_norm(values))
         numel = self.indices.shape[1] * self.shape[1]
-        width = min(self.shape[1], sums.SUM_BLOCK)
+        width = min(self.shape[1], sums.SUM_BLOCK) + bounds.summed_after(self.indices.shape[1], dtype)
         return bounds.dense(total, width=width, numel=numel, dtype=dtype, error=self._error())
 
     def _error(self) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ def merge(factors: Sequence[Factor]) -> Factor:
     products = [f for f in factors if isinstance(f, OuterProduct)]
     others = [f for f in factors if not isinstance(f, (Lookup, OuterProduct))]
     if others:
-        rest = _added([*others, *products])
+        rest: Dense | OuterProduct = _added([*others, *products])
     elif products:
         activations, backprops = ([getattr(f, name) for f in products] for name in ("activations", "backprops"))
         rest = OuterProduct(_concatenate(activations), _concatenate(backprops))
@@ -99,7 +100,12 @@ def _cross_with_values(rows: Tensor, indices: Tensor, other: Dense, size: Tensor
     cross = sums.sum_blocks((picked * rows).sum(-1).double())
     sizes = sums.row_norm(picked) * sums.row_norm(rows)
     d = rows.shape[-1]
-    error = bounds.chain_error(sizes.sum(-1), terms=d + 1, numel=indices.shape[1] ** 2, dtype=dtype)
+    error = bounds.chain_error(
+        sizes.sum(-1),
+        terms=d + 1 + bounds.summed_after(indices.shape[1], dtype),
+        numel=indices.shape[1] ** 2,
+        dtype=dtype,
+    )
     return cross, error if other.error is None else error + size * other.error
 
 
@@ -115,7 +121,7 @@ def _cross_with_product(rows: Tensor, indices: Tensor, a: Tensor, b: Tensor) -> 
     by_size = torch.einsum("nts,nt,ns->n", picked.abs().double(), norm_rows, norm_a)
     by_product = (picked.abs() * products.abs()).sum(-1).double().sum(-1)
     dots = bounds.gamma_matmul(bounds.blocked_terms(d, bounds.DOT_BLOCK) + 1, dtype)
-    error = 1.01 * (dots * by_size + bounds.gamma(s + 3, dtype) * by_product)
+    error = 1.01 * (dots * by_size + bounds.gamma(s + 3 + bounds.summed_after(t, dtype), dtype) * by_product)
     return cross, error + 4.0 * s * t * d * smallest_normal(dtype) * (
         1.0 + picked.abs().sum((1, 2), dtype=torch.float64)
     )
@@ -144,6 +150,6 @@ def _added(factors: Sequence[Factor]) -> Dense:
     total = parts[0].values.to(accumulating_dtype(parts[0].values), copy=True)
     for part in parts[1:]:
         total += part.values
-    norms = [part.sq_norm().upper.sqrt() for part in parts]
-    error = bounds.chain_error(sum(norms), terms=len(parts), numel=total[:1].numel(), dtype=total.dtype)
+    norms: Any = sum(part.sq_norm().upper.sqrt() for part in parts)
+    error = bounds.chain_error(norms, terms=len(parts), numel=total[:1].numel(), dtype=total.dtype)
     return Dense(total, error=sum((p.error for p in parts if p.error is not None), start=error))

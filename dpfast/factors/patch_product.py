@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -152,7 +153,7 @@ class PatchProduct:
             if missing:
                 image, rows = (torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) for x in (image, rows))
             if self._blocks == 1:
-                total = self._added_up(image, rows, self.padding)
+                total: Any = self._added_up(image, rows, self.padding)
             else:
                 image, total = self._padded(image), None
                 for start in range(0, rows.shape[2], self._block):
@@ -186,7 +187,10 @@ class PatchProduct:
         places = self.shape[2:].numel()
         chain = self._block * self.rows.shape[3:].numel() + self._blocks
         row_products = _norm(self.image) * rows_norm * places**0.5
-        return bounds.chain_error(row_products, terms=chain, numel=self.shape.numel(), dtype=dtype)
+        operations = 2 * self.rows.shape[2:].numel()
+        return bounds.chain_error(
+            row_products, terms=chain, numel=self.shape.numel(), dtype=dtype, operations=operations
+        )
 
     def _added_up(self, image: Tensor, rows: Tensor, padding: Sequence[int]) -> Tensor:
         """Gradients (n, *shape) of n samples: as the weight gradient of one sample with n times the groups, or as
@@ -232,7 +236,8 @@ class PatchProduct:
         if not parts:
             return Dense(self.rows.new_zeros(0, *self.shape, dtype=dtype))
         values = torch.cat([p.values for p in parts]).view(self.num_samples, *self.shape)
-        errors = torch.cat([p.error for p in parts]).view(-1, self.groups).square().sum(1).sqrt()
+        all_errors: list[Any] = [p.error for p in parts]  # products have one
+        errors = torch.cat(all_errors).view(-1, self.groups).square().sum(1).sqrt()
         return Dense(values, error=errors * (1.0 + 2.0**-40))
 
     def kept(self) -> Factor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,7 +63,8 @@ class Blocks:
     def sq_norm(self) -> SquaredNorm:
         norms = [f.sq_norm() for f in self.factors]
         slop = 1.0 + 2.0**-40
-        return SquaredNorm(sum(n.value for n in norms), sum(n.upper for n in norms) * slop)
+        value, upper = sum(n.value for n in norms), sum(n.upper for n in norms) * slop
+        return SquaredNorm(value, upper)  # type: ignore[arg-type]  # there is a block
 
     def weighted_sum(self, coefficients: Tensor) -> Tensor:
         return torch.cat([f.weighted_sum(coefficients) for f in self.factors])
@@ -70,7 +72,8 @@ class Blocks:
     def materialized(self) -> Dense:
         parts = [f.materialized() for f in self.factors]
         squares = [p.error.square() for p in parts if p.error is not None]
-        error = sum(squares).sqrt() * (1.0 + 2.0**-40) if squares else None
+        total: Any = sum(squares)
+        error = total.sqrt() * (1.0 + 2.0**-40) if squares else None
         return Dense(torch.cat([p.values for p in parts], dim=1), error=error)
 
     def kept(self) -> Factor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import torch
 
@@ -59,7 +60,7 @@ def _likeness(factor: Factor) -> Hashable:
     return (type(factor), terms, *((x.shape, x.dtype, x.device) for x in tensors))
 
 
-def _stacked(factors: Sequence[Dense] | Sequence[OuterProduct]) -> Factor:
+def _stacked(factors: Sequence[Any]) -> Factor:
     """One factor with the samples of all."""
 
     if isinstance(factors[0], Dense):

@@ -29,7 +29,7 @@ class Waiting:
     def __init__(self, *, keep: bool):
         self._keep = keep
         # By stream: a queue that is full is taken on the stream that its factors were computed on.
-        self._queues: dict[Hashable, list[tuple[OuterProduct, Callable]]] = {}
+        self._queues: dict[Hashable, list[tuple[OuterProduct, Callable[[Dense | SquaredNorm], None]]]] = {}
 
     def wants(self, factor: Factor) -> bool:
         """Whether the factor would be used up at once and is of the shapes that are better taken together."""

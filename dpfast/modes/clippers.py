@@ -195,7 +195,9 @@ class ClipFactors(Tensor):
     factors of all, beyond C."""
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             shapes = {tuple(x.shape) for x in args if isinstance(x, Tensor) and x.dim() > 0}
             if func in _PRODUCTS and len(shapes) > 1:

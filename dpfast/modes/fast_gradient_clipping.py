@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -32,10 +34,11 @@ def create_norm_sample(*, param: nn.Parameter, grad_sample: Tensor, max_batch_le
     if not param.requires_grad:
         return
     if max_batch_len == 0:
-        param._norm_sample = grad_sample.new_zeros(0)
+        param._norm_sample = grad_sample.new_zeros(0)  # type: ignore[attr-defined]  # as in Opacus
         return
     value = Dense(grad_sample).sq_norm().value.sqrt()
-    param._norm_sample = value if grad_sample.dtype == torch.float64 else value.float()
+    value = value if grad_sample.dtype == torch.float64 else value.float()
+    param._norm_sample = value  # type: ignore[attr-defined]  # as in Opacus
 
 
 _SUMS_OF_ZEROS = (
@@ -111,7 +114,7 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
         self._norm_clipper = norm_clipper
         self._places: dict[nn.Parameter, int] = {}
         self._norms: SquaredNorm | None = None
-        self._clip_factors: Tensor | None = None
+        self._clip_factors: Any = None  # a Tensor, from the first norms on
         self._first = FirstPass()
 
     # --- what the last backward pass left ---
@@ -210,7 +213,7 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
         else:
             entry.factors.append(factor.kept())
         if clips_alone and entry.closed:
-            limit = self._norm_clipper.flat_values[self._places[parameter]]
+            limit = self._norm_clipper.flat_values[self._places[parameter]]  # type: ignore[union-attr]  # clips_alone
             norm = entry.norm.upper.sqrt() * (self._scale(step) * (1.0 + _rounding(parameter)))
             factors = safe_factors((limit / norm).clamp(max=1.0), norm, limit)
             entry.clip(factor, factors * self._scale(step))
@@ -242,16 +245,16 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
             coefficients = [f * scale for f in factors]
         else:
             norms = [self._norms.upper.sqrt() * (1.0 + max(map(_rounding, self._places), default=0.0))]
-            (factors,) = clip_factors(clipper, norms)
-            self._clip_factors = towards_zero(factors, torch.float32)
-            double = factors * scale
+            factors = clip_factors(clipper, norms)
+            self._clip_factors = towards_zero(factors[0], torch.float32)
+            double = factors[0] * scale
             single = towards_zero(double, torch.float32)  # once for all
             coefficients = [double if p.dtype is torch.float64 else single for p in self._places]
         if norms:
             self._dropped.add(torch.stack(norms))
         if step.first is not None:
             self._first = step.first
-            self._first.weights = factors * scale
+            self._first.weights = factors[0] * scale
             self._leave_norm_samples(entries, scale)
             return
         for entry, own in zip(entries, coefficients, strict=True):
@@ -261,11 +264,12 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
 
     def _leave_norm_samples(self, entries: list[_Gathered | None], scale: float) -> None:
         """``p._norm_sample`` (N,), where Opacus's ghost clipping has it: the norms as computed, one op for all."""
-        unused = torch.zeros_like(self._norms.value)
+        unused = torch.zeros_like(self._last_norms().value)
         squares = [unused if e is None else e.norm.value.to(unused.device) for e in entries]
         double = torch.stack(squares or [unused]).sqrt() * scale
         for p, own, single in zip(self._places, double, double.float(), strict=bool(squares)):
-            p._norm_sample = (own if p.dtype is torch.float64 else single).to(p.device)
+            norms = (own if p.dtype is torch.float64 else single).to(p.device)
+            p._norm_sample = norms  # type: ignore[attr-defined]  # as in Opacus
 
     def _finish_second(self, step: Step, second: SecondPass) -> None:
         """``p.grad += Σ_n c_n g_n`` where the second pass has repeated the first; else nothing is released."""
@@ -311,9 +315,9 @@ class _Gathered:
 
     def __init__(self) -> None:
         self.factors: list[Factor] = []
-        self.norm: SquaredNorm | None = None
+        self.norm: Any = None  # a SquaredNorm, once it has been taken
         self.closed = False  # whether the norm has been taken, or waits to be, for good
-        self.total: Tensor | None = None
+        self.total: Any = None  # a Tensor, once it is clipped
 
     def receive(self, result: Dense | SquaredNorm) -> None:
         """What became of a factor that waited."""
@@ -332,16 +336,20 @@ class _Gathered:
 
 
 def _add_to_grad(parameter: nn.Parameter, total: Tensor) -> None:
-    """``p.grad += total``, rounded once."""
-    if parameter.grad is None:
+    """``p.grad += total``, rounded once: to fp16 towards zero, because gradients below its normal numbers are common
+    and there nothing bounds what rounding to nearest adds; otherwise to nearest."""
+    if parameter.dtype is torch.float16:
+        before = 0.0 if parameter.grad is None else parameter.grad
+        parameter.grad = towards_zero(total + before, torch.float16)
+    elif parameter.grad is None:
         parameter.grad = total.to(parameter.dtype)
     else:
         parameter.grad += total
 
 
 def _rounding(parameter: nn.Parameter) -> float:
-    """By how much, relatively, a clipped sum may grow when it is rounded to the parameter's 16 bits."""
-    return torch.finfo(parameter.dtype).eps / 2 if parameter.dtype.itemsize < 4 else 0.0
+    """By how much, relatively, :func:`_add_to_grad` may make a clipped sum larger, where that counts: in bf16."""
+    return torch.finfo(torch.bfloat16).eps / 2 if parameter.dtype is torch.bfloat16 else 0.0
 
 
 def _check_clipper(norm_clipper: NormClipper | None, module: nn.Module, passes: int) -> None:
@@ -362,5 +370,5 @@ def _total_norm(norms: list[SquaredNorm], scale: float) -> SquaredNorm:
         return SquaredNorm(torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.float64))
     device = norms[0].value.device
     value = torch.stack([n.value.to(device) for n in norms]).sum(0) * scale**2
-    upper = torch.stack([n.upper.to(device) for n in norms]).sum(0) * scale**2
+    upper = torch.stack([n.upper.to(device) for n in norms]).sum(0) * (scale**2 * (1.0 + (len(norms) + 4) * 2.0**-53))
     return SquaredNorm(value, upper)

@@ -59,8 +59,8 @@ class GradSampleModule(nn.Module):
     torch.Size([4, 2, 3])
     """
 
-    GRAD_SAMPLERS: ClassVar[dict] = registry.GRAD_SAMPLERS
-    NORM_SAMPLERS: ClassVar[dict] = registry.NORM_SAMPLERS
+    GRAD_SAMPLERS: ClassVar[dict[type[nn.Module], registry.GradSampler]] = registry.GRAD_SAMPLERS
+    NORM_SAMPLERS: ClassVar[dict[registry.ModuleClass, registry.GradSampler]] = registry.NORM_SAMPLERS
     _detach = False
     passes = 1
 
@@ -203,9 +203,10 @@ class GradSampleModule(nn.Module):
         for parameter, grad_sample in step.gathered.items():
             before = getattr(parameter, "grad_sample", None)
             if before is None:
-                parameter.grad_sample = grad_sample
+                parameter.grad_sample = grad_sample  # type: ignore[attr-defined]  # as in Opacus
             else:
-                parameter.grad_sample = [*(before if isinstance(before, list) else [before]), grad_sample]
+                earlier = before if isinstance(before, list) else [before]
+                parameter.grad_sample = [*earlier, grad_sample]  # type: ignore[attr-defined]  # as above
 
     def _scale(self, step: Step) -> float:
         return float(step.num_samples or 0) if self.loss_reduction == "mean" else 1.0
@@ -216,7 +217,7 @@ class GradSampleModule(nn.Module):
         """Sets ``p.grad_sample`` to None for every trainable parameter; a frozen one has no such attribute."""
         for p in self._module.parameters():
             if p.requires_grad:
-                p.grad_sample = None
+                p.grad_sample = None  # type: ignore[attr-defined]  # as in Opacus
             elif hasattr(p, "grad_sample"):
                 del p.grad_sample
 
@@ -275,7 +276,7 @@ class GradSampleModule(nn.Module):
         Raises:
             UnsupportedModuleError: ``strict`` and there is a fault; the message holds them all.
         """
-        errors = [error for name, m in module.named_modules() for error in _faults(m, name)]
+        errors: list[NotImplementedError] = [error for name, m in module.named_modules() for error in _faults(m, name)]
         if errors and strict:
             raise UnsupportedModuleError("; ".join(map(str, errors)))
         if errors:

@@ -88,7 +88,8 @@ class PerSampleGradientClipper:
                 f"no per-sample gradients for {', '.join(missing)}: call loss.backward() before clip_and_accumulate(), "
                 "once for each call; a parameter that the loss does not reach must be frozen (requires_grad = False)"
             )
-        samples = {name: _joined(p.grad_sample) for name, p in parameters.items()}
+        of_all: dict[str, Any] = parameters  # each with a grad_sample
+        samples = {name: _joined(p.grad_sample) for name, p in of_all.items()}
         squares = [Dense(g).sq_norm() for g in samples.values()]
         if self.norm_clipper.is_per_layer:
             norms = [s.upper.sqrt() for s in squares]
@@ -109,7 +110,7 @@ class PerSampleGradientClipper:
                 grad_before_clip=p.grad,
                 grad_after_clip=self._averaged(total, len(samples[name])),
             )
-            p.grad_sample = None
+            p.grad_sample = None  # type: ignore[attr-defined]  # as in Opacus
         self._samples += len(next(iter(samples.values()))) if samples else 0
         self._report()
 
@@ -136,7 +137,7 @@ class PerSampleGradientClipper:
     def zero_grad(self) -> None:
         """Forgets per-sample gradients and what was accumulated; ``.grad`` is the optimizer's."""
         for p in self.module.parameters():
-            p.grad_sample = None
+            p.grad_sample = None  # type: ignore[attr-defined]  # as in Opacus
         self._reset()
 
     def close(self) -> None:

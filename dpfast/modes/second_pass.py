@@ -72,7 +72,7 @@ class FirstPass:
         """Whether ``grad`` is what factors in front of the loss make of the first pass's gradient at that output, (),
         on its device; None where it has no dimension of samples."""
         dim, n = output.batch_dim, len(self.weights)
-        if grad.dim() <= dim or grad.shape[dim] != n or n == 0:
+        if output.grad is None or grad.dim() <= dim or grad.shape[dim] != n or n == 0:
             return None
         weights = self.weights.to(grad.device).unsqueeze(1)
         expected, found = (probe(x.movedim(dim, 0)).double() for x in (output.grad, grad))
@@ -87,19 +87,20 @@ class SecondPass:
     """What the second backward pass has seen, beside what the first had.
 
     Attributes:
-        is_weighted: whether its loss is the first's with factors, (), by output.
+        is_weighted: whether its loss is the first's with factors, by the first output that it comes to, (); None where
+            that has no samples.
     """
 
-    def __init__(self, first: FirstPass):
+    def __init__(self, first: FirstPass, is_weighted: Tensor | None):
         self.first = first
         self.probes = Probes()
-        self.is_weighted: list[Tensor] = []
+        self.is_weighted = is_weighted
 
     def faults(self) -> dict[str, Tensor]:
         """What may be wrong with it, and whether it is, () each."""
         found = {}
-        if self.is_weighted:
-            found[_NOT_WEIGHTED] = ~torch.stack(self.is_weighted).all()
+        if self.is_weighted is not None:
+            found[_NOT_WEIGHTED] = ~self.is_weighted
         for layer, differs in self.probes.differing(self.first.probes, self.first.weights).items():
             found[_NOT_REPEATED.format(layer=layer)] = differs
         return found

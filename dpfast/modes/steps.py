@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -86,7 +86,7 @@ class Steps:
         running = set(self._running.values())
         return running.pop() if len(running) == 1 else None
 
-    def count_uses(self, parameters: list[nn.Parameter]) -> Counter[int]:
+    def count_uses(self, parameters: Sequence[nn.Parameter]) -> Counter[int]:
         """Counts a use of each parameter (by id) since this thread's last step; forwards that no backward
         followed may be counted too, so a count of 1 is exact and a larger one an upper bound."""
         uses = self._uses.setdefault(threading.get_ident(), Counter())

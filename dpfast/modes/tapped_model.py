@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -100,8 +100,8 @@ class TappedModel:
                 tap = Tap(self, name, module, **layout._asdict())
                 module.forward = TappedForward(tap, module.__dict__.get("forward"))
                 self._taps.append(tap)
-            method, child = find_broadcast(module) or (None, None)
-            if isinstance(getattr(module, child or "", None), nn.Module):
+            method, child = find_broadcast(module) or ("", "")
+            if isinstance(getattr(module, child, None), nn.Module):
                 tap = Tap(self, f"{name}.{child}", module, **layout._asdict())
                 setattr(
                     module, method, BroadcastMethod(tap, method, getattr(module, child), functorch.linear_in_parameters)
@@ -224,19 +224,18 @@ class TappedModel:
         if output.first is None or not output.first.asked:
             return None  # hooks are off, and an ordinary gradient is wanted
         if step is None:
-            step = self._steps.open(Step(output.batch_size, second=SecondPass(output.first)), self._finish)
+            # At an output that others are computed from the gradient is partly the first pass's already.
+            second = SecondPass(output.first, is_weighted=output.first.is_weighted(output, grad))
+            step = self._steps.open(Step(output.batch_size, second=second), self._finish)
         if step.second is None or step.second.first is not output.first:
             raise StateError("the second backward pass goes through two first ones; call it once for each")
-        is_weighted = output.first.is_weighted(output, grad)
-        if is_weighted is not None:
-            step.second.is_weighted.append(is_weighted)
         return output.grad
 
     def _open(self, batch_size: int | None) -> Step:
         first = FirstPass() if self.mode.passes == 2 else None
         return self._steps.open(Step(batch_size, first=first), self._finish)
 
-    def count_uses(self, parameters: list[nn.Parameter]) -> Counter[int]:
+    def count_uses(self, parameters: Sequence[nn.Parameter]) -> Counter[int]:
         """See :meth:`Steps.count_uses`."""
         return self._steps.count_uses(parameters)
 
@@ -315,7 +314,8 @@ class TappedModel:
             rule = functorch.functorch if self.force_functorch or rule is None else rule
         try:
             with taps_suspended():
-                return rule(tap.module, activations, backprops[0] if len(backprops) == 1 else backprops)
+                gradients = backprops[0] if len(backprops) == 1 else backprops
+                return rule(tap.module, activations, gradients)  # type: ignore[misc]  # a piece always has one
         except DpfastError as error:
             raise type(error)(f"{tap.layer}: {error}") from error
 

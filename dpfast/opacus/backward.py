@@ -69,9 +69,8 @@ def _backward(self: DPTensorFastGradientClipping) -> None:
         InputError: the losses are not one a sample, (N,).
     """
     module, losses = self.module, one_a_sample(self.loss_per_sample)
-    graph = None
-    if losses.requires_grad and _is_opacus(module):
-        loss = reduced(self)
+    loss, graph = reduced(self), None
+    if loss.grad_fn is not None and _is_opacus(module):
         graph = _survey(loss.grad_fn, set(module._module.parameters()))
     if graph is None:
         two_passes(self)
@@ -151,11 +150,11 @@ def _all_from_rules(graph: _Graph, module: Any, losses: Tensor) -> list[nn.Param
     leaf is a parameter that one call of its own module uses, and nothing else. None otherwise."""
     owners = {p: m for m in module._module.modules() for p in m.parameters(recurse=False)}
     dim = 0 if module.batch_first else 1
-    parameters = [leaf.variable for leaf in graph.leaves]
+    parameters = [leaf.variable for leaf in graph.leaves]  # type: ignore[attr-defined]  # AccumulateGrad has it
     for p, leaf in zip(parameters, graph.leaves, strict=True):
         owner = owners.get(p)
         sampler = module.NORM_SAMPLERS.get(type(owner)) if module.use_ghost_clipping else None
-        calls = getattr(owner, "activations", ())
+        calls: Any = getattr(owner, "activations", ())
         one_row_a_loss = len(calls) == 1 and losses.shape == calls[0][0].shape[dim : dim + 1]
         if not (getattr(sampler, "keeps_factors", False) and one_row_a_loss and _used_once(leaf, graph)):
             return None
@@ -174,7 +173,7 @@ def _used_once(leaf: Node, graph: _Graph) -> bool:
 
 @contextmanager
 def _keeping(parameters: Iterable[nn.Parameter]) -> Iterator[dict[nn.Parameter, list[Factor]]]:
-    kept = {p: [] for p in parameters}
+    kept: dict[nn.Parameter, list[Factor]] = {p: [] for p in parameters}
     _KEPT.update(kept)
     try:
         yield kept
@@ -203,7 +202,7 @@ def _leave_sums(kept: dict[nn.Parameter, list[Factor]], factors: Tensor) -> None
 class _Place:
     """A method of Opacus's, and ours for it."""
 
-    def __init__(self, cls: type, name: str, ours: Callable):
+    def __init__(self, cls: type, name: str, ours: Callable[..., Any]):
         self.cls = next(base for base in cls.__mro__ if name in vars(base))  # where Opacus's own version has it
         self.name = name
         self.ours = ours

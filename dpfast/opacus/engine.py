@@ -68,7 +68,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
         *,
         module: nn.Module,
         optimizer: optim.Optimizer,
-        data_loader: DataLoader,
+        data_loader: DataLoader[Any],
         noise_multiplier: float,
         max_grad_norm: float | list[float],
         criterion: Any = None,
@@ -76,7 +76,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
         loss_reduction: str = "mean",
         grad_sample_mode: str = "dpfast",
         **options: Any,
-    ) -> tuple:
+    ) -> tuple[Any, ...]:
         """Opacus's ``make_private``.
 
         Args:
@@ -126,7 +126,9 @@ class PrivacyEngine(opacus.PrivacyEngine):
         finally:
             self._module = None
 
-    def make_private_with_epsilon(self, *, criterion: Any = None, grad_sample_mode: str = "dpfast", **options: Any):
+    def make_private_with_epsilon(
+        self, *, criterion: Any = None, grad_sample_mode: str = "dpfast", **options: Any
+    ) -> Any:
         """Opacus's ``make_private_with_epsilon``; arguments and answer as :meth:`make_private`'s, with
         ``target_epsilon``, ``target_delta`` and ``epochs`` in the place of ``noise_multiplier``."""
         criterion = nn.CrossEntropyLoss() if criterion is None else criterion
@@ -143,15 +145,17 @@ class PrivacyEngine(opacus.PrivacyEngine):
         loss_reduction: str = "mean",
         grad_sample_mode: str = "hooks",
         **options: Any,
-    ):
-        given = {"batch_first": batch_first, "loss_reduction": loss_reduction}
+    ) -> Any:
+        given: dict[str, Any] = {"batch_first": batch_first, "loss_reduction": loss_reduction}
         if grad_sample_mode not in MODES:
             return super()._prepare_model(
                 module, max_grad_norm=max_grad_norm, grad_sample_mode=grad_sample_mode, **given, **options
             )
         validate(module)
         cls = GradSampleModule if grad_sample_mode == "dpfast_materialize" else GradSampleModuleFastGradientClipping
-        passes = {"passes": 2 if grad_sample_mode == "dpfast_two_pass" else 1} if cls is not GradSampleModule else {}
+        passes: dict[str, Any] = (
+            {"passes": 2 if grad_sample_mode == "dpfast_two_pass" else 1} if cls is not GradSampleModule else {}
+        )
         if isinstance(module, GradSampleModule) and self._wrap_model:
             found = {name: getattr(module, name, None) for name in (*given, *passes)}
             if type(module) is not cls or found != {**given, **passes}:
@@ -160,7 +164,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
                     f"grad_sample_mode={grad_sample_mode!r} needs a {cls.__name__} with {given | passes}. Pass the "
                     "plain nn.Module (to_standard_module() gives it back) instead"
                 )
-            prepared = module
+            prepared: Any = module
         else:
             prepared = cls(module, **given, **passes)
         self._module = prepared if passes else None
@@ -179,7 +183,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
         noise_generator: Any = None,
         grad_sample_mode: str = "hooks",
         **options: Any,
-    ):
+    ) -> Any:
         given = {
             "noise_multiplier": noise_multiplier,
             "expected_batch_size": expected_batch_size,
@@ -199,7 +203,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
         if isinstance(optimizer, opacus.optimizers.DPOptimizer):
             optimizer = optimizer.original_optimizer
         if clipping == "per_layer":
-            clipper = _per_layer_clipper(self._module, optimizer, max_grad_norm)
+            clipper = _per_layer_clipper(self._module, optimizer, max_grad_norm)  # type: ignore[arg-type]  # as checked
             self._module.norm_clipper = clipper
             max_grad_norm = clipper.sensitivity
         cls = {

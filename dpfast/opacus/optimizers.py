@@ -103,7 +103,12 @@ class _BoundToModule(DPOptimizerFast):
     """
 
     def __init__(
-        self, optimizer: optim.Optimizer, *, module: GradSampleModuleFastGradientClipping, max_grad_norm: Any, **options
+        self,
+        optimizer: optim.Optimizer,
+        *,
+        module: GradSampleModuleFastGradientClipping,
+        max_grad_norm: Any,
+        **options: Any,
     ):
         self.module = module
         self._taken = 0.0

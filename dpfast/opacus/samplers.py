@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from opacus.grad_sample import GradSampleModule as OpacusModule
@@ -22,7 +22,7 @@ from dpfast.rules import compute_linear_grad_sample, linear
 from dpfast.taps import Activations, Rule, registry
 
 OutputDtype = Literal["backprops", "float32", "param"]
-Sampler = Callable[[nn.Module, list[Tensor], Tensor], Mapping[nn.Parameter, Tensor]]
+Sampler = Callable[[Any, list[Tensor], Tensor], Mapping[nn.Parameter, Tensor]]
 
 # Code that asks Opacus whether a model is wrapped gets the truth about ours.
 AbstractGradSampleModule.register(GradSampleModule)
@@ -41,7 +41,7 @@ class _Installed:
         self.name = name
         self.theirs = theirs
         self.ours: dict[type[nn.Module], Sampler] = {}
-        self.before: dict[type[nn.Module], object] = {}
+        self.before: dict[type[nn.Module], Any] = {}
 
     def put(self, cls: type[nn.Module], sampler: Sampler) -> str | None:
         """Registers ours. Returns the name of the module whose sampler it replaces, where that is not Opacus's."""
@@ -139,12 +139,12 @@ def _imported(name: str) -> type[nn.Module] | None:
     return getattr(sys.modules.get(module), cls, None)
 
 
-def _grad_sampler(key: type[nn.Module] | str, rule: Rule) -> Sampler:
+def _grad_sampler(key: type[nn.Module], rule: Rule) -> Sampler:
     # A Linear's weight and bias come from one kernel.
     return compute_linear_grad_sample if rule is linear.linear else registry.GRAD_SAMPLERS[key]
 
 
-def _norm_sampler(key: type[nn.Module] | str, rule: Rule) -> Sampler:
+def _norm_sampler(key: type[nn.Module], rule: Rule) -> Sampler:
     """Upper ends of the norms from the rule, or the sampler that a user has registered for norms alone."""
     own = registry.NORM_SAMPLERS[key]
     if own.__module__ != registry.__name__:
@@ -155,7 +155,7 @@ def _norm_sampler(key: type[nn.Module] | str, rule: Rule) -> Sampler:
         double = backprops.dtype == torch.float64
         return {p: _norm(backward.keep(p, factor), double) for p, factor in factors.items()}
 
-    sampler.keeps_factors = True
+    sampler.keeps_factors = True  # type: ignore[attr-defined]  # for backward._all_from_rules
     return sampler
 
 

@@ -93,8 +93,7 @@ def explain(model: nn.Module, *batch: Any, **inputs: Any) -> Explanation:
     >>> print(explain(nn.Linear(3, 2), torch.ones(4, 3)).uses[0].way)
     rank_one
     """
-    wrapped = isinstance(model, GradSampleModule)
-    if wrapped and model._tapped is not None:
+    if isinstance(model, GradSampleModule) and model._tapped is not None:
         return _explained(model._tapped, model, batch, inputs)
     tapped = TappedModel(model, _Nothing(), detach=True)
     tapped.add()
@@ -116,7 +115,7 @@ class _Nothing:
         pass
 
 
-def _explained(tapped: TappedModel, model: nn.Module, batch: tuple, inputs: dict[str, Any]) -> Explanation:
+def _explained(tapped: TappedModel, model: nn.Module, batch: tuple[Any, ...], inputs: dict[str, Any]) -> Explanation:
     names = {p: name for name, p in tapped.model.named_parameters()}
     uses: list[Use] = []
     sizes: set[int] = set()
@@ -133,7 +132,8 @@ def _explained(tapped: TappedModel, model: nn.Module, batch: tuple, inputs: dict
             outputs = [x for x in tree_leaves(model(*batch, **inputs)) if isinstance(x, Tensor) and x.requires_grad]
             if not outputs:
                 raise InputError("the model's output depends on no trainable parameter")
-            sum(x.float().sum() for x in outputs).backward(inputs=_trainable(tapped.model))
+            total = sum(x.float().sum() for x in outputs)
+            total.backward(inputs=_trainable(tapped.model))  # type: ignore[union-attr]  # there are outputs
     finally:
         tapped.mode, tapped.detach, tapped.enabled, tapped.observe = before
         tapped.drop_guards()  # the next forward pass sets those again that its mode needs
@@ -147,7 +147,8 @@ def _trainable(model: nn.Module) -> list[nn.Parameter]:
 def _rule_name(tapped: TappedModel, record: Record) -> str:
     if record.as_is:
         forward = find_forward(record.tap.module)
-        return record.rule.__name__ if forward is None else forward.__name__
+        maker: Any = record.rule if forward is None else forward
+        return maker.__name__
     rule = None if tapped.force_functorch else record.rule
     return FALLBACK if rule is None else rule.__name__
 

@@ -29,7 +29,7 @@ def of_layer(layer: nn.Module) -> int:
 
 
 @register_batch_dim((nn.TransformerEncoder, nn.TransformerDecoder))
-def of_stack(stack: nn.Module) -> int:
+def of_stack(stack: Any) -> int:
     """What its layers say; a stack has a norm of its own beside them."""
     return of_layer(stack.layers[0]) if len(stack.layers) else 0
 
@@ -64,16 +64,18 @@ def multihead_attention(
     q, k, v = _projected(layer, piece, query, key, value, is_self)
     mask = _mask(layer, query, key, key_padding_mask, attn_mask)
     if layer.bias_k is not None:
+        biases: Any = (layer.bias_k, layer.bias_v)
         k, v = (
             torch.cat([x, piece(_repeated_gradient, _repeated, [bias], x)], dim=1)
-            for x, bias in ((k, layer.bias_k), (v, layer.bias_v))
+            for x, bias in zip((k, v), biases, strict=True)
         )
         mask = None if mask is None else F.pad(mask, (0, 1))
     if layer.add_zero_attn:
         k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
         mask = None if mask is None else F.pad(mask, (0, 1))
     mixed, weights = _attended(layer, q, k, v, mask, need_weights)
-    output = piece(_linear_gradient, F.linear, [layer.out_proj.weight, layer.out_proj.bias], mixed)
+    out: list[Any] = [layer.out_proj.weight, layer.out_proj.bias]
+    output = piece(_linear_gradient, F.linear, out, mixed)
     if not layer.batch_first:
         output = output.transpose(0, 1)
     if weights is not None and average_attn_weights:
@@ -163,7 +165,7 @@ def _packed_gradient(
     }
 
 
-def _separate(query: Tensor, key: Tensor, value: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:
+def _separate(query: Tensor, key: Tensor, value: Tensor, *parameters: Any) -> tuple[Tensor, ...]:
     *weights, bias = parameters
     biases = (None, None, None) if bias is None else bias.chunk(3)
     return tuple(map(F.linear, (query, key, value), weights, biases))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -19,7 +21,8 @@ def embedding(layer: nn.Embedding, activations: Activations, backprops: Tensor) 
         return {}
     if activations[0].dim() == 0:
         raise InputError("its input has no dimension of samples")
-    return {layer.weight: Lookup(activations[0], backprops, layer.num_embeddings, layer.padding_idx)}
+    factor = Lookup(activations[0], backprops, layer.num_embeddings, layer.padding_idx)
+    return {layer.weight: factor}  # type: ignore[dict-item]  # torch declares a Tensor
 
 
 @register_rule(nn.EmbeddingBag, fresh=True)
@@ -34,7 +37,8 @@ def embedding_bag(layer: nn.EmbeddingBag, activations: Activations, backprops: T
         return {}
     names = ("input", "offsets", "per_sample_weights")
     given = {**dict(zip(names, activations, strict=False)), **activations.kwargs}
-    indices, inside, weights = _bags(layer, *(given.get(name) for name in names))
+    inputs: list[Any] = [given.get(name) for name in names]
+    indices, inside, weights = _bags(layer, *inputs)
     if layer.padding_idx is not None:
         inside = inside & (indices != layer.padding_idx)
     backprops = backprops.to(accumulating_dtype(backprops)).unsqueeze(1)
@@ -50,11 +54,12 @@ def embedding_bag(layer: nn.EmbeddingBag, activations: Activations, backprops: T
         if weights is not None:
             rows = rows * weights.to(rows.dtype).unsqueeze(-1)
     rows = rows.masked_fill(~inside.unsqueeze(-1), 0.0)
-    return {layer.weight: Lookup(indices, rows, layer.num_embeddings)}
+    factor = Lookup(indices, rows, layer.num_embeddings)
+    return {layer.weight: factor}  # type: ignore[dict-item]  # torch declares a Tensor
 
 
 def _bags(
-    layer: nn.EmbeddingBag, indices: Tensor, offsets: Tensor | None, weights: Tensor | None
+    layer: nn.EmbeddingBag, indices: Tensor, offsets: Any, weights: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Indices (N, T), which of them are in the bag, and their weights; bags of different sizes are filled up."""
     if indices.dim() == 2:

@@ -84,7 +84,9 @@ def _by_parameter(own: dict[str, nn.Parameter], gradients: dict[str, Tensor]) ->
 class _Run:
     """The layer's forward and its gradient, by samples or on the whole batch."""
 
-    def __init__(self, module: nn.Module, own: dict[str, nn.Parameter], leaves: list, structure: Any, batch_dim: int):
+    def __init__(
+        self, module: nn.Module, own: dict[str, nn.Parameter], leaves: list[Any], structure: Any, batch_dim: int
+    ):
         dtype = accumulating_dtype(*(x for x in leaves if _is_float(x)))
         self.module, self.leaves, self.structure, self.batch_dim = module, leaves, structure, batch_dim
         self.as_given = [
@@ -96,7 +98,7 @@ class _Run:
         )
         self.others = {name: _cast(p.detach(), dtype) for name, p in others if name not in own}
 
-    def _outputs(self, parameters: dict[str, Tensor], leaves: list) -> list[Tensor]:
+    def _outputs(self, parameters: dict[str, Tensor], leaves: list[Any]) -> list[Tensor]:
         args, kwargs = tree_unflatten(leaves, self.structure)
         # A child that shares a parameter has a tap of its own: names are not tied here.
         outputs = functional_call(self.module, {**self.others, **parameters}, args, kwargs, tie_weights=False)
@@ -105,7 +107,9 @@ class _Run:
     def __call__(self, per_sample: list[bool], backprops: list[Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
         """Gradients {name: (N, *shape)} and the outputs, samples in front."""
 
-        def loss(parameters: dict[str, Tensor], sample: list[Tensor], gradients: list[Tensor]) -> tuple:
+        def loss(
+            parameters: dict[str, Tensor], sample: list[Tensor], gradients: list[Tensor]
+        ) -> tuple[Any, list[Tensor]]:
             samples = iter(sample)
             leaves = [
                 next(samples).unsqueeze(self.batch_dim) if yes else x
@@ -120,7 +124,7 @@ class _Run:
     def whole(self, backprops: list[Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
         """The ordinary gradients and the outputs of the whole batch, samples in front."""
 
-        def loss(parameters: dict[str, Tensor]) -> tuple:
+        def loss(parameters: dict[str, Tensor]) -> tuple[Any, list[Tensor]]:
             outputs = [o.movedim(self.batch_dim, 0) for o in self._outputs(parameters, self.as_given)]
             return sum((o * g).sum() for o, g in zip(outputs, backprops, strict=True)), outputs
 
@@ -166,7 +170,7 @@ def linear_in_parameters(
     def of_parameters(parameters: dict[str, Tensor]) -> Tensor:
         return functional_call(_Computing(module, compute), {f"child.{k}": v for k, v in parameters.items()}, ())[0]
 
-    _, pull_back = vjp(of_parameters, values)
+    _, pull_back = vjp(of_parameters, values)  # type: ignore[misc]  # three only with has_aux
     if backprops.shape[0] == 0:
         return {p: Dense(p.new_zeros(0, *p.shape, dtype=dtype)) for p in own.values()}
     (per_parameter,) = vmap(pull_back)(backprops.to(dtype))

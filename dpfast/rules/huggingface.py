@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from dpfast.factors import Factor, Lookup
@@ -18,13 +20,13 @@ _RMS_NORMS = [
 
 
 @register_rule([f"{_MODELS}.{name}" for name in _RMS_NORMS], fresh=True)
-def root_mean_square(layer: nn.Module, activations: Activations, backprops: Tensor) -> dict[nn.Parameter, Factor]:
+def root_mean_square(layer: Any, activations: Activations, backprops: Tensor) -> dict[nn.Parameter, Factor]:
     """activations[0] and backprops (N, ..., D); x̂ is taken in fp32."""
     return rms_norm(layer, activations[0], backprops, layer.weight.numel(), layer.variance_epsilon)
 
 
 @register_rule(f"{_MODELS}.opt.modeling_opt.OPTLearnedPositionalEmbedding", fresh=True)
-def opt_positions(layer: nn.Module, activations: Activations, backprops: Tensor) -> dict[nn.Parameter, Factor]:
+def opt_positions(layer: Any, activations: Activations, backprops: Tensor) -> dict[nn.Parameter, Factor]:
     """activations: attention mask (N, T), the length of what is cached, position ids (N, T) or None."""
     names = ("attention_mask", "past_key_values_length", "position_ids")
     given = {**dict(zip(names, activations, strict=False)), **activations.kwargs}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -17,7 +18,8 @@ def linear(layer: nn.Linear, activations: Activations, backprops: Tensor) -> dic
     """activations[0] (N, ..., D), backprops (N, ..., P)."""
     factors: dict[nn.Parameter, Factor] = {}
     if layer.weight.requires_grad:
-        factors[layer.weight] = OuterProduct(activations[0], backprops, where=layer)
+        factor = OuterProduct(activations[0], backprops, where=layer)
+        factors[layer.weight] = factor  # type: ignore[index]  # torch declares a Tensor
     else:
         ops.as_rows(activations[0], backprops, where=layer)
     _check_widths(layer, activations[0], backprops)
@@ -58,9 +60,9 @@ def compute_linear_grad_sample(
     with_bias = layer.bias is not None and layer.bias.requires_grad
     if with_weight and with_bias:
         weight, bias = ops.grad_sample(inputs, backprops, bias=True)
-        return {layer.weight: weight, layer.bias: bias}
+        return {layer.weight: weight, layer.bias: bias}  # type: ignore[dict-item]  # torch declares a Tensor
     if with_weight:
-        return {layer.weight: ops.grad_sample(inputs, backprops)}
+        return {layer.weight: ops.grad_sample(inputs, backprops)}  # type: ignore[dict-item]  # torch declares a Tensor
     return {layer.bias: row_sum(backprops).materialize()} if with_bias else {}
 
 
@@ -90,7 +92,7 @@ def _check_widths(layer: nn.Linear, activations: Tensor, backprops: Tensor) -> N
 
 
 @register_rule("transformers.pytorch_utils.Conv1D", fresh=True)
-def transposed_linear(layer: nn.Module, activations: Activations, backprops: Tensor) -> dict[nn.Parameter, Factor]:
+def transposed_linear(layer: Any, activations: Activations, backprops: Tensor) -> dict[nn.Parameter, Factor]:
     """Hugging Face's Conv1D, a Linear whose weight is (D, P): G_n = Σ_t a_nt b_ntᵀ."""
     factors: dict[nn.Parameter, Factor] = {}
     if layer.weight.requires_grad:
@@ -108,7 +110,8 @@ def bilinear(layer: nn.Bilinear, activations: Activations, backprops: Tensor) ->
         dtype = accumulating_dtype(*activations)
         first, second = (x.to(dtype) for x in activations)
         products = (first.unsqueeze(-1) * second.unsqueeze(-2)).flatten(-2)
-        factors[layer.weight] = Reshaped(OuterProduct(products, backprops, where=layer), layer.weight.shape)
+        factor = Reshaped(OuterProduct(products, backprops, where=layer), layer.weight.shape)
+        factors[layer.weight] = factor  # type: ignore[index]  # torch declares a Tensor
     if layer.bias is not None and layer.bias.requires_grad:
         factors[layer.bias] = row_sum(backprops)
     return factors

@@ -6,6 +6,7 @@ x̂ is computed again, in fp32 or fp64, from the layer's input; its own rounding
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,9 +37,7 @@ def _summed(values: Tensor, error_of_rows: Tensor | None = None) -> Dense:
     return Dense(values.sum(1), error=error if error_of_rows is None else error + error_of_rows.sum(1))
 
 
-def _factors(
-    layer: nn.Module, normalized: Tensor, backprops: Tensor, relative_error: Tensor
-) -> dict[nn.Parameter, Factor]:
+def _factors(layer: Any, normalized: Tensor, backprops: Tensor, relative_error: Tensor) -> dict[nn.Parameter, Factor]:
     """normalized, backprops (N, T, D); each row of ``normalized`` is exact to ``relative_error`` (N, T) times
     (1 + its entries)."""
     factors: dict[nn.Parameter, Factor] = {}
@@ -76,7 +75,7 @@ def layer_norm(layer: nn.LayerNorm, activations: Activations, backprops: Tensor)
     return _factors(layer, normalized, backprops, _where_known(error, rstd, dtype).squeeze(-1))
 
 
-def rms_norm(layer: nn.Module, inputs: Tensor, backprops: Tensor, width: int, eps: float) -> dict[nn.Parameter, Factor]:
+def rms_norm(layer: Any, inputs: Tensor, backprops: Tensor, width: int, eps: float) -> dict[nn.Parameter, Factor]:
     """``x̂ = x / √(mean x² + eps)``; inputs and backprops (N, ..., *shape) with ``width`` entries in the shape."""
     dtype = accumulating_dtype(inputs, backprops)
     inputs, backprops = (_as_rows(x, width, dtype) for x in (inputs, backprops))
@@ -109,7 +108,7 @@ def instance_norm(layer: nn.InstanceNorm2d, activations: Activations, backprops:
 
 
 def _by_channel(
-    layer: nn.Module, inputs: Tensor, backprops: Tensor, num_groups: int, eps: float
+    layer: Any, inputs: Tensor, backprops: Tensor, num_groups: int, eps: float
 ) -> dict[nn.Parameter, Factor]:
     """Statistics over the channels of a group and all positions; weight and bias by channel.
 

@@ -19,7 +19,7 @@ class _AsTorch:
 
     proj_size = 0
 
-    def __init__(self, layer: nn.Module):
+    def __init__(self, layer: Any):
         kind = type(layer).__name__.removeprefix("DP")
         self.layer = layer
         self.mode = f"RNN_{layer.cells[0].nonlinearity.upper()}" if kind == "RNN" else kind
@@ -32,7 +32,9 @@ class _AsTorch:
 
 
 @register_forward([f"opacus.layers.dp_rnn.{name}" for name in ("DPRNN", "DPGRU", "DPLSTM")])
-def opacus_recurrent(layer: nn.Module, piece: Pieces, input: Tensor | PackedSequence, state_init: Any = None) -> tuple:
+def opacus_recurrent(
+    layer: nn.Module, piece: Pieces, input: Tensor | PackedSequence, state_init: Any = None
+) -> tuple[Any, ...]:
     """As the class's forward."""
     return recurrent(_AsTorch(layer), piece, input, state_init)
 

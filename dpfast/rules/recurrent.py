@@ -7,7 +7,7 @@ The rule repeats a layer's steps in fp32 or fp64 and lets autograd find d_t.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,11 +20,13 @@ from dpfast.errors import InputError
 from dpfast.factors import Factor, OuterProduct, row_sum
 from dpfast.taps import Activations, Pieces, register_forward, register_rule
 
-_NATIVE = {"LSTM": _VF.lstm, "GRU": _VF.gru, "RNN_TANH": _VF.rnn_tanh, "RNN_RELU": _VF.rnn_relu}
+State = tuple[Tensor, ...]
+
+_NATIVE: dict[str, Any] = {"LSTM": _VF.lstm, "GRU": _VF.gru, "RNN_TANH": _VF.rnn_tanh, "RNN_RELU": _VF.rnn_relu}
 
 
 @register_forward((nn.RNN, nn.GRU, nn.LSTM))
-def recurrent(layer: nn.RNNBase, piece: Pieces, input: Tensor | PackedSequence, hx: Any = None) -> tuple:
+def recurrent(layer: nn.RNNBase, piece: Pieces, input: Any, hx: Any = None) -> tuple[Any, ...]:
     """As the class's forward, one piece a layer (both directions); dropout is drawn between the pieces."""
     packed = isinstance(input, PackedSequence)
     if not packed and input.dim() != 3:
@@ -80,7 +82,7 @@ class _Layer:
         kinds += ["weight_hr"] if self.layer.proj_size else []
         return [f"{kind}_l{i}{suffix}" for suffix in ("", "_reverse")[: self.directions] for kind in kinds]
 
-    def forward(self, data: tuple, states: tuple[Tensor, ...], *parameters: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, data: tuple[Any, ...], states: tuple[Tensor, ...], *parameters: Tensor) -> tuple[Tensor, ...]:
         """(output, h_n[, c_n]) of one layer without dropout."""
         layer = self.layer
         hx = list(states) if layer.mode == "LSTM" else states[0]
@@ -116,7 +118,7 @@ class _Layer:
             )
         return found
 
-    def _samples_in_front(self, data: tuple, values: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _samples_in_front(self, data: tuple[Any, ...], values: Tensor) -> tuple[Tensor, Tensor | None]:
         """(N, T, ...) and the lengths of packed samples."""
         if len(data) > 1:
             padded, lengths = pad_packed_sequence(PackedSequence(values, *data[1:]), batch_first=True)
@@ -152,7 +154,7 @@ def cell(layer: nn.RNNCellBase, activations: Activations, backprops: Any) -> dic
 
 def replay(
     mode: str,
-    parameters: Sequence[nn.Parameter],
+    parameters: Sequence[Tensor],
     x: Tensor,
     states: Sequence[Tensor],
     backprops: Sequence[Tensor],
@@ -176,7 +178,8 @@ def replay(
     with torch.enable_grad():
         sums = F.linear(x, w_ih, b_ih).requires_grad_()
         state = tuple(states)
-        before, hidden, projected, outputs = [], [], [], [None] * t
+        before, hidden, projected = [], [], []
+        outputs: list[Any] = [None] * t
         steps = list(enumerate(sums.unbind(1)))
         for i, from_input in reversed(steps) if reverse else steps:
             before.append(state[0].detach())
@@ -194,14 +197,14 @@ def replay(
             outputs[i] = state[0]
         ends = [torch.stack(outputs, 1), *state] if t else [x.new_zeros(n, 0, 1, requires_grad=True)]
         wanted = [sums, *hidden, *(h for _, h in projected)]
-        gradients = torch.autograd.grad(ends, wanted, list(backprops[: len(ends)]), allow_unused=True)
-    gradients = [torch.zeros_like(w) if g is None else g for g, w in zip(gradients, wanted, strict=True)]
-    d_sums, d_hidden, d_projected = gradients[0], gradients[1 : 1 + t], gradients[1 + t :]
+        found_or_none = torch.autograd.grad(ends, wanted, list(backprops[: len(ends)]), allow_unused=True)
+    gradients = [torch.zeros_like(w) if g is None else g for g, w in zip(found_or_none, wanted, strict=True)]
+    d_sums, d_projected = gradients[0], gradients[1 + t :]
 
     def over_time(steps: Sequence[Tensor], width: int) -> Tensor:
         return torch.stack(list(steps), 1) if steps else x.new_zeros(n, 0, width)
 
-    d_hidden = over_time(d_hidden, w_hh.shape[0])
+    d_hidden = over_time(gradients[1 : 1 + t], w_hh.shape[0])
     found: dict[Any, Factor] = {
         parameters[0]: OuterProduct(x, d_sums),
         parameters[1]: OuterProduct(over_time(before, w_hh.shape[1]), d_hidden),
@@ -215,28 +218,33 @@ def replay(
     return found
 
 
-def _lstm(from_input: Tensor, from_hidden: Tensor, state: tuple, w_hr: Tensor | None) -> tuple[tuple, Tensor]:
+def _lstm(from_input: Tensor, from_hidden: Tensor, state: State, w_hr: Tensor | None) -> tuple[State, Tensor]:
     i, f, g, o = (from_input + from_hidden).chunk(4, dim=-1)
     c = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
     h = o.sigmoid() * c.tanh()
     return (h if w_hr is None else F.linear(h, w_hr), c), h
 
 
-def _gru(from_input: Tensor, from_hidden: Tensor, state: tuple, w_hr: None) -> tuple[tuple, Tensor]:
+def _gru(from_input: Tensor, from_hidden: Tensor, state: State, w_hr: None) -> tuple[State, Tensor]:
     (r, z, n), (hr, hz, hn) = from_input.chunk(3, dim=-1), from_hidden.chunk(3, dim=-1)
     z = (z + hz).sigmoid()
     h = (1.0 - z) * (n + (r + hr).sigmoid() * hn).tanh() + z * state[0]
     return (h,), h
 
 
-def _tanh(from_input: Tensor, from_hidden: Tensor, state: tuple, w_hr: None) -> tuple[tuple, Tensor]:
+def _tanh(from_input: Tensor, from_hidden: Tensor, state: State, w_hr: None) -> tuple[State, Tensor]:
     h = (from_input + from_hidden).tanh()
     return (h,), h
 
 
-def _relu(from_input: Tensor, from_hidden: Tensor, state: tuple, w_hr: None) -> tuple[tuple, Tensor]:
+def _relu(from_input: Tensor, from_hidden: Tensor, state: State, w_hr: None) -> tuple[State, Tensor]:
     h = (from_input + from_hidden).relu()
     return (h,), h
 
 
-_STEPS = {"LSTM": _lstm, "GRU": _gru, "RNN_TANH": _tanh, "RNN_RELU": _relu}
+_STEPS: dict[str, Callable[..., tuple[State, Tensor]]] = {
+    "LSTM": _lstm,
+    "GRU": _gru,
+    "RNN_TANH": _tanh,
+    "RNN_RELU": _relu,
+}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import nn
@@ -59,8 +60,8 @@ def compiled_by_jit(layer: torch.jit.ScriptModule) -> str | None:
     return f"is a TorchScript module, whose forward cannot be tapped; wrap the model it was made from, {_FREEZE}"
 
 
-@register_fault(nn.modules.lazy.LazyModuleMixin)
-def uninitialised(layer: nn.modules.lazy.LazyModuleMixin) -> str | None:
+@register_fault(nn.modules.lazy.LazyModuleMixin)  # type: ignore[arg-type]  # a mixin of modules
+def uninitialised(layer: Any) -> str | None:
     """Its parameters do not exist yet."""
     if not layer.has_uninitialized_params():
         return None
@@ -78,6 +79,7 @@ def _routes(cls: type) -> bool:
 @register_fault(nn.Module)
 def routed(layer: nn.Module) -> str | None:
     """Hugging Face's mixtures of experts: the tokens of all samples stand in one row, and each expert sees some."""
-    if not _routes(type(layer)) or not any(p.requires_grad for p in layer.parameters()):
+    routes = _routes(type(layer))  # type: ignore[arg-type]  # mypy takes Module.__hash__ for the class's own
+    if not routes or not any(p.requires_grad for p in layer.parameters()):
         return None
     return f"routes the tokens of all samples together, so no layer in it sees samples; use a dense model, {_FREEZE}"

@@ -14,13 +14,13 @@ class _Detached(threading.local):
     """Whose parameters come without their history in this thread, innermost last."""
 
     def __init__(self) -> None:
-        self.parameters: list[dict] = []
+        self.parameters: list[dict[str, Any]] = []
 
 
 _detached = _Detached()
 
 
-class DetachableParameters(dict):
+class DetachableParameters(dict[str, Any]):
     """A module's ``_parameters``. Within :func:`detached_parameters` the module's own code, which asks by name, gets
     its parameters without their history, in that thread alone; whoever iterates (``parameters()``, ``state_dict()``,
     an optimizer, another thread's backward pass) gets the parameters themselves."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from dpfast.arithmetic import exact_arithmetic
 from dpfast.errors import StateError
@@ -37,16 +37,18 @@ class Receiver(Protocol):
     def samples_are_bags(self, indices: Tensor, offsets: Tensor, bags: int) -> None:
         """Where the model was called with ``offsets``, and with one of the two first, its batch is the bags."""
 
-    def receive(self, record: Record, activations: Activations, backprops: tuple) -> None:
+    def receive(self, record: Record, activations: Activations, backprops: tuple[Tensor, ...]) -> None:
         """One use of the tap's module has been differentiated."""
 
-    def count_uses(self, parameters: list[nn.Parameter]) -> Counter[int]:
+    def count_uses(self, parameters: Sequence[nn.Parameter]) -> Counter[int]:
         """Counts one use more of each; uses by id, of the step that this thread is building."""
 
     def check_ordinary(self, record: Record) -> None:
         """Raises where the tap's ordinary gradient would take the place of a clipped one."""
 
-    def factors(self, record: Record, activations: Activations, backprops: tuple) -> Mapping[nn.Parameter, Factor]:
+    def factors(
+        self, record: Record, activations: Activations, backprops: tuple[Tensor, ...]
+    ) -> Mapping[nn.Parameter, Factor]:
         """The module's factored gradients."""
 
 
@@ -73,7 +75,7 @@ class Record:
     def __init__(
         self,
         tap: TappedLayer,
-        inputs: tuple[tuple, dict],
+        inputs: tuple[tuple[Any, ...], dict[str, Any]],
         parameters: Sequence[nn.Parameter],
         *,
         num_outputs: int,
@@ -92,6 +94,7 @@ class Record:
         self.uses: Counter[int] | None = None
         self.seen_by: object = None  # what the receiver notes of the backward pass that came by
         args, kwargs = inputs
+        self.structure: TreeSpec | None
         if kwargs or not all(isinstance(x, Tensor) for x in args):
             self.leaves, self.structure = tree_flatten(inputs)
             self.tensor_places: Sequence[int] = [i for i, x in enumerate(self.leaves) if isinstance(x, Tensor)]
@@ -125,7 +128,7 @@ class TapFunction(torch.autograd.Function):
     """Identity on a module's outputs. The parameters are inputs, so the graph shows where they are used."""
 
     @staticmethod
-    def forward(ctx, record: Record, *tensors: Tensor):
+    def forward(ctx: Any, record: Record, *tensors: Tensor) -> tuple[Tensor, ...]:
         outputs = tensors[: record.num_outputs]
         ctx.record = record
         ctx.shapes = [(x.shape, x.dtype, x.device) for x in outputs]
@@ -137,7 +140,7 @@ class TapFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *grads: Tensor | None):
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         record, taps = ctx.record, ctx.record.tap.taps
         nodes = [node for node, _ in ctx.next_functions[record.num_outputs :]]
         try:
@@ -163,12 +166,14 @@ class TapFunction(torch.autograd.Function):
         return None, *grads, *to_parameters
 
 
-def _ordinary_gradients(record: Record, activations: Activations, backprops: tuple, nodes: list) -> tuple:
+def _ordinary_gradients(
+    record: Record, activations: Activations, backprops: tuple[Tensor, ...], nodes: list[Any]
+) -> tuple[Tensor | None, ...]:
     """Σ_n G_n for the parameters whose AccumulateGrad nodes these are, as autograd itself would give."""
     factors = record.tap.taps.factors(record, activations, backprops)
-    gradients = []
+    gradients: list[Tensor | None] = []
     for node in nodes:
-        parameter = getattr(node, "variable", None)
+        parameter: Any = getattr(node, "variable", None)
         factor = factors.get(parameter)
         if factor is None:
             gradients.append(None)

@@ -6,11 +6,14 @@ import functools
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import torch
 
 _local = threading.local()
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class taps_suspended:
@@ -25,19 +28,19 @@ class taps_suspended:
         _local.suspended = self._before
 
 
-def never_compiled(function: Callable) -> Callable:
+def never_compiled(function: Callable[P, R]) -> Callable[P, R]:
     """As ``torch.compiler.disable``, which imports much (Triton too), from the time that something is compiled."""
-    disabled: list[Callable] = []
+    disabled: list[Callable[P, R]] = []
 
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if "torch._dynamo" not in sys.modules:
             return function(*args, **kwargs)
         if not disabled:
             disabled.append(torch.compiler.disable(function))
         return disabled[0](*args, **kwargs)
 
-    call._torchdynamo_disable = True
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]  # torch's own mark
     return call
 
 

@@ -23,7 +23,7 @@ from dpfast.errors import InputError
 from dpfast.factors import Dense, Factor
 
 
-class Activations(list):
+class Activations(list[Any]):
     """A module's positional inputs, and in ``kwargs`` those that can only be passed by keyword."""
 
     def __init__(self, values: Iterable[Any] = (), kwargs: Mapping[str, Any] | None = None):
@@ -41,26 +41,29 @@ class Activations(list):
 
 ModuleClass = type[nn.Module] | str
 Target = ModuleClass | Iterable[ModuleClass]
-Rule = Callable[[nn.Module, Activations, Tensor], Mapping[nn.Parameter, Factor]]
-GradSampler = Callable[[nn.Module, list[Tensor], Tensor], Mapping[nn.Parameter, Tensor]]
+# The module is one of the classes that the rule is registered for; backprops are a tuple where it has several outputs.
+Rule = Callable[[Any, Activations, Any], Mapping[nn.Parameter, Factor]]
+GradSampler = Callable[[Any, list[Tensor], Any], Mapping[nn.Parameter, Tensor]]
 T = TypeVar("T")
+R = TypeVar("R", bound=Rule)
+S = TypeVar("S", bound=GradSampler)
 
 RULES: dict[type[nn.Module], Rule] = {}
 GRAD_SAMPLERS: dict[type[nn.Module], GradSampler] = {}
-NORM_SAMPLERS: dict[type[nn.Module], GradSampler] = {}
+NORM_SAMPLERS: dict[ModuleClass, GradSampler] = {}
 
 _RULES_BY_NAME: dict[str, Rule] = {}
 _WHOLE: set[Rule] = set()
 _FRESH: set[Rule] = set()
 _FORWARDS: dict[ModuleClass, Callable[..., Any]] = {}
 _BROADCASTS: dict[ModuleClass, tuple[str, str]] = {}
-_BATCH_DIMS: dict[ModuleClass, Callable[[nn.Module], int]] = {}
+_BATCH_DIMS: dict[ModuleClass, Callable[[Any], int]] = {}
 _FOLDED: dict[ModuleClass, bool] = {}
-_FAULTS: dict[ModuleClass, Callable[[nn.Module], str | None]] = {}
+_FAULTS: dict[ModuleClass, Callable[[Any], str | None]] = {}
 
 
 def _classes(target: Target) -> tuple[ModuleClass, ...]:
-    classes: tuple = tuple(target) if isinstance(target, (list, tuple, set, frozenset)) else (target,)
+    classes: tuple[Any, ...] = tuple(target) if isinstance(target, (list, tuple, set, frozenset)) else (target,)
     for cls in classes:
         if not (isinstance(cls, str) or (isinstance(cls, type) and issubclass(cls, (nn.Module, LazyModuleMixin)))):
             raise InputError(
@@ -91,7 +94,7 @@ def _set_rule(cls: ModuleClass, rule: Rule, grad_sampler: GradSampler) -> None:
 # --- for users ---
 
 
-def register_rule(target: Target, *, whole: bool = False, fresh: bool = False) -> Callable[[Rule], Rule]:
+def register_rule(target: Target, *, whole: bool = False, fresh: bool = False) -> Callable[[R], R]:
     """Decorator that makes a function the rule of one or several layer classes.
 
     The class's grad sampler and norm sampler follow from the rule. ``docs/writing-a-rule.md`` has an example.
@@ -109,7 +112,7 @@ def register_rule(target: Target, *, whole: bool = False, fresh: bool = False) -
 
     classes = _classes(target)
 
-    def decorate(rule: Rule) -> Rule:
+    def decorate(rule: R) -> R:
         if whole:
             _WHOLE.add(rule)
         if fresh:
@@ -121,7 +124,7 @@ def register_rule(target: Target, *, whole: bool = False, fresh: bool = False) -
     return decorate
 
 
-def register_grad_sampler(target: Target) -> Callable[[GradSampler], GradSampler]:
+def register_grad_sampler(target: Target) -> Callable[[S], S]:
     """Decorator, as Opacus's: the function gives ``{parameter: grad_sample (N, *shape)}`` for a layer class.
 
     Raises:
@@ -130,7 +133,7 @@ def register_grad_sampler(target: Target) -> Callable[[GradSampler], GradSampler
 
     classes = _classes(target)
 
-    def decorate(sampler: GradSampler) -> GradSampler:
+    def decorate(sampler: S) -> S:
         def rule(module: nn.Module, activations: Activations, backprops: Tensor) -> dict[nn.Parameter, Factor]:
             return {p: Dense(values) for p, values in sampler(module, activations, backprops).items()}
 
@@ -178,7 +181,7 @@ def register_broadcast(target: Target, method: str, child: str) -> None:
     _register(_BROADCASTS, target)((method, child))
 
 
-def register_batch_dim(target: Target) -> Callable[[Callable[[nn.Module], int]], Callable[[nn.Module], int]]:
+def register_batch_dim(target: Target) -> Callable[[Callable[[Any], int]], Callable[[Any], int]]:
     """Decorator: the function says where a container has its samples, for it and for what runs inside it."""
     return _register(_BATCH_DIMS, target)
 
@@ -188,7 +191,7 @@ def register_folded(target: Target) -> None:
     _register(_FOLDED, target)(True)
 
 
-def register_fault(target: Target) -> Callable[[Callable[[nn.Module], str | None]], Callable[[nn.Module], str | None]]:
+def register_fault(target: Target) -> Callable[[Callable[[Any], str | None]], Callable[[Any], str | None]]:
     """Decorator: the function says why a layer cannot have per-sample gradients, and the remedy; None where it can.
 
     It is asked for subclasses too, whatever forward they have.
@@ -201,7 +204,7 @@ def register_fault(target: Target) -> Callable[[Callable[[nn.Module], str | None
 
 
 @lru_cache(maxsize=4096)
-def _names(cls: type) -> tuple[tuple[type, Any], ...]:
+def _names(cls: type) -> tuple[tuple[Any, Any], ...]:
     """(base class, key) of everything that the class may be registered as, its own first."""
     return tuple((base, key) for base in cls.__mro__ for key in (base, f"{base.__module__}.{base.__qualname__}"))
 
@@ -214,7 +217,7 @@ def _find(module: nn.Module, *tables: Mapping[Any, T]) -> T | None:
         return None
     if "parametrizations" in module._modules:
         return None
-    for base, key in _names(type(module)):
+    for base, key in _names(type(module)):  # type: ignore[arg-type]  # mypy takes Module.__hash__ for the class's own
         for table in tables:
             if key in table:
                 return table[key] if type(module).forward is base.forward else None
@@ -249,7 +252,7 @@ def folds_samples(module: nn.Module) -> bool:
 
 def find_fault(module: nn.Module) -> str | None:
     """Why the module cannot have per-sample gradients."""
-    for say in _faults_of(type(module)):
+    for say in _faults_of(type(module)):  # type: ignore[arg-type]  # as in _find
         fault = say(module)
         if fault is not None:
             return fault
@@ -257,7 +260,7 @@ def find_fault(module: nn.Module) -> str | None:
 
 
 @lru_cache(maxsize=4096)
-def _faults_of(cls: type) -> tuple[Callable[[nn.Module], str | None], ...]:
+def _faults_of(cls: type) -> tuple[Callable[[Any], str | None], ...]:
     return tuple(_FAULTS[key] for _, key in _names(cls) if key in _FAULTS)
 
 
@@ -298,4 +301,5 @@ def _owned(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if isinstance(child, (nn.ParameterList, nn.ParameterDict)) or (
             name == "parametrizations" and is_parametrized(module)
         ):
-            yield from ((f"{name}.{inner}." if inner else f"{name}.", m) for inner, m in child.named_modules())
+            inside = child.named_modules()  # type: ignore[union-attr]  # these are never None
+            yield from ((f"{name}.{inner}." if inner else f"{name}.", m) for inner, m in inside)

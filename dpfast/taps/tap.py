@@ -35,7 +35,7 @@ from dpfast.taps.registry import (
 class TappedForward:
     """Stands in a tapped module's ``forward``; an object, so that copies of the module tap the copy."""
 
-    def __init__(self, tap: Tap, replaced: Callable | None):
+    def __init__(self, tap: Tap, replaced: Callable[..., Any] | None):
         self.tap = tap
         self.replaced = replaced
 
@@ -56,7 +56,7 @@ class Tap(TappedLayer):
     def active(self) -> bool:
         return self.taps.active and torch.is_grad_enabled() and not suspended()
 
-    def run(self, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's forward with its output tapped, or as it is where there is nothing to do."""
         if isinstance(self.module, nn.Embedding) and self.taps.active and not suspended():
             args, kwargs = self._with_whole_batch(args, kwargs)
@@ -82,7 +82,9 @@ class Tap(TappedLayer):
                 self.taps.samples_are_bags(indices, offsets, len(offsets) - self.module.include_last_offset)
         return self.tapped(output, inputs, parameters, fresh=makes_fresh_output(rule), rule=rule)
 
-    def _with_whole_batch(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    def _with_whole_batch(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """An input with a batch of one that the model broadcasts later (``position_ids``), expanded to the batch."""
         n, dim = self.taps.batch_size(), self.batch_dim
         leaves, structure = tree_flatten((args, kwargs))
@@ -101,7 +103,9 @@ class Tap(TappedLayer):
         leaves[tensors[0]] = x.expand(*x.shape[:dim], n, *x.shape[dim + 1 :])
         return tree_unflatten(leaves, structure)
 
-    def _bound(self, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    def _bound(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Keyword arguments moved to their positions, so that rules find the input however it was passed."""
         if not kwargs:
             return args, kwargs
@@ -111,7 +115,7 @@ class Tap(TappedLayer):
     def tapped(
         self,
         output: Any,
-        inputs: tuple[tuple, dict],
+        inputs: tuple[tuple[Any, ...], dict[str, Any]],
         parameters: Sequence[nn.Parameter],
         *,
         fresh: bool,
@@ -141,7 +145,7 @@ class Tap(TappedLayer):
         record = Record(self, inputs, parameters, num_outputs=len(places), fresh=fresh, rule=rule, as_is=as_is)
         if record.created_in is None:  # a forward that is repeated in a backward pass has been counted
             record.uses = self.taps.count_uses(parameters)
-        results = TapFunction.apply(record, *tensors, *parameters)
+        results = TapFunction.apply(record, *tensors, *parameters)  # type: ignore[no-untyped-call]  # torch's
         for i, result in zip(places, results, strict=True):
             leaves[i] = result
         return leaves[0] if structure is None else tree_unflatten(leaves, structure)

@@ -85,3 +85,13 @@ def test_only_what_gains_goes_to_onednn(monkeypatch):
     assert not products.by_onednn(8, 4096, 4096, like)
     assert not products.by_onednn(256, 128, 256, like.double())
     assert not products.by_onednn(256, 128, 256, like.to("meta"))
+
+
+@pytest.mark.parametrize("shape", [(256, 256, 256), (64, 256, 64), (16, 256, 16), (8, 256, 8), (5, 200, 333)])
+def test_a_block_is_added_up_before_what_it_is_added_to(backend, shape):
+    """The bounds' chains are a block long and then one a block, not all positions: 2^24 swallows ones that come one by
+    one, and not their sum."""
+    r, k, c = shape
+    x, y = torch.ones(3, r, k), torch.ones(3, k, c)
+    out = products.batched(x, y, add_to=torch.full((3, r, c), 2.0**24))
+    assert (out - 2.0**24 >= 0.99 * k).all()

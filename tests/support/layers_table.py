@@ -1,6 +1,6 @@
 """docs/layers.md: written by the tests that prove its rows.
 
-python -m pytest tests/rules tests/test_models.py --write-table
+python -m pytest tests/rules tests/modes/test_models.py --write-table
 """
 
 from pathlib import Path
@@ -9,7 +9,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "layers.md"
 
 _INTRODUCTION = """# Layers and models
 
-Written by `python -m pytest tests/rules tests/test_models.py --write-table` from the tests that passed; do not edit.
+Written by `python -m pytest tests/rules tests/modes/test_models.py --write-table` from tests that passed; do not edit.
 
 Each layer family is compared with a loop over samples in fp64: per-sample gradients, norms, clipped sums and the
 second pass of ghost clipping, each verb of each factor, for N = 0 (where torch itself takes it), 1 and 5 samples.
