@@ -15,8 +15,8 @@ test: $(READY)
 fuzz: $(READY)
 	$(BIN)/python -m pytest tests/test_fuzz.py tests/test_fuzz_steps.py --hypothesis-profile=fuzz
 
-# Opacus's own tests, with dpfast installed in it and without. They build models of torchvision, which stays out of
-# .venv because other packages change their ways where it is installed.
+# Opacus's own tests: as they are, with dpfast installed, and on dpfast's modules. They build models of torchvision,
+# which stays out of .venv because other packages change their ways where it is installed.
 test-opacus: $(READY) build/torchvision
 	$(BIN)/python tests/run_opacus_tests.py --torchvision build/torchvision
 

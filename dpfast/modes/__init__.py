@@ -9,6 +9,7 @@ from dpfast.modes import autograd_grad_sample
 from dpfast.modes.accumulation import held_by
 from dpfast.modes.clippers import (
     AutomaticClipper,
+    ClipFactors,
     ConstantFlatClipper,
     ConstantPerLayerClipper,
     NormClipper,
@@ -24,6 +25,7 @@ from dpfast.modes.tapped_model import TappedModel
 
 __all__ = [
     "AutomaticClipper",
+    "ClipFactors",
     "ConstantFlatClipper",
     "ConstantPerLayerClipper",
     "DroppedSamples",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dpfast.arithmetic import towards_zero
-from dpfast.modes import DroppedSamples, safe_factors
+from dpfast.modes import ClipFactors, DroppedSamples, safe_factors
 
 _NOT_FINITE = "{count} of {n} samples have a gradient norm that is inf or NaN; their clip factor is 0"
 
@@ -40,11 +40,16 @@ def get_norm_sample(module: Any) -> Tensor:
 
 def get_clipping_coef(module: Any) -> Tensor:
     """``min(1, C / (norm + 1e-6))`` (N,), lowered to where rounding makes no sample larger than C; 0 where the norm is
-    inf or NaN, with a warning the first time."""
+    inf or NaN, with a warning the first time.
+
+    Raises:
+        InputError: when they are multiplied with losses of any shape but (N,).
+    """
     norms = module.get_norm_sample()
     _DROPPED.setdefault(module, DroppedSamples(_NOT_FINITE)).add(norms.unsqueeze(0))
     double, limit = norms.double(), module.max_grad_norm
-    return towards_zero(safe_factors((limit / (double + 1e-6)).clamp(max=1.0), double, limit), norms.dtype)
+    factors = safe_factors((limit / (double + 1e-6)).clamp(max=1.0), double, limit)
+    return towards_zero(factors, norms.dtype).as_subclass(ClipFactors)
 
 
 def rounded_up(x: Tensor, dtype: torch.dtype) -> Tensor:

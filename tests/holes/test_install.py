@@ -178,6 +178,14 @@ def test_a_loss_of_shape_n_by_1_is_an_error():
         backward(model(torch.full((4, 3), 10.0)))
 
 
+def test_a_loss_of_shape_n_by_1_is_an_error_in_a_loop_of_ones_own():
+    model, _ = ghost(nn.Linear(3, 1))
+    losses = model(torch.full((4, 3), 10.0))
+    losses.mean().backward(retain_graph=True)
+    with pytest.raises(DpfastError, match=r"\(4, 1\)"):
+        model.get_clipping_coef() * losses
+
+
 @pytest.mark.parametrize("install", [False, True])
 def test_a_loss_of_shape_n_by_1_is_an_error_with_our_engine_in_mode_ghost(install):
     """``grad_sample_mode="ghost"`` of dpfast's engine is Opacus's path and, with or without install(), ours too."""

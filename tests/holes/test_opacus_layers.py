@@ -6,10 +6,12 @@ import torch.nn.functional as F
 from opacus.layers import DPGRU, DPLSTM, DPRNN, DPMultiheadAttention
 from released import in_two_passes
 from torch import nn
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpfast.opacus
 from dpfast import GradSampleModule, GradSampleModuleFastGradientClipping
+from dpfast.errors import InputError
 from dpfast.testing import loop_over_samples, norms_of, relative_error
 
 pytestmark = pytest.mark.filterwarnings("ignore:Secure RNG")
@@ -73,10 +75,42 @@ def test_recurrent_layers_with_positions_first(cls, whole):
         assert relative_error(p.grad_sample, exact[name]) < 1e-5, name
 
 
-class Bags(nn.Module):
-    def __init__(self, mode: str = "sum"):
+class First(nn.Module):
+    """A recurrent layer's output alone."""
+
+    def __init__(self, rnn: nn.Module):
         super().__init__()
-        self.bags = nn.EmbeddingBag(10, 4, mode=mode)
+        self.rnn = rnn
+
+    def forward(self, x):
+        return self.rnn(x)[0]
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("cls", [DPRNN, DPLSTM, nn.LSTM])
+def test_packed_sequences_as_the_models_input(cls, batch_first):
+    """Samples are counted by the sequences, whatever the dimension they are said to be in; gradients come in the order
+    of the samples, not of their lengths."""
+    torch.manual_seed(0)
+    net = First(cls(3, 4, batch_first=batch_first))
+    sequences = [torch.randn(length, 3) for length in (1, 4, 2)]
+    exact = {name: [] for name, _ in net.named_parameters()}
+    for x in sequences:
+        net.zero_grad()
+        net(pack_sequence([x])).data.square().sum().backward()
+        for name, p in net.named_parameters():
+            exact[name].append(p.grad.clone())
+    net.zero_grad()
+    model = GradSampleModule(net, batch_first=batch_first, loss_reduction="sum")
+    model(pack_sequence(sequences, enforce_sorted=False)).data.square().sum().backward()
+    for name, p in net.named_parameters():
+        assert relative_error(p.grad_sample, torch.stack(exact[name])) < 1e-5, name
+
+
+class Bags(nn.Module):
+    def __init__(self, mode: str = "sum", **options):
+        super().__init__()
+        self.bags = nn.EmbeddingBag(10, 4, mode=mode, **options)
 
     def forward(self, indices, offsets):
         return self.bags(indices, offsets)
@@ -98,6 +132,34 @@ def test_bags_in_one_row_with_offsets(cls, mode):
         assert relative_error(net.bags.weight.grad_sample, exact) < 1e-5
     else:
         assert relative_error(model.get_norm_sample(), norms) < 1e-3
+
+
+@pytest.mark.parametrize("in_front", ["indices", "offsets"])
+def test_bags_with_their_last_offset(in_front):
+    """Offsets are one more than bags, also where they are the model's first input."""
+    torch.manual_seed(0)
+    net = Bags(include_last_offset=True)
+    indices, offsets = torch.tensor([1, 2, 2, 3, 4, 5, 1, 0]), torch.tensor([0, 3, 4, 8])
+    plain = Bags()
+    plain.load_state_dict(net.state_dict())
+    exact = _by_bag(plain, [[1, 2, 2], [3], [4, 5, 1, 0]])
+    model = GradSampleModule(net, loss_reduction="sum")
+    inputs = {"indices": indices, "offsets": offsets}
+    first = inputs.pop(in_front)
+    model(**{in_front: first}, **inputs).square().sum().backward()
+    assert relative_error(net.bags.weight.grad_sample, exact) < 1e-5
+
+
+def test_bags_that_the_model_makes_of_its_samples_are_refused():
+    """Offsets that are no input of the model: its samples are the rows of its input, and these bags mix them."""
+
+    class Pairs(Bags):
+        def forward(self, x):
+            return self.bags(x, torch.arange(0, len(x), 2))
+
+    model = GradSampleModule(Pairs())
+    with pytest.raises(InputError, match="first tensor of the model's input has 8"):
+        model(torch.arange(8)).sum().backward()
 
 
 def _by_bag(net: Bags, bags: list[list[int]]) -> torch.Tensor:
