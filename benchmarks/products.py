@@ -3,7 +3,7 @@
     python benchmarks/products.py                                            as the machine is
     ONEDNN_MAX_CPU_ISA=AVX2 python benchmarks/products.py                    as one without AVX-512
 
-One thread, CPU time, the two in turn; rows go to results/products.jsonl. `dpfast/arithmetic/products.py` chooses by them.
+One thread, CPU time, the two in turn; rows go to results/products.jsonl, by which `arithmetic/products.py` chooses.
 """
 
 from __future__ import annotations
@@ -74,9 +74,8 @@ def main() -> None:
     table = Table("r × k × c", "oneDNN", "MKL", "oneDNN over MKL", "MKL GFLOP/s")
     for shape in SHAPES:
         row = measure(rows, shape)
-        table.add_row(
-            "×".join(map(str, shape)), *(str(row[k]) for k in ("onednn", "mkl", "onednn_over_mkl", "gflops_mkl"))
-        )
+        figures = (str(row[name]) for name in ("onednn", "mkl", "onednn_over_mkl", "gflops_mkl"))
+        table.add_row("×".join(map(str, shape)), *figures)
     Console().print(table)
 
 

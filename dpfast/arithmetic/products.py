@@ -91,11 +91,17 @@ def onednn(x: Tensor, y: Tensor) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x.contiguous(), y.contiguous(), None, "none", [], "")
 
 
+def product_report() -> str:
+    """Who multiplies large fp32 matrices on this CPU, and why."""
+    used = f"oneDNN may use {instruction_set.of_onednn()} and MKL {instruction_set.of_mkl()}"
+    return f"{used}: large fp32 ones by {'oneDNN' if onednn_is_faster() else 'torch as it is'}"
+
+
 @lru_cache(maxsize=1)
 def onednn_is_faster() -> bool:
-    """Whether oneDNN's products use AVX-512 where MKL's do not: large ones then take 0.6 of the time. Where both use AVX2
-    oneDNN takes 1.0 to 1.5 times as long (``benchmarks/products.py``, rows in results/products.jsonl), and of other
-    instructions we have no row: there torch's own choice stays."""
+    """Whether oneDNN's products use AVX-512 where MKL's do not: large ones then take 0.58 to 0.95 of the time. Where both
+    use AVX2 it is 0.99 to 1.29 (``benchmarks/products.py``, results/products.jsonl), and of other instructions there is
+    no row: torch's own choice stays."""
     if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
         return False
     wider = (instruction_set.of_onednn(), instruction_set.of_mkl()) == (instruction_set.AVX512, instruction_set.AVX2)
