@@ -99,7 +99,7 @@ def product_report() -> str:
 
 @lru_cache(maxsize=1)
 def onednn_is_faster() -> bool:
-    """Whether oneDNN's products use AVX-512 where MKL's do not: large ones then take 0.58 to 0.95 of the time. Where both
+    """Whether oneDNN may use AVX-512 and MKL not: its large products then take 0.58 to 0.95 of the time. Where both
     use AVX2 it is 0.99 to 1.29 (``benchmarks/products.py``, results/products.jsonl), and of other instructions there is
     no row: torch's own choice stays."""
     if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
