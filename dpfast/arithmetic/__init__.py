@@ -17,6 +17,7 @@ from dpfast.arithmetic.precision import (
     smallest_normal,
     towards_zero,
 )
+from dpfast.arithmetic.products import product_report
 from dpfast.arithmetic.reference_norms import ProductError, gram_tile
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "exact_convolutions",
     "gram_tile",
     "ops",
+    "product_report",
     "products",
     "reduced_convolutions",
     "reduced_products",

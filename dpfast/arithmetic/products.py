@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import platform
 from functools import lru_cache
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpfast.arithmetic import buffers
+from dpfast.arithmetic import buffers, instruction_set
 
 BATCH_INVARIANT_FROM = 16
 """Below this many rows or columns torch.bmm's routine, and with it the last bits, depends on the batch's size and on
@@ -84,7 +82,7 @@ def _one_by_one(x: Tensor, y: Tensor) -> Tensor:
 def by_onednn(r: int, k: int, c: int, like: Tensor) -> bool:
     """Whether :func:`onednn` is the faster way for an (r, k)·(k, c) product of matrices such as ``like``."""
     suits = like.dtype == torch.float32 and like.device.type == "cpu" and min(r, k, c) >= 64
-    return suits and r * k * c >= _WORTH_ONEDNN and _mkl_is_slow()
+    return suits and r * k * c >= _WORTH_ONEDNN and onednn_is_faster()
 
 
 def onednn(x: Tensor, y: Tensor) -> Tensor:
@@ -93,14 +91,18 @@ def onednn(x: Tensor, y: Tensor) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x.contiguous(), y.contiguous(), None, "none", [], "")
 
 
+def product_report() -> str:
+    """Who multiplies large fp32 matrices on this CPU, and why."""
+    used = f"oneDNN may use {instruction_set.of_onednn()} and MKL {instruction_set.of_mkl()}"
+    return f"{used}: large fp32 ones by {'oneDNN' if onednn_is_faster() else 'torch as it is'}"
+
+
 @lru_cache(maxsize=1)
-def _mkl_is_slow() -> bool:
-    """Whether torch multiplies matrices by MKL on a processor that is not Intel's, for which MKL leaves its AVX-512
-    kernels unused: oneDNN, which torch has for convolutions, takes half the time there (AMD EPYC, one thread)."""
+def onednn_is_faster() -> bool:
+    """Whether oneDNN may use AVX-512 and MKL not: its large products then take 0.58 to 0.95 of the time. Where both
+    use AVX2 it is 0.99 to 1.29 (``benchmarks/products.py``, results/products.jsonl), and of other instructions there is
+    no row: torch's own choice stays."""
     if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
         return False
-    try:
-        vendor = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        vendor = platform.processor()
-    return "AuthenticAMD" in vendor and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    wider = (instruction_set.of_onednn(), instruction_set.of_mkl()) == (instruction_set.AVX512, instruction_set.AVX2)
+    return wider and hasattr(torch.ops.mkldnn, "_linear_pointwise")

@@ -14,9 +14,9 @@ def backend(request, monkeypatch):
     if request.param == "oneDNN":
         if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
             pytest.skip("this torch has no oneDNN")
-        monkeypatch.setattr(products, "_mkl_is_slow", lambda: True)
+        monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
     if request.param == "MKL":
-        monkeypatch.setattr(products, "_mkl_is_slow", lambda: False)
+        monkeypatch.setattr(products, "onednn_is_faster", lambda: False)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -78,7 +78,7 @@ def test_weighted_sum_a_workspace_at_a_time(backend, monkeypatch, d, p):
 
 
 def test_only_what_gains_goes_to_onednn(monkeypatch):
-    monkeypatch.setattr(products, "_mkl_is_slow", lambda: True)
+    monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
     like = torch.ones(1)
     assert products.by_onednn(256, 128, 256, like)
     assert not products.by_onednn(64, 64, 64, like)

@@ -10,6 +10,7 @@ def test_info_command_says_which_backend_and_why():
     assert "torch" in out
     assert "backend" in out
     assert "because" in out
+    assert "oneDNN may use" in out
 
 
 def test_broken_triton_means_reference_and_info_says_why(tmp_path):

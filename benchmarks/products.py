@@ -1,0 +1,83 @@
+"""Large fp32 products on a CPU, by oneDNN and by torch's own way (MKL), with the instructions that each uses.
+
+    python benchmarks/products.py                                            as the machine is
+    ONEDNN_MAX_CPU_ISA=AVX2 python benchmarks/products.py                    as one without AVX-512
+
+One thread, CPU time, the two in turn; rows go to results/products.jsonl, by which `arithmetic/products.py` chooses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rows import RESULTS, Rows, environment
+
+from dpfast.arithmetic import instruction_set, products
+
+SHAPES = [(256, 128, 256), (256, 128, 1024), (1000, 128, 256), (512, 128, 128), (1024, 256, 1024), (1024, 1024, 1024)]
+"""(r, k, c) of P×T by T×D products and of clipped sums, from the smallest that is worth a call of oneDNN."""
+
+SAMPLES, ROUNDS = 4, 15
+
+
+def seconds(calls: list[Callable[[], object]]) -> list[float]:
+    """The median CPU time of each, taken in turn."""
+    taken: list[list[float]] = [[] for _ in calls]
+    for round_ in range(ROUNDS + 1):
+        for call, times in zip(calls, taken, strict=True):
+            start = time.process_time()
+            call()
+            if round_:  # the first warms up
+                times.append(time.process_time() - start)
+    return [statistics.median(times) for times in taken]
+
+
+def measure(rows: Rows, shape: tuple[int, int, int]) -> dict:
+    """One row. Raises AssertionError where the two differ by more than rounding."""
+    r, k, c = shape
+    torch.manual_seed(0)
+    x, y, out = torch.randn(SAMPLES, k, r).mT, torch.randn(SAMPLES, k, c), torch.empty(SAMPLES, r, c)
+
+    def onednn() -> None:
+        for x_n, y_n, out_n in zip(x, y, out, strict=True):
+            out_n.copy_(products.onednn(x_n, y_n.mT))
+
+    def torchs_own() -> None:
+        torch.bmm(x, y, out=out)
+
+    exact = x.double() @ y.double()
+    for call in (onednn, torchs_own):
+        call()
+        assert (out - exact).norm() <= 1e-6 * exact.norm()
+    one, own = seconds([onednn, torchs_own])
+    return rows.add(
+        shape=list(shape),
+        onednn=instruction_set.of_onednn(),
+        mkl=instruction_set.of_mkl(),
+        onednn_over_mkl=round(one / own, 3),
+        gflops_mkl=round(2e-9 * SAMPLES * r * k * c / own, 1),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=RESULTS / "products.jsonl")
+    rows = Rows(parser.parse_args().out, environment("cpu"))
+    torch.set_num_threads(1)
+    table = Table("r × k × c", "oneDNN", "MKL", "oneDNN over MKL", "MKL GFLOP/s")
+    for shape in SHAPES:
+        row = measure(rows, shape)
+        figures = (str(row[name]) for name in ("onednn", "mkl", "onednn_over_mkl", "gflops_mkl"))
+        table.add_row("×".join(map(str, shape)), *figures)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
