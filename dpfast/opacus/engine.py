@@ -111,7 +111,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
         }
         if grad_sample_mode not in MODES:
             made = super().make_private(**arguments)
-            return tuple(_one_a_sample(x) if type(x) is DPLossFastGradientClipping else x for x in made)
+            return tuple(ClippedLoss.of(x) if type(x) is DPLossFastGradientClipping else x for x in made)
         _check_clipping(grad_sample_mode, clipping, max_grad_norm)
         wrap_model = options.get("wrap_model", True)
         if "wrap_model" in options and not hasattr(opacus.grad_sample, "GradSampleHooks"):
@@ -244,11 +244,6 @@ def validate(module: nn.Module) -> None:
         )
     if errors:
         raise UnsupportedModuleError(errors)
-
-
-def _one_a_sample(criterion: DPLossFastGradientClipping) -> ClippedLoss:
-    """Opacus's criterion of ghost clipping, with one loss a sample and nothing else."""
-    return ClippedLoss(criterion.module, criterion.optimizer, criterion.criterion, criterion.loss_reduction)
 
 
 def _check_clipping(grad_sample_mode: str, clipping: str, max_grad_norm: Any) -> None:

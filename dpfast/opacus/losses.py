@@ -54,6 +54,13 @@ for _name in ("__truediv__", "__mul__", "__rmul__", "__add__", "__radd__", "__su
 class ClippedLoss(DPLossFastGradientClipping):
     """Opacus's ``DPLossFastGradientClipping``: the criterion of the modes "dpfast_two_pass" and "ghost"."""
 
+    @classmethod
+    def of(cls, loss: DPLossFastGradientClipping) -> ClippedLoss:
+        """Opacus's, with one loss a sample and nothing else. (Opacus 1.5.4 cannot wrap a criterion twice.)"""
+        made = cls.__new__(cls)
+        made.__dict__.update(vars(loss))
+        return made
+
     def __call__(self, *args: Any, shape: Any = None, **kwargs: Any) -> ClippedLossTensor:
         """The loss of each sample. Args as the criterion's.
 
