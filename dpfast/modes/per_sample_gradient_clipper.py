@@ -137,7 +137,8 @@ class PerSampleGradientClipper:
     def zero_grad(self) -> None:
         """Forgets per-sample gradients and what was accumulated; ``.grad`` is the optimizer's."""
         for p in self.module.parameters():
-            p.grad_sample = None  # type: ignore[attr-defined]  # as in Opacus
+            if hasattr(p, "grad_sample"):
+                p.grad_sample = None
         self._reset()
 
     def close(self) -> None:

@@ -10,7 +10,12 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpfast.opacus
-from dpfast import GradSampleModule, GradSampleModuleFastGradientClipping
+from dpfast import (
+    ConstantFlatClipper,
+    GradSampleModule,
+    GradSampleModuleFastGradientClipping,
+    PerSampleGradientClipper,
+)
 from dpfast.errors import InputError
 from dpfast.testing import loop_over_samples, norms_of, relative_error
 
@@ -43,6 +48,16 @@ def test_a_frozen_parameter_gets_no_grad_sample():
     model.zero_grad()
     assert not any(hasattr(p, "grad_sample") for p in net[0].parameters())
     assert all(hasattr(p, "grad_sample") for p in net[1].parameters())
+
+
+def test_a_clipper_gives_a_frozen_parameter_no_grad_sample():
+    net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    net[0].requires_grad_(False)
+    clipper = PerSampleGradientClipper(net, ConstantFlatClipper(1.0))
+    net(torch.randn(5, 4)).sum().backward()
+    clipper.zero_grad()
+    assert [hasattr(p, "grad_sample") for p in net.parameters()] == [False, False, True, True]
+    clipper.close()
 
 
 class Recurrent(nn.Module):
