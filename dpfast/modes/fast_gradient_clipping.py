@@ -57,15 +57,21 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
     ordinary gradient of a tapped parameter.
 
     Formal guarantee: for every sample the exact ‖c_n g_n‖ is at most ``sensitivity``; c_n comes from a proven upper
-    bound of the norm (docs/bounds.md). A sample whose norm is not finite gets c_n = 0 and adds exactly nothing.
+    bound of the norm (docs/bounds.md has a table of what is proven by mode and dtype). A gradient that torch or a rule
+    gives by sample (group norms, layers without a rule, samplers of your own) is taken as the exact one: what is
+    measured is what is summed. A sample whose norm is not finite gets c_n = 0 and adds exactly nothing.
 
     Args:
         m, batch_first, loss_reduction, strict, force_functorch: as in :class:`GradSampleModule`.
         max_grad_norm: C; may be changed between steps.
         use_ghost_clipping: False takes every norm from materialized per-sample gradients.
         passes: 1 as above. 2 as Opacus: the backward pass leaves norms alone; the caller's second one, on
-            ``Σ_n c_n loss_n`` under :meth:`disable_hooks`, leaves ``p.grad``. Each trainable parameter then has its
-            norms in ``p._norm_sample`` (N,), as Opacus's protocol wants it; with 1 nothing private is left on it.
+            ``Σ_n c_n loss_n`` with the factors of :meth:`get_clipping_coef` under :meth:`disable_hooks`, leaves
+            ``p.grad``. It repeats the first from the gradients that the first had at the model's outputs (those of the
+            model's inputs, too, are the first's), and the factors are applied where gradients are summed. StateError
+            where the loss is another one, or a layer sees other numbers than in the first pass.
+            After the first, each trainable parameter has its norms in ``p._norm_sample`` (N,), as in Opacus's protocol;
+            one pass leaves nothing private on a parameter.
         norm_clipper: takes the place of ``ConstantFlatClipper(max_grad_norm)``.
 
     Raises:
