@@ -6,10 +6,12 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from dpfast.errors import DpfastWarning, InputError, StateError, UnsupportedModuleError
-from dpfast.factors import Factor
+from dpfast.factors import Dense, Factor, OuterProduct, PatchProduct
+from dpfast.modes.guards import leave_gradients
 from dpfast.modes.steps import Step
 from dpfast.modes.tapped_model import TappedModel
 from dpfast.rules import functorch
@@ -52,6 +54,10 @@ class GradSampleModule(nn.Module):
 
     Several backward passes without :meth:`zero_grad` make ``p.grad_sample`` a list, one entry a pass, as in Opacus.
 
+    A gradient that reaches a parameter past its own module's forward (another module uses it functionally, or the loss
+    has a penalty on the weights) would be missing in ``p.grad_sample``: ``backward()`` raises EscapedGradientError,
+    which names the parameter, and leaves no ``p.grad_sample``.
+
     >>> import torch
     >>> model = GradSampleModule(nn.Linear(3, 2))
     >>> model(torch.ones(4, 3)).sum(1).mean().backward()
@@ -61,7 +67,6 @@ class GradSampleModule(nn.Module):
 
     GRAD_SAMPLERS: ClassVar[dict] = registry.GRAD_SAMPLERS
     NORM_SAMPLERS: ClassVar[dict] = registry.NORM_SAMPLERS
-    _detach = False
     passes = 1
 
     def __init__(
@@ -112,9 +117,7 @@ class GradSampleModule(nn.Module):
             StateError: it is tapped already. InputError: ``loss_reduction`` is not "mean" or "sum".
         """
         check_loss_reduction(loss_reduction)
-        tapped = Hooks(
-            self._module, self, detach=self._detach, batch_first=batch_first, force_functorch=force_functorch
-        )
+        tapped = Hooks(self._module, self, batch_first=batch_first, force_functorch=force_functorch)
         tapped.add()
         self._tapped = tapped
         self.loss_reduction, self.batch_first, self.force_functorch = loss_reduction, batch_first, force_functorch
@@ -191,21 +194,24 @@ class GradSampleModule(nn.Module):
     # --- mode: materialize each factor as it comes ---
 
     def on_factor(self, step: Step, parameter: nn.Parameter, factor: Factor, only_use: bool) -> None:
-        grad_sample = factor.materialize(scale=self._scale(step))
+        scale = self._scale(step)
+        grad_sample = factor.materialize(scale=scale)
+        total = _total(factor, grad_sample, scale)
         if parameter in step.gathered:
-            step.gathered[parameter] += grad_sample
-        else:
-            step.gathered[parameter] = grad_sample
+            samples_before, total_before = step.gathered[parameter]
+            grad_sample, total = samples_before.add_(grad_sample), total_before.add_(total)
+        step.gathered[parameter] = grad_sample, total
 
     def on_finish(self, step: Step) -> None:
         if any(getattr(p, "grad_sample", None) is not None for p in step.gathered):
             self.check_accumulation()
-        for parameter, grad_sample in step.gathered.items():
+        for parameter, (grad_sample, _) in step.gathered.items():
             before = getattr(parameter, "grad_sample", None)
             if before is None:
                 parameter.grad_sample = grad_sample
             else:
                 parameter.grad_sample = [*(before if isinstance(before, list) else [before]), grad_sample]
+        leave_gradients({p: total.to(p.dtype) for p, (_, total) in step.gathered.items()})
 
     def _scale(self, step: Step) -> float:
         return float(step.num_samples or 0) if self.loss_reduction == "mean" else 1.0
@@ -278,6 +284,14 @@ class GradSampleModule(nn.Module):
         if errors:
             warnings.warn("; ".join(map(str, errors)), DpfastWarning, stacklevel=3)
         return errors
+
+
+def _total(factor: Factor, grad_sample: Tensor, scale: float) -> Tensor:
+    """``Σ_n G_n``, the ordinary gradient; read from ``grad_sample`` where that takes less than one more product."""
+    if isinstance(factor, Dense) or (isinstance(factor, (OuterProduct, PatchProduct)) and factor.keeps):
+        total = grad_sample.sum(0)
+        return total.div_(scale) if scale not in (0.0, 1.0) else total
+    return factor.weighted_sum(torch.ones(factor.num_samples, device=grad_sample.device))
 
 
 def check_loss_reduction(loss_reduction: str) -> None:

@@ -1,13 +1,30 @@
-"""Nothing escapes: where gradients may reach parameters through taps alone, any other gradient is an error."""
+"""Nothing escapes: gradients may reach parameters through taps alone, and any other gradient is an error."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from dpfast.errors import EscapedGradientError
+
+
+_arriving: list[frozenset[nn.Parameter]] = []
+"""The parameters whose gradients are being left now, one entry a pass."""
+
+
+def leave_gradients(gradients: Mapping[nn.Parameter, Tensor]) -> None:
+    """Adds each to its ``p.grad`` by autograd, so that hooks on the parameters, DDP's too, see what came by taps."""
+    if not gradients:
+        return
+    arriving = frozenset(gradients)
+    _arriving.append(arriving)
+    try:
+        torch.autograd.backward(list(gradients), list(gradients.values()))
+    finally:
+        _arriving.remove(arriving)
 
 
 class Guards:
@@ -35,7 +52,7 @@ class Guards:
         self._handles.clear()
 
     def _refuse(self, parameter: nn.Parameter, grad: Tensor | None) -> None:
-        if grad is None or not self._active():
+        if grad is None or not self._active() or any(parameter in arriving for arriving in _arriving):
             return
         name = next((n for n, p in self._model.named_parameters() if p is parameter), "of another model")
         raise EscapedGradientError(

@@ -54,17 +54,13 @@ class TappedModel:
     Args:
         model: every module of it that owns parameters is tapped.
         mode: receives factors and the end of each backward pass.
-        detach: whether autograd is kept from computing the parameters' ordinary gradients.
         batch_first: whether samples are the first or the second dimension of inputs and outputs.
         force_functorch: take no layer's own rule.
     """
 
-    def __init__(
-        self, model: nn.Module, mode: Mode, *, detach: bool, batch_first: bool = True, force_functorch: bool = False
-    ):
+    def __init__(self, model: nn.Module, mode: Mode, *, batch_first: bool = True, force_functorch: bool = False):
         self.model = model
         self.mode = mode
-        self.detach = detach
         self.batch_dim = 0 if batch_first else 1
         self.force_functorch = force_functorch
         self.enabled = True
@@ -185,9 +181,8 @@ class TappedModel:
     # --- nothing escapes ---
 
     def guard_parameters(self) -> None:
-        """Where gradients may reach parameters through taps alone, any other gradient is an error."""
-        if self.detach:
-            self._guards.set()
+        """Gradients may reach parameters through taps alone; any other gradient is an error."""
+        self._guards.set()
 
     def drop_guards(self) -> None:
         """Lets ordinary gradients reach the parameters."""

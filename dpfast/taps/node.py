@@ -21,7 +21,6 @@ from dpfast.taps.registry import Activations, Rule
 class Receiver(Protocol):
     """Where taps hand what they catch: the tapped model."""
 
-    detach: bool
     batch_dim: int
 
     @property
@@ -154,7 +153,7 @@ class TapFunction(torch.autograd.Function):
             with exact_arithmetic():
                 if taps.active:
                     taps.receive(record, activations, backprops)
-                elif taps.detach:  # hooks are off: the parameters' ordinary gradients
+                else:  # hooks are off: the parameters' ordinary gradients
                     taps.check_ordinary(record)
                     to_parameters = _ordinary_gradients(record, activations, backprops, nodes)
         return None, *grads, *to_parameters

@@ -1,7 +1,7 @@
 """Catches one module's activations and backprops on their way.
 
-A tapped module runs with its own parameters detached (unless their ordinary gradient is wanted too), so autograd
-never computes the summed weight gradients that private training throws away. An identity on the module's output
+A tapped module runs with its own parameters detached, so autograd never computes the summed weight gradients that
+private training throws away, and whatever reaches a parameter has come another way. An identity on the module's output
 keeps the inputs through autograd's own saved tensors: activation checkpointing, CPU offload, reuse of a module and
 ``retain_graph`` work by themselves, and nothing is left on modules or parameters when no backward follows.
 """
@@ -72,7 +72,7 @@ class Tap(TappedLayer):
         substitute = find_forward(self.module)
         if substitute is not None:
             return substitute(self.module, Pieces(self), *args, **kwargs)
-        with detached_parameters(owned if self.taps.detach else ()):
+        with detached_parameters(owned):
             output = forward(*args, **kwargs)
         rule = find_rule(self.module)
         inputs = self._bound(forward, args, kwargs)
@@ -165,8 +165,7 @@ class Pieces:
             fresh: the function makes its output afresh and keeps no reference to it.
         """
         tap = self._tap
-        detach = tap.taps.detach
-        output = function(*inputs, *(p.detach() if detach and p is not None else p for p in parameters))
+        output = function(*inputs, *(None if p is None else p.detach() for p in parameters))
         trainable = [p for p in parameters if p is not None and p.requires_grad]
         if not trainable:
             return output
