@@ -24,11 +24,17 @@ class Step:
     """What one backward pass has gathered."""
 
     def __init__(
-        self, batch_size: int | None, *, first: FirstPass | None = None, second: SecondPass | None = None
+        self,
+        batch_size: int | None,
+        *,
+        first: FirstPass | None = None,
+        second: SecondPass | None = None,
+        ordinary: bool = False,
     ) -> None:
         self.batch_size = batch_size  # of the model's input; None: not known
         self.first = first  # where this is the first of two passes
         self.second = second  # where it is the second
+        self.ordinary = ordinary  # hooks are off: the graph was tapped, and gives ordinary gradients
         self.num_samples: int | None = None  # that the layers saw
         self.first_layer = ""
         self.gathered: dict[nn.Parameter, Any] = {}
@@ -72,10 +78,18 @@ class Steps:
 
     def second(self) -> bool:
         """Whether the backward pass that runs in this thread is the second of two."""
-        if not self._running or in_backward() is None:
-            return False
-        step = self.repeating(in_backward())
+        step = self._repeating_here()
         return step is not None and step.second is not None
+
+    def through_taps(self) -> bool:
+        """Whether hooks are off and the graph of the backward pass that runs in this thread was made with taps."""
+        step = self._repeating_here()
+        return step is not None and (step.second is not None or step.ordinary)
+
+    def _repeating_here(self) -> Step | None:
+        if not self._running or in_backward() is None:
+            return None
+        return self.repeating(in_backward())
 
     def repeating(self, backward: int | None) -> Step | None:
         """The step whose backward pass, of that number or with it nested inside, repeats a forward (checkpointing);

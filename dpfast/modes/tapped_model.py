@@ -191,6 +191,12 @@ class TappedModel:
     # --- steps ---
 
     @property
+    def inserts(self) -> bool:
+        """Whether modules that run now are tapped: hooks are on, or a backward pass repeats forwards (checkpoints) of
+        a graph that was tapped, whatever it does with what the taps catch."""
+        return self.enabled or self._steps.through_taps()
+
+    @property
     def active(self) -> bool:
         """Whether taps catch what comes by: hooks are on, or a second backward pass repeats one that was tapped."""
         return self.enabled or self._steps.second()
@@ -203,9 +209,11 @@ class TappedModel:
             if step.first is not None:
                 output.first, output.grad = step.first, grad
             return None
-        if output.first is None or not output.first.asked:
-            return None  # hooks are off, and an ordinary gradient is wanted
-        if step is None:
+        if output.first is None or not output.first.asked:  # hooks are off, and an ordinary gradient is wanted
+            if step is None:
+                self._steps.open(Step(output.batch_size, ordinary=True), self._finish)
+            return None
+        if step is None or step.ordinary:
             step = self._steps.open(Step(output.batch_size, second=SecondPass(output.first)), self._finish)
         if step.second is None or step.second.first is not output.first:
             raise StateError("the second backward pass goes through two first ones; call it once for each")
@@ -224,6 +232,8 @@ class TappedModel:
 
     def _finish(self, step: Step) -> None:
         self._steps.forget_uses()
+        if step.ordinary:
+            return
         if None not in (step.batch_size, step.num_samples) and step.num_samples != step.batch_size:
             raise InputError(
                 f"{step.first_layer} saw a batch of {step.num_samples} samples, but the first tensor of the model's "

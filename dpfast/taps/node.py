@@ -16,12 +16,17 @@ from dpfast.errors import StateError
 from dpfast.factors import Factor
 from dpfast.taps.passes import in_backward
 from dpfast.taps.registry import Activations, Rule
+from dpfast.taps.watch import Watch
 
 
 class Receiver(Protocol):
     """Where taps hand what they catch: the tapped model."""
 
     batch_dim: int
+
+    @property
+    def inserts(self) -> bool:
+        """Whether modules that run now are tapped."""
 
     @property
     def active(self) -> bool:
@@ -86,6 +91,7 @@ class Record:
         self.fresh = fresh
         self.created_in = in_backward()
         self.uses: Counter[int] | None = None
+        self.watch: Watch | None = None  # where the module may have kept its outputs
         self.seen_by: object = None  # what the receiver notes of the backward pass that came by
         args, kwargs = inputs
         if kwargs or not all(isinstance(x, Tensor) for x in args):
@@ -156,6 +162,8 @@ class TapFunction(torch.autograd.Function):
                 else:  # hooks are off: the parameters' ordinary gradients
                     taps.check_ordinary(record)
                     to_parameters = _ordinary_gradients(record, activations, backprops, nodes)
+        if record.watch is not None:
+            record.watch.pass_on(grads)
         return None, *grads, *to_parameters
 
 

@@ -30,6 +30,7 @@ from dpfast.taps.registry import (
     makes_fresh_output,
     owned_modules,
 )
+from dpfast.taps.watch import Watch, may_keep_output
 
 
 class TappedForward:
@@ -54,11 +55,11 @@ class Tap(TappedLayer):
 
     @property
     def active(self) -> bool:
-        return self.taps.active and torch.is_grad_enabled() and not suspended()
+        return self.taps.inserts and torch.is_grad_enabled() and not suspended()
 
     def run(self, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The module's forward with its output tapped, or as it is where there is nothing to do."""
-        if isinstance(self.module, nn.Embedding) and self.taps.active and not suspended():
+        if isinstance(self.module, nn.Embedding) and self.taps.inserts and not suspended():
             args, kwargs = self._with_whole_batch(args, kwargs)
         if not self.active:
             return forward(*args, **kwargs)
@@ -72,11 +73,14 @@ class Tap(TappedLayer):
         substitute = find_forward(self.module)
         if substitute is not None:
             return substitute(self.module, Pieces(self), *args, **kwargs)
+        made_since = torch.autograd._get_sequence_nr() if may_keep_output(forward) else None
         with detached_parameters(owned):
             output = forward(*args, **kwargs)
         rule = find_rule(self.module)
         inputs = self._bound(forward, args, kwargs)
-        return self.tapped(output, inputs, parameters, fresh=makes_fresh_output(rule), rule=rule)
+        return self.tapped(
+            output, inputs, parameters, fresh=makes_fresh_output(rule), rule=rule, made_since=made_since
+        )
 
     def _with_whole_batch(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """An input with a batch of one that the model broadcasts later (``position_ids``), expanded to the batch."""
@@ -113,6 +117,7 @@ class Tap(TappedLayer):
         fresh: bool,
         rule: Rule | None,
         as_is: bool = False,
+        made_since: int | None = None,
     ) -> Any:
         """``output`` as it is, with its gradient caught.
 
@@ -122,6 +127,7 @@ class Tap(TappedLayer):
             fresh: the output was made afresh and nothing else refers to it.
             rule: what makes factors of the tensors; None: autograd itself.
             as_is: the tensors come to the rule as they are, samples in any dimension.
+            made_since: autograd's sequence number before a forward that may have kept the output; None: it has not.
         """
         leaves, structure = ([output], None) if isinstance(output, Tensor) else tree_flatten(output)
         places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point()]
@@ -135,6 +141,10 @@ class Tap(TappedLayer):
             # It passes on as the tensor itself, no view of it, because an in-place activation may follow.
             tensors = [torch.ops.aten._unsafe_view(x, x.shape) if x._is_view() else x for x in tensors]
         record = Record(self, inputs, parameters, num_outputs=len(places), fresh=fresh, rule=rule, as_is=as_is)
+        if made_since is not None and not fresh:
+            record.watch = Watch(self.layer, parameters)
+            not_its_own = (*record.leaves, *self.module._buffers.values())
+            tensors = record.watch.watched(tensors, not_its_own, made_since)
         if record.created_in is None:  # a forward that is repeated in a backward pass has been counted
             record.uses = self.taps.count_uses(parameters)
         results = TapFunction.apply(record, *tensors, *parameters)
