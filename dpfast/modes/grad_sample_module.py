@@ -211,7 +211,10 @@ class GradSampleModule(nn.Module):
                 parameter.grad_sample = grad_sample
             else:
                 parameter.grad_sample = [*(before if isinstance(before, list) else [before]), grad_sample]
-        leave_gradients({p: total.to(p.dtype) for p, (_, total) in step.gathered.items()})
+        totals = [total for _, total in step.gathered.values()]
+        if totals and self._scale(step) not in (0.0, 1.0):
+            torch._foreach_div_(totals, self._scale(step))
+        leave_gradients(list(step.gathered), totals)
 
     def _scale(self, step: Step) -> float:
         return float(step.num_samples or 0) if self.loss_reduction == "mean" else 1.0
@@ -286,12 +289,16 @@ class GradSampleModule(nn.Module):
         return errors
 
 
+_READ_AT_ONCE = 2**17
+"""Entries that are read in the time that the calls of a product take by themselves."""
+
+
 def _total(factor: Factor, grad_sample: Tensor, scale: float) -> Tensor:
-    """``Σ_n G_n``, the ordinary gradient; read from ``grad_sample`` where that takes less than one more product."""
-    if isinstance(factor, Dense) or (isinstance(factor, (OuterProduct, PatchProduct)) and factor.keeps):
-        total = grad_sample.sum(0)
-        return total.div_(scale) if scale not in (0.0, 1.0) else total
-    return factor.weighted_sum(torch.ones(factor.num_samples, device=grad_sample.device))
+    """``scale · Σ_n G_n``, read from ``grad_sample`` where that is less work than one more product."""
+    written = isinstance(factor, Dense) or (isinstance(factor, (OuterProduct, PatchProduct)) and factor.keeps)
+    if written or grad_sample.numel() <= _READ_AT_ONCE:
+        return grad_sample.sum(0)
+    return factor.weighted_sum(torch.full((factor.num_samples,), scale, device=grad_sample.device))
 
 
 def check_loss_reduction(loss_reduction: str) -> None:

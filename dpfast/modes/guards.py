@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -10,19 +11,27 @@ from torch.utils.hooks import RemovableHandle
 
 from dpfast.errors import EscapedGradientError
 
-
 _arriving: list[frozenset[nn.Parameter]] = []
 """The parameters whose gradients are being left now, one entry a pass."""
 
 
-def leave_gradients(gradients: Mapping[nn.Parameter, Tensor]) -> None:
+def leave_gradients(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> None:
     """Adds each to its ``p.grad`` by autograd, so that hooks on the parameters, DDP's too, see what came by taps."""
-    if not gradients:
+    if not parameters:
         return
-    arriving = frozenset(gradients)
+    arriving = frozenset(parameters)
     _arriving.append(arriving)
     try:
-        torch.autograd.backward(list(gradients), list(gradients.values()))
+        # As torch.autograd.backward(), which looks at each shape longer than all else here takes.
+        torch.autograd.Variable._execution_engine.run_backward(
+            tuple(parameters),
+            tuple(g.to(p.dtype) for p, g in zip(parameters, gradients, strict=True)),
+            False,  # keep_graph
+            False,  # create_graph
+            (),
+            allow_unreachable=True,
+            accumulate_grad=True,
+        )
     finally:
         _arriving.remove(arriving)
 
@@ -41,9 +50,16 @@ class Guards:
 
     def set(self) -> None:
         """On every parameter that is trainable now; asked again before each step, because that may change."""
-        for p in self._model.parameters():
-            if p.requires_grad and p not in self._handles:
-                self._handles[p] = p.register_hook(lambda grad, p=p: self._refuse(p, grad))
+        modules, seen = [self._model], set()
+        while modules:  # as parameters(), which takes several times as long, and this runs in each step
+            module = modules.pop()
+            if module is None or module in seen:
+                continue
+            seen.add(module)
+            modules.extend(module._modules.values())
+            for p in module._parameters.values():
+                if p is not None and p.requires_grad and p not in self._handles:
+                    self._handles[p] = p.register_hook(partial(self._refuse, p))
 
     def drop(self) -> None:
         """Lets ordinary gradients reach the parameters."""
@@ -52,7 +68,10 @@ class Guards:
         self._handles.clear()
 
     def _refuse(self, parameter: nn.Parameter, grad: Tensor | None) -> None:
-        if grad is None or not self._active() or any(parameter in arriving for arriving in _arriving):
+        for arriving in _arriving:
+            if parameter in arriving:
+                return
+        if grad is None or not self._active():
             return
         name = next((n for n, p in self._model.named_parameters() if p is parameter), "of another model")
         raise EscapedGradientError(

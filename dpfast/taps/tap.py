@@ -78,9 +78,7 @@ class Tap(TappedLayer):
             output = forward(*args, **kwargs)
         rule = find_rule(self.module)
         inputs = self._bound(forward, args, kwargs)
-        return self.tapped(
-            output, inputs, parameters, fresh=makes_fresh_output(rule), rule=rule, made_since=made_since
-        )
+        return self.tapped(output, inputs, parameters, fresh=makes_fresh_output(rule), rule=rule, made_since=made_since)
 
     def _with_whole_batch(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """An input with a batch of one that the model broadcasts later (``position_ids``), expanded to the batch."""

@@ -43,9 +43,8 @@ class Watch:
                 # Nothing of it has a history, so the tap goes without it, and whatever comes here comes from elsewhere.
                 inner, x = x, x.detach()
                 inner.requires_grad_().register_hook(partial(self._check, None))
-            elif not shared and x.grad_fn is not None and x.grad_fn._sequence_nr() >= since:
-                if not _is_passed_through(x, [y for i, y in enumerate(outputs) if i != place]):
-                    x.register_hook(partial(self._check, place))
+            elif not shared and _is_of_now(x, since) and not _is_passed_through(x, outputs):
+                x.register_hook(partial(self._check, place))
             found.append(x)
         return found
 
@@ -75,9 +74,15 @@ def may_keep_output(forward: Callable) -> bool:
     return not (getattr(forward, "__module__", None) or "").startswith("torch.")
 
 
-def _is_passed_through(x: Tensor, others: Sequence[Tensor]) -> bool:
+def _is_of_now(x: Tensor, since: int) -> bool:
+    return x.grad_fn is not None and x.grad_fn._sequence_nr() >= since
+
+
+def _is_passed_through(x: Tensor, outputs: Sequence[Tensor]) -> bool:
     """Whether gradients of other outputs come through x, so that what reaches it is not what the tap passed on."""
-    edges, seen = [(y.grad_fn, y.output_nr) for y in others], set()
+    if len(outputs) == 1:
+        return False
+    edges, seen = [(y.grad_fn, y.output_nr) for y in outputs if y is not x], set()
     node_of_x, oldest = x.grad_fn, x.grad_fn._sequence_nr()
     while edges:
         node, number = edges.pop()
