@@ -11,11 +11,16 @@ from torch import Tensor, nn
 
 from dpfast.errors import DpfastWarning, InputError, StateError, UnsupportedModuleError
 from dpfast.factors import Dense, Factor, OuterProduct, PatchProduct
-from dpfast.modes.guards import leave_gradients
+from dpfast.modes.dropped import DroppedSamples
 from dpfast.modes.steps import Step
 from dpfast.modes.tapped_model import TappedModel
 from dpfast.rules import functorch
 from dpfast.taps import Activations, batch_to_front, registry
+
+_ESCAPED = (
+    "a gradient reached a parameter of {count} steps past its own module's forward, or past a second use of it; their "
+    "grad_sample is NaN: call the module instead of using its weight functionally"
+)
 
 
 class Hooks(TappedModel):
@@ -87,6 +92,7 @@ class GradSampleModule(nn.Module):
         self.force_functorch = force_functorch
         self.grad_accumulation_allowed = True
         self._tapped: Hooks | None = None
+        self._escaped = DroppedSamples(_ESCAPED)
         self.add_hooks(loss_reduction=loss_reduction, batch_first=batch_first, force_functorch=force_functorch)
         self.set_grad_sample_to_none()
 
@@ -193,28 +199,30 @@ class GradSampleModule(nn.Module):
 
     # --- mode: materialize each factor as it comes ---
 
-    def on_factor(self, step: Step, parameter: nn.Parameter, factor: Factor, only_use: bool) -> None:
+    def on_factor(self, step: Step, parameter: nn.Parameter, factor: Factor, only_use: bool) -> Tensor | None:
         scale = self._scale(step)
         grad_sample = factor.materialize(scale=scale)
-        total = _total(factor, grad_sample, scale)
+        total = _total(factor, grad_sample, scale).to(parameter.dtype)
         if parameter in step.gathered:
-            samples_before, total_before = step.gathered[parameter]
-            grad_sample, total = samples_before.add_(grad_sample), total_before.add_(total)
-        step.gathered[parameter] = grad_sample, total
+            step.gathered[parameter] += grad_sample
+        else:
+            step.gathered[parameter] = grad_sample
+        return total
 
     def on_finish(self, step: Step) -> None:
         if any(getattr(p, "grad_sample", None) is not None for p in step.gathered):
             self.check_accumulation()
-        for parameter, (grad_sample, _) in step.gathered.items():
+        if step.sums_differ:  # nobody waits for the device
+            at_fault = torch.stack(step.sums_differ).any()
+            self._escaped.add(torch.where(at_fault, torch.nan, torch.zeros(1, device=at_fault.device)))
+            for grad_sample in step.gathered.values():
+                grad_sample.masked_fill_(at_fault.to(grad_sample.device), torch.nan)
+        for parameter, grad_sample in step.gathered.items():
             before = getattr(parameter, "grad_sample", None)
             if before is None:
                 parameter.grad_sample = grad_sample
             else:
                 parameter.grad_sample = [*(before if isinstance(before, list) else [before]), grad_sample]
-        totals = [total for _, total in step.gathered.values()]
-        if totals and self._scale(step) not in (0.0, 1.0):
-            torch._foreach_div_(totals, self._scale(step))
-        leave_gradients(list(step.gathered), totals)
 
     def _scale(self, step: Step) -> float:
         return float(step.num_samples or 0) if self.loss_reduction == "mean" else 1.0
@@ -294,11 +302,12 @@ _READ_AT_ONCE = 2**17
 
 
 def _total(factor: Factor, grad_sample: Tensor, scale: float) -> Tensor:
-    """``scale · Σ_n G_n``, read from ``grad_sample`` where that is less work than one more product."""
+    """``Σ_n G_n``, the ordinary gradient, read from ``grad_sample`` where that is less work than one more product."""
     written = isinstance(factor, Dense) or (isinstance(factor, (OuterProduct, PatchProduct)) and factor.keeps)
     if written or grad_sample.numel() <= _READ_AT_ONCE:
-        return grad_sample.sum(0)
-    return factor.weighted_sum(torch.full((factor.num_samples,), scale, device=grad_sample.device))
+        total = grad_sample.sum(0)
+        return total.div_(scale) if scale not in (0.0, 1.0) else total
+    return factor.weighted_sum(torch.ones(factor.num_samples, device=grad_sample.device))
 
 
 def check_loss_reduction(loss_reduction: str) -> None:

@@ -73,7 +73,7 @@ class TappedModel:
 
     def _for_this_process(self) -> None:
         """What hangs on this model's own parameters and backward passes."""
-        self._guards = Guards(self.model, lambda: self.active)
+        self._guards = Guards(self.model, self._is_fine)
         self._steps = Steps()
 
     def add(self) -> None:
@@ -184,6 +184,13 @@ class TappedModel:
         """Gradients may reach parameters through taps alone; any other gradient is an error."""
         self._guards.set()
 
+    def _is_fine(self, parameter: nn.Parameter, grad: Tensor) -> bool:
+        """Whether a gradient that reaches a parameter comes from taps, or hooks are off."""
+        if not self.active:
+            return True
+        step = self._steps.repeating(in_backward())
+        return step is not None and step.came_as_given(parameter, grad)
+
     def drop_guards(self) -> None:
         """Lets ordinary gradients reach the parameters."""
         self._guards.drop()
@@ -260,8 +267,8 @@ class TappedModel:
             )
         return step
 
-    def receive(self, record: Record, activations: Activations, backprops: Any) -> None:
-        """Hands a module's factors to the mode."""
+    def receive(self, record: Record, activations: Activations, backprops: Any) -> Mapping[nn.Parameter, Tensor]:
+        """Hands a module's factors to the mode; returns the ordinary gradients that it wants beside."""
         step, layer = self._step_of(record), record.tap.layer
         of_two = step.first or step.second
         if of_two is not None:
@@ -275,6 +282,7 @@ class TappedModel:
                 f"{layer}: its rule gives no gradient of {', '.join(names) or 'a parameter'}; register a rule that "
                 "does (dpfast.register_rule), or freeze it"
             )
+        ordinary = {}
         for parameter, factor in factors.items():
             if step.num_samples is None:
                 step.num_samples, step.first_layer = factor.num_samples, layer
@@ -286,7 +294,11 @@ class TappedModel:
                 )
             if self.observe is not None:
                 self.observe(record, parameter, factor)
-            self.mode.on_factor(step, parameter, factor, record.is_only_use(parameter))
+            gradient = self.mode.on_factor(step, parameter, factor, record.is_only_use(parameter))
+            if gradient is not None:
+                step.give(parameter, gradient)
+                ordinary[parameter] = gradient
+        return ordinary
 
     def check_ordinary(self, record: Record) -> None:
         """Raises StateError where a second backward pass is to come and this one came past the model's outputs."""

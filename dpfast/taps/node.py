@@ -38,8 +38,8 @@ class Receiver(Protocol):
     def is_input(self, x: Tensor) -> bool:
         """Whether ``x`` is, or is a view of, a tensor that the model was called with."""
 
-    def receive(self, record: Record, activations: Activations, backprops: tuple) -> None:
-        """One use of the tap's module has been differentiated."""
+    def receive(self, record: Record, activations: Activations, backprops: tuple) -> Mapping[nn.Parameter, Tensor]:
+        """One use of the tap's module has been differentiated. Returns ordinary gradients, where these are wanted."""
 
     def count_uses(self, parameters: list[nn.Parameter]) -> Counter[int]:
         """Counts one use more of each; uses by id, of the step that this thread is building."""
@@ -158,25 +158,20 @@ class TapFunction(torch.autograd.Function):
             )
             with exact_arithmetic():
                 if taps.active:
-                    taps.receive(record, activations, backprops)
+                    gradients = dict(taps.receive(record, activations, backprops))
                 else:  # hooks are off: the parameters' ordinary gradients
                     taps.check_ordinary(record)
-                    to_parameters = _ordinary_gradients(record, activations, backprops, nodes)
+                    gradients = _ordinary_gradients(record, activations, backprops)
+                to_parameters = tuple(gradients.pop(getattr(node, "variable", None), None) for node in nodes)
         if record.watch is not None:
             record.watch.pass_on(grads)
         return None, *grads, *to_parameters
 
 
-def _ordinary_gradients(record: Record, activations: Activations, backprops: tuple, nodes: list) -> tuple:
-    """Σ_n G_n for the parameters whose AccumulateGrad nodes these are, as autograd itself would give."""
-    factors = record.tap.taps.factors(record, activations, backprops)
-    gradients = []
-    for node in nodes:
-        parameter = getattr(node, "variable", None)
-        factor = factors.get(parameter)
-        if factor is None:
-            gradients.append(None)
-            continue
+def _ordinary_gradients(record: Record, activations: Activations, backprops: tuple) -> dict[nn.Parameter, Tensor]:
+    """Σ_n G_n, as autograd itself would give."""
+    gradients = {}
+    for parameter, factor in record.tap.taps.factors(record, activations, backprops).items():
         ones = torch.ones(factor.num_samples, device=parameter.device, dtype=torch.float32)
-        gradients.append(factor.weighted_sum(ones).to(parameter.dtype))
-    return tuple(gradients)
+        gradients[parameter] = factor.weighted_sum(ones).to(parameter.dtype)
+    return gradients

@@ -73,12 +73,14 @@ class Tap(TappedLayer):
         substitute = find_forward(self.module)
         if substitute is not None:
             return substitute(self.module, Pieces(self), *args, **kwargs)
-        made_since = torch.autograd._get_sequence_nr() if may_keep_output(forward) else None
-        with detached_parameters(owned):
-            output = forward(*args, **kwargs)
         rule = find_rule(self.module)
+        fresh = makes_fresh_output(rule)
+        watch = Watch(self) if not fresh and may_keep_output(forward) else None
+        alone = watch is not None and not self.module._modules and not _is_followed(args, kwargs)
+        with detached_parameters(owned, watch.shown if alone else Tensor.detach):
+            output = forward(*args, **kwargs)
         inputs = self._bound(forward, args, kwargs)
-        return self.tapped(output, inputs, parameters, fresh=makes_fresh_output(rule), rule=rule, made_since=made_since)
+        return self.tapped(output, inputs, parameters, fresh=fresh, rule=rule, watch=watch)
 
     def _with_whole_batch(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """An input with a batch of one that the model broadcasts later (``position_ids``), expanded to the batch."""
@@ -115,7 +117,7 @@ class Tap(TappedLayer):
         fresh: bool,
         rule: Rule | None,
         as_is: bool = False,
-        made_since: int | None = None,
+        watch: Watch | None = None,
     ) -> Any:
         """``output`` as it is, with its gradient caught.
 
@@ -125,7 +127,7 @@ class Tap(TappedLayer):
             fresh: the output was made afresh and nothing else refers to it.
             rule: what makes factors of the tensors; None: autograd itself.
             as_is: the tensors come to the rule as they are, samples in any dimension.
-            made_since: autograd's sequence number before a forward that may have kept the output; None: it has not.
+            watch: looks out for what the forward may have kept.
         """
         leaves, structure = ([output], None) if isinstance(output, Tensor) else tree_flatten(output)
         places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point()]
@@ -139,10 +141,9 @@ class Tap(TappedLayer):
             # It passes on as the tensor itself, no view of it, because an in-place activation may follow.
             tensors = [torch.ops.aten._unsafe_view(x, x.shape) if x._is_view() else x for x in tensors]
         record = Record(self, inputs, parameters, num_outputs=len(places), fresh=fresh, rule=rule, as_is=as_is)
-        if made_since is not None and not fresh:
-            record.watch = Watch(self.layer, parameters)
-            not_its_own = (*record.leaves, *self.module._buffers.values())
-            tensors = record.watch.watched(tensors, not_its_own, made_since)
+        if watch is not None:
+            record.watch = watch
+            tensors = watch.watched(tensors, not_its_own=(*record.leaves, *self.module._buffers.values()))
         if record.created_in is None:  # a forward that is repeated in a backward pass has been counted
             record.uses = self.taps.count_uses(parameters)
         results = TapFunction.apply(record, *tensors, *parameters)
@@ -184,6 +185,11 @@ class Pieces:
 
         of_piece.__name__ = rule.__name__
         return tap.tapped(output, (inputs, {}), trainable, fresh=fresh, rule=of_piece, as_is=True)
+
+
+def _is_followed(args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether a gradient goes through one of the inputs."""
+    return any(isinstance(x, Tensor) and x.requires_grad for x in tree_flatten((args, kwargs))[0])
 
 
 def _failing_in_backward(output: Any, message: str) -> Any:

@@ -1,14 +1,16 @@
-"""Gradients that come to a module's output past its tap.
+"""Gradients that leave a module past its tap.
 
-A forward of somebody's own may keep its output, or something made of it, before the tap stands behind it. What the loss
-makes of that would be missing in the gradients of the module's parameters, so it is an error that names the layer.
+A forward of somebody's own may keep its output, or something made on the way to it, before the tap stands behind it.
+What the loss makes of that would be missing in the gradients of the module's parameters, so it is an error that names
+the layer. Seen are all such gradients of a module without children whose inputs need no gradient, and else those that
+come to an output; one that comes to something else that was kept goes on to the inputs alone.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,57 +18,88 @@ from torch import Tensor, nn
 from dpfast.errors import EscapedGradientError
 
 
+class Named(Protocol):
+    layer: str
+
+
 class Watch:
-    """Of the outputs of one run of a tapped module.
+    """Of one run of a tapped module, made before its forward.
 
     Args:
-        layer: what errors name.
-        parameters: of the module.
+        tap: whose name errors have.
     """
 
-    def __init__(self, layer: str, parameters: Sequence[nn.Parameter]):
-        self.layer = layer
-        self.parameters = [weakref.ref(p) for p in parameters]  # an output may be kept by the module itself
-        self.passed: dict[int, Tensor] = {}
+    def __init__(self, tap: Named):
+        self._layer = tap.layer
+        self._since = torch.autograd._get_sequence_nr()  # of autograd's nodes
+        self._shown: list[Tensor] = []
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._passed: dict[int | None, Tensor] = {}
 
-    def watched(self, outputs: Sequence[Tensor], not_its_own: Sequence[object], since: int) -> list[Tensor]:
+    def shown(self, parameter: nn.Parameter) -> Tensor:
+        """What the forward gets in its place, where no gradient has to go through the forward: none may come here."""
+        found = parameter.detach()
+        if parameter.requires_grad:
+            self._handles.append(found.requires_grad_().register_hook(partial(self._check, None)))
+            self._shown.append(found)
+        return found
+
+    def watched(self, outputs: Sequence[Tensor], *, not_its_own: Sequence[object]) -> list[Tensor]:
         """What to tap in the place of the outputs, which are watched from here on.
 
         Args:
             not_its_own: tensors that others use too, its inputs and buffers.
-            since: autograd's sequence number before the forward; what is older was not made in it.
         """
         found = []
+        parted = bool(self._shown) and all(self._comes_from_shown(x) for x in outputs)
+        if self._shown and not parted:  # there is a way to other layers' outputs after all
+            for handle in self._handles:
+                handle.remove()
         for place, x in enumerate(outputs):
-            shared = any(x is y for y in not_its_own) or x.is_inference()
-            if not (shared or x.requires_grad):
-                # Nothing of it has a history, so the tap goes without it, and whatever comes here comes from elsewhere.
-                inner, x = x, x.detach()
-                inner.requires_grad_().register_hook(partial(self._check, None))
-            elif not shared and _is_of_now(x, since) and not _is_passed_through(x, outputs):
-                x.register_hook(partial(self._check, place))
-            found.append(x)
+            if any(x is y for y in not_its_own) or x.is_inference():
+                found.append(x)
+            elif not x.requires_grad:
+                x.requires_grad_().register_hook(partial(self._check, None))
+                found.append(x.detach())
+            elif parted:
+                found.append(x.detach())
+            else:
+                of_now = x.grad_fn is not None and x.grad_fn._sequence_nr() >= self._since
+                if of_now and not _is_passed_through(outputs, place):
+                    x.register_hook(partial(self._check, place))
+                found.append(x)
+        self._shown, self._handles = [], []
         return found
 
     def pass_on(self, grads: Sequence[Tensor | None]) -> None:
         """The tap passes these on to the outputs."""
-        self.passed = {place: g for place, g in enumerate(grads) if g is not None}
+        self._passed = {place: g for place, g in enumerate(grads) if g is not None}
 
     def _check(self, place: int | None, grad: Tensor) -> None:
         """Autograd hands on a gradient that comes alone as it is, and else a sum."""
-        if self.passed.pop(place, None) is grad or not self._wanted():
+        if self._passed.pop(place, None) is grad or not _leaves_gradients(torch._C._current_autograd_node()):
             return
         raise EscapedGradientError(
-            f"{self.layer}: a gradient reached its output past the end of its forward, because the forward kept the "
-            "output, or something made of it, and the loss uses that; or because a hook on the output changed it. "
-            "Return what the loss uses, or keep it in a forward hook of the layer"
+            f"{self._layer}: a gradient left it past the end of its forward, because the forward kept its output, or "
+            "something made on the way to it, and the loss uses that; or because a hook on the output changed it. "
+            "Return what the loss uses"
         )
 
-    def _wanted(self) -> bool:
-        """Whether this pass is to give gradients of the parameters."""
-        parameters = [p for p in (ref() for ref in self.parameters) if p is not None and p.requires_grad]
-        nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in parameters]
-        return any(torch._C._will_engine_execute_node(node) for node in nodes)
+    def _comes_from_shown(self, x: Tensor) -> bool:
+        """Whether gradients of x reach nothing but what was shown."""
+        nodes, seen = [x.grad_fn], set()
+        while nodes:
+            node = nodes.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            leaf = getattr(node, "variable", None)  # of the nodes at the ends
+            if leaf is None and node._sequence_nr() < self._since:
+                return False
+            if leaf is not None and not any(leaf is y for y in self._shown):
+                return False
+            nodes.extend(following for following, _ in node.next_functions)
+        return x.grad_fn is not None or not x.requires_grad
 
 
 def may_keep_output(forward: Callable) -> bool:
@@ -74,15 +107,31 @@ def may_keep_output(forward: Callable) -> bool:
     return not (getattr(forward, "__module__", None) or "").startswith("torch.")
 
 
-def _is_of_now(x: Tensor, since: int) -> bool:
-    return x.grad_fn is not None and x.grad_fn._sequence_nr() >= since
+def _leaves_gradients(node: torch.autograd.graph.Node | None) -> bool:
+    """Whether the pass that runs, which is at that node, leaves gradients in tensors, and is not one that gives those
+    of a few (``torch.autograd.grad``)."""
+    nodes, seen = [node], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if getattr(node, "variable", None) is not None:
+            try:
+                if torch._C._will_engine_execute_node(node):
+                    return True
+            except RuntimeError:  # torch's way to say that the gradient is given
+                pass
+        nodes.extend(following for following, _ in node.next_functions)
+    return False
 
 
-def _is_passed_through(x: Tensor, outputs: Sequence[Tensor]) -> bool:
-    """Whether gradients of other outputs come through x, so that what reaches it is not what the tap passed on."""
+def _is_passed_through(outputs: Sequence[Tensor], place: int) -> bool:
+    """Whether gradients of other outputs come through that one, so that more than the tap passed on reaches it."""
     if len(outputs) == 1:
         return False
-    edges, seen = [(y.grad_fn, y.output_nr) for y in outputs if y is not x], set()
+    x = outputs[place]
+    edges, seen = [(y.grad_fn, y.output_nr) for i, y in enumerate(outputs) if i != place], set()
     node_of_x, oldest = x.grad_fn, x.grad_fn._sequence_nr()
     while edges:
         node, number = edges.pop()
