@@ -47,10 +47,10 @@ class Guards:
             return
         name = next((n for n, p in self._model.named_parameters() if p is parameter), "of another model")
         raise EscapedGradientError(
-            f"a gradient reached parameter {name} {tuple(parameter.shape)} without being clipped (or taken apart by samples): it is used "
-            "outside its own module's forward (functionally by another module, in a penalty on the weights, or by another "
-            "wrapped model). Call the module instead, register a rule for the module that uses it, or freeze it; weight "
-            "decay belongs in the optimizer"
+            f"a gradient reached parameter {name} {tuple(parameter.shape)} without being clipped, or parted by "
+            "samples: it is used outside its own module's forward (functionally by another module, in a penalty on the "
+            "weights, or by another wrapped model). Call the module instead, register a rule for the module that uses "
+            "it, or freeze it; weight decay belongs in the optimizer"
         )
 
 
