@@ -305,8 +305,7 @@ def _total(factor: Factor, grad_sample: Tensor, scale: float) -> Tensor:
     """``Σ_n G_n``, the ordinary gradient, read from ``grad_sample`` where that is less work than one more product."""
     written = isinstance(factor, Dense) or (isinstance(factor, (OuterProduct, PatchProduct)) and factor.keeps)
     if written or grad_sample.numel() <= _READ_AT_ONCE:
-        total = grad_sample.sum(0)
-        return total.div_(scale) if scale not in (0.0, 1.0) else total
+        return grad_sample.sum(0) if scale in (0.0, 1.0) else grad_sample.mean(0)  # the scale is N
     return factor.weighted_sum(torch.ones(factor.num_samples, device=grad_sample.device))
 
 
