@@ -86,8 +86,6 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
     (tensor([6.0000, 6.0000, 6.0000, 6.0000]), tensor(4.))
     """
 
-    _detach = True
-
     def __init__(
         self,
         m: nn.Module,

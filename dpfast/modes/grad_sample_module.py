@@ -6,14 +6,21 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from dpfast.errors import DpfastWarning, InputError, StateError, UnsupportedModuleError
-from dpfast.factors import Factor
+from dpfast.factors import Dense, Factor, OuterProduct, PatchProduct
+from dpfast.modes.dropped import DroppedSamples
 from dpfast.modes.steps import Step
 from dpfast.modes.tapped_model import TappedModel
 from dpfast.rules import functorch
 from dpfast.taps import Activations, batch_to_front, registry
+
+_ESCAPED = (
+    "a gradient reached a parameter of {count} steps past its own module's forward, or past a second use of it; their "
+    "grad_sample is NaN: call the module instead of using its weight functionally"
+)
 
 
 class Hooks(TappedModel):
@@ -52,6 +59,10 @@ class GradSampleModule(nn.Module):
 
     Several backward passes without :meth:`zero_grad` make ``p.grad_sample`` a list, one entry a pass, as in Opacus.
 
+    A gradient that reaches a parameter past its own module's forward (another module uses it functionally, or the loss
+    has a penalty on the weights) would be missing in ``p.grad_sample``: ``backward()`` raises EscapedGradientError,
+    which names the parameter, and leaves no ``p.grad_sample``.
+
     >>> import torch
     >>> model = GradSampleModule(nn.Linear(3, 2))
     >>> model(torch.ones(4, 3)).sum(1).mean().backward()
@@ -61,7 +72,6 @@ class GradSampleModule(nn.Module):
 
     GRAD_SAMPLERS: ClassVar[dict[type[nn.Module], registry.GradSampler]] = registry.GRAD_SAMPLERS
     NORM_SAMPLERS: ClassVar[dict[registry.ModuleClass, registry.GradSampler]] = registry.NORM_SAMPLERS
-    _detach = False
     passes = 1
 
     def __init__(
@@ -82,6 +92,7 @@ class GradSampleModule(nn.Module):
         self.force_functorch = force_functorch
         self.grad_accumulation_allowed = True
         self._tapped: Hooks | None = None
+        self._escaped = DroppedSamples(_ESCAPED)
         self.add_hooks(loss_reduction=loss_reduction, batch_first=batch_first, force_functorch=force_functorch)
         self.set_grad_sample_to_none()
 
@@ -112,9 +123,7 @@ class GradSampleModule(nn.Module):
             StateError: it is tapped already. InputError: ``loss_reduction`` is not "mean" or "sum".
         """
         check_loss_reduction(loss_reduction)
-        tapped = Hooks(
-            self._module, self, detach=self._detach, batch_first=batch_first, force_functorch=force_functorch
-        )
+        tapped = Hooks(self._module, self, batch_first=batch_first, force_functorch=force_functorch)
         tapped.add()
         self._tapped = tapped
         self.loss_reduction, self.batch_first, self.force_functorch = loss_reduction, batch_first, force_functorch
@@ -190,16 +199,24 @@ class GradSampleModule(nn.Module):
 
     # --- mode: materialize each factor as it comes ---
 
-    def on_factor(self, step: Step, parameter: nn.Parameter, factor: Factor, only_use: bool) -> None:
-        grad_sample = factor.materialize(scale=self._scale(step))
+    def on_factor(self, step: Step, parameter: nn.Parameter, factor: Factor, only_use: bool) -> Tensor | None:
+        scale = self._scale(step)
+        grad_sample = factor.materialize(scale=scale)
+        total = _total(factor, grad_sample, scale).to(parameter.dtype)
         if parameter in step.gathered:
             step.gathered[parameter] += grad_sample
         else:
             step.gathered[parameter] = grad_sample
+        return total
 
     def on_finish(self, step: Step) -> None:
         if any(getattr(p, "grad_sample", None) is not None for p in step.gathered):
             self.check_accumulation()
+        if step.sums_differ:  # nobody waits for the device
+            at_fault = torch.stack(step.sums_differ).any()
+            self._escaped.add(torch.where(at_fault, torch.nan, torch.zeros(1, device=at_fault.device)))
+            for grad_sample in step.gathered.values():
+                grad_sample.masked_fill_(at_fault.to(grad_sample.device), torch.nan)
         for parameter, grad_sample in step.gathered.items():
             before = getattr(parameter, "grad_sample", None)
             if before is None:
@@ -282,6 +299,18 @@ class GradSampleModule(nn.Module):
         if errors:
             warnings.warn("; ".join(map(str, errors)), DpfastWarning, stacklevel=3)
         return errors
+
+
+_READ_AT_ONCE = 2**17
+"""Entries that are read in the time that the calls of a product take by themselves."""
+
+
+def _total(factor: Factor, grad_sample: Tensor, scale: float) -> Tensor:
+    """``Σ_n G_n``, the ordinary gradient, read from ``grad_sample`` where that is less work than one more product."""
+    written = isinstance(factor, Dense) or (isinstance(factor, (OuterProduct, PatchProduct)) and factor.keeps)
+    if written or grad_sample.numel() <= _READ_AT_ONCE:
+        return grad_sample.sum(0) if scale in (0.0, 1.0) else grad_sample.mean(0)  # the scale is N
+    return factor.weighted_sum(torch.ones(factor.num_samples, device=grad_sample.device))
 
 
 def check_loss_reduction(loss_reduction: str) -> None:

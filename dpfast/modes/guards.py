@@ -1,8 +1,10 @@
-"""Nothing escapes: where gradients may reach parameters through taps alone, any other gradient is an error."""
+"""Nothing escapes: gradients may reach parameters from taps alone, and any other gradient is an error."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -11,22 +13,30 @@ from dpfast.errors import EscapedGradientError
 
 
 class Guards:
-    """A hook on each trainable parameter of a model that refuses ordinary gradients.
+    """A hook on each trainable parameter of a model that refuses gradients that do not come from taps.
 
     Args:
-        active: asked when a gradient arrives; where it says no, the gradient passes.
+        is_fine: asked when a gradient arrives.
     """
 
-    def __init__(self, model: nn.Module, active: Callable[[], bool]):
+    def __init__(self, model: nn.Module, is_fine: Callable[[nn.Parameter, Tensor], bool]):
         self._model = model
-        self._active = active
+        self._is_fine = is_fine
         self._handles: dict[nn.Parameter, RemovableHandle] = {}
 
     def set(self) -> None:
         """On every parameter that is trainable now; asked again before each step, because that may change."""
-        for p in self._model.parameters():
-            if p.requires_grad and p not in self._handles:
-                self._handles[p] = p.register_hook(lambda grad, p=p: self._refuse(p, grad))
+        modules: list[nn.Module | None] = [self._model]
+        seen = set()
+        while modules:  # as parameters(), which takes several times as long, and this runs in each step
+            module = modules.pop()
+            if module is None or module in seen:
+                continue
+            seen.add(module)
+            modules.extend(module._modules.values())
+            for p in module._parameters.values():
+                if p is not None and p.requires_grad and p not in self._handles:
+                    self._handles[p] = _register_first(p, partial(self._refuse, p))
 
     def drop(self) -> None:
         """Lets ordinary gradients reach the parameters."""
@@ -35,12 +45,23 @@ class Guards:
         self._handles.clear()
 
     def _refuse(self, parameter: nn.Parameter, grad: Tensor | None) -> None:
-        if grad is None or not self._active():
+        if grad is None or self._is_fine(parameter, grad):
             return
         name = next((n for n, p in self._model.named_parameters() if p is parameter), "of another model")
         raise EscapedGradientError(
-            f"a gradient reached parameter {name} {tuple(parameter.shape)} without being clipped: it is used outside "
-            "its own module's forward (functionally by another module, or in a penalty on the weights). Call the "
-            "module instead, register a rule for the module that uses it, or freeze it; weight decay belongs in the "
-            "optimizer"
+            f"a gradient reached parameter {name} {tuple(parameter.shape)} without being clipped, or parted by "
+            "samples: it is used outside its own module's forward (functionally by another module, in a penalty on the "
+            "weights, or by another wrapped model). Call the module instead, register a rule for the module that uses "
+            "it, or freeze it; weight decay belongs in the optimizer"
         )
+
+
+def _register_first(parameter: nn.Parameter, hook: Callable[[Tensor | None], None]) -> RemovableHandle:
+    """Before those that are there, which may change the gradient."""
+    hooks: Any = parameter._backward_hooks or {}
+    before = dict(hooks)
+    hooks.clear()
+    handle = parameter.register_hook(hook)
+    assert parameter._backward_hooks is not None
+    parameter._backward_hooks.update(before)
+    return handle

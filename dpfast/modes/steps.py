@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dpfast.factors import Factor
 from dpfast.modes.second_pass import FirstPass, SecondPass
@@ -24,15 +24,44 @@ class Step:
     """What one backward pass has gathered."""
 
     def __init__(
-        self, batch_size: int | None, *, first: FirstPass | None = None, second: SecondPass | None = None
+        self,
+        batch_size: int | None,
+        *,
+        first: FirstPass | None = None,
+        second: SecondPass | None = None,
+        ordinary: bool = False,
     ) -> None:
         self.batch_size = batch_size  # of the model's input; None: not known
         self.first = first  # where this is the first of two passes
         self.second = second  # where it is the second
+        self.ordinary = ordinary  # hooks are off: the graph was tapped, and gives ordinary gradients
         self.num_samples: int | None = None  # that the layers saw
         self.first_layer = ""
         self.gathered: dict[nn.Parameter, Any] = {}
         self.waiting: Any = None  # what the mode takes together
+        self.given: dict[tuple[int | None, int], list[Tensor]] = {}  # by pass and parameter's id: ordinary gradients
+        self.sums_differ: list[Tensor] = []  # (), of gradients that came otherwise than they were given
+
+    def give(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """A tap gives it to the parameter, in the pass that runs in this thread."""
+        self.given.setdefault((in_backward(), id(parameter)), []).append(gradient)
+
+    def came_as_given(self, parameter: nn.Parameter, gradient: Tensor) -> bool:
+        """Whether what reaches the parameter is what taps gave: the very tensor, or the sum in the order of giving.
+        Where telling would wait for the device, :attr:`sums_differ` has the answer."""
+        given = self.given.pop((in_backward(), id(parameter)), None)
+        if given is None:
+            return False
+        if len(given) == 1:
+            return gradient is given[0]
+        total = given[0]
+        for more in given[1:]:
+            total = total + more
+        differ = ((gradient != total) & ~(gradient.isnan() & total.isnan())).any()
+        if gradient.device.type == "cpu":
+            return not bool(differ)
+        self.sums_differ.append(differ)
+        return True
 
 
 class Mode(Protocol):
@@ -44,8 +73,9 @@ class Mode(Protocol):
 
     passes: int
 
-    def on_factor(self, step: Step, parameter: nn.Parameter, factor: Factor, only_use: bool) -> None:
-        """A use of the parameter has been differentiated; ``only_use``: the step has no other one."""
+    def on_factor(self, step: Step, parameter: nn.Parameter, factor: Factor, only_use: bool) -> Tensor | None:
+        """A use of the parameter has been differentiated; ``only_use``: the step has no other one. Returns its ordinary
+        gradient, where that is wanted beside."""
 
     def on_finish(self, step: Step) -> None:
         """The backward pass is over."""
@@ -72,10 +102,18 @@ class Steps:
 
     def second(self) -> bool:
         """Whether the backward pass that runs in this thread is the second of two."""
-        if not self._running or in_backward() is None:
-            return False
-        step = self.repeating(in_backward())
+        step = self._repeating_here()
         return step is not None and step.second is not None
+
+    def through_taps(self) -> bool:
+        """Whether hooks are off and the graph of the backward pass that runs in this thread was made with taps."""
+        step = self._repeating_here()
+        return step is not None and (step.second is not None or step.ordinary)
+
+    def _repeating_here(self) -> Step | None:
+        if not self._running or in_backward() is None:
+            return None
+        return self.repeating(in_backward())
 
     def repeating(self, backward: int | None) -> Step | None:
         """The step whose backward pass, of that number or with it nested inside, repeats a forward (checkpointing);

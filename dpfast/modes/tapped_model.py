@@ -55,17 +55,13 @@ class TappedModel:
     Args:
         model: every module of it that owns parameters is tapped.
         mode: receives factors and the end of each backward pass.
-        detach: whether autograd is kept from computing the parameters' ordinary gradients.
         batch_first: whether samples are the first or the second dimension of inputs and outputs.
         force_functorch: take no layer's own rule.
     """
 
-    def __init__(
-        self, model: nn.Module, mode: Mode, *, detach: bool, batch_first: bool = True, force_functorch: bool = False
-    ):
+    def __init__(self, model: nn.Module, mode: Mode, *, batch_first: bool = True, force_functorch: bool = False):
         self.model = model
         self.mode = mode
-        self.detach = detach
         self.batch_dim = 0 if batch_first else 1
         self.force_functorch = force_functorch
         self.enabled = True
@@ -78,7 +74,7 @@ class TappedModel:
 
     def _for_this_process(self) -> None:
         """What hangs on this model's own parameters and backward passes."""
-        self._guards = Guards(self.model, lambda: self.active)
+        self._guards = Guards(self.model, self._is_fine)
         self._steps = Steps()
 
     def add(self) -> None:
@@ -198,15 +194,27 @@ class TappedModel:
     # --- nothing escapes ---
 
     def guard_parameters(self) -> None:
-        """Where gradients may reach parameters through taps alone, any other gradient is an error."""
-        if self.detach:
-            self._guards.set()
+        """Gradients may reach parameters through taps alone; any other gradient is an error."""
+        self._guards.set()
+
+    def _is_fine(self, parameter: nn.Parameter, grad: Tensor) -> bool:
+        """Whether a gradient that reaches a parameter comes from taps, or hooks are off."""
+        if not self.active:
+            return True
+        step = self._steps.repeating(in_backward())
+        return step is not None and step.came_as_given(parameter, grad)
 
     def drop_guards(self) -> None:
         """Lets ordinary gradients reach the parameters."""
         self._guards.drop()
 
     # --- steps ---
+
+    @property
+    def inserts(self) -> bool:
+        """Whether modules that run now are tapped: hooks are on, or a backward pass repeats forwards (checkpoints) of
+        a graph that was tapped, whatever it does with what the taps catch."""
+        return self.enabled or self._steps.through_taps()
 
     @property
     def active(self) -> bool:
@@ -221,9 +229,11 @@ class TappedModel:
             if step.first is not None:
                 output.first, output.grad = step.first, grad
             return None
-        if output.first is None or not output.first.asked:
-            return None  # hooks are off, and an ordinary gradient is wanted
-        if step is None:
+        if output.first is None or not output.first.asked:  # hooks are off, and an ordinary gradient is wanted
+            if step is None:
+                self._steps.open(Step(output.batch_size, ordinary=True), self._finish)
+            return None
+        if step is None or step.ordinary:
             # At an output that others are computed from the gradient is partly the first pass's already.
             second = SecondPass(output.first, is_weighted=output.first.is_weighted(output, grad))
             step = self._steps.open(Step(output.batch_size, second=second), self._finish)
@@ -241,6 +251,8 @@ class TappedModel:
 
     def _finish(self, step: Step) -> None:
         self._steps.forget_uses()
+        if step.ordinary:
+            return
         if None not in (step.batch_size, step.num_samples) and step.num_samples != step.batch_size:
             raise InputError(
                 f"{step.first_layer} saw a batch of {step.num_samples} samples, but the first tensor of the model's "
@@ -267,8 +279,8 @@ class TappedModel:
             )
         return step
 
-    def receive(self, record: Record, activations: Activations, backprops: Any) -> None:
-        """Hands a module's factors to the mode."""
+    def receive(self, record: Record, activations: Activations, backprops: Any) -> Mapping[nn.Parameter, Tensor]:
+        """Hands a module's factors to the mode; returns the ordinary gradients that it wants beside."""
         step, layer = self._step_of(record), record.tap.layer
         of_two = step.first or step.second
         if of_two is not None:
@@ -282,6 +294,7 @@ class TappedModel:
                 f"{layer}: its rule gives no gradient of {', '.join(names) or 'a parameter'}; register a rule that "
                 "does (dpfast.register_rule), or freeze it"
             )
+        ordinary = {}
         for parameter, factor in factors.items():
             if step.num_samples is None:
                 step.num_samples, step.first_layer = factor.num_samples, layer
@@ -293,7 +306,11 @@ class TappedModel:
                 )
             if self.observe is not None:
                 self.observe(record, parameter, factor)
-            self.mode.on_factor(step, parameter, factor, record.is_only_use(parameter))
+            gradient = self.mode.on_factor(step, parameter, factor, record.is_only_use(parameter))
+            if gradient is not None:
+                step.give(parameter, gradient)
+                ordinary[parameter] = gradient
+        return ordinary
 
     def check_ordinary(self, record: Record) -> None:
         """Raises StateError where a second backward pass is to come and this one came past the model's outputs."""

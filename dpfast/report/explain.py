@@ -95,7 +95,7 @@ def explain(model: nn.Module, *batch: Any, **inputs: Any) -> Explanation:
     """
     if isinstance(model, GradSampleModule) and model._tapped is not None:
         return _explained(model._tapped, model, batch, inputs)
-    tapped = TappedModel(model, _Nothing(), detach=True)
+    tapped = TappedModel(model, _Nothing())
     tapped.add()
     try:
         return _explained(tapped, model, batch, inputs)
@@ -125,8 +125,8 @@ def _explained(tapped: TappedModel, model: nn.Module, batch: tuple[Any, ...], in
         sizes.add(factor.num_samples)
         uses.extend(_use(record.tap.layer, names.get(parameter, "?"), rule, part) for part in _parts(factor))
 
-    before = tapped.mode, tapped.detach, tapped.enabled, tapped.observe
-    tapped.mode, tapped.detach, tapped.enabled, tapped.observe = _Nothing(), True, True, observe
+    before = tapped.mode, tapped.enabled, tapped.observe
+    tapped.mode, tapped.enabled, tapped.observe = _Nothing(), True, observe
     try:
         with torch.random.fork_rng(), torch.enable_grad():
             outputs = [x for x in tree_leaves(model(*batch, **inputs)) if isinstance(x, Tensor) and x.requires_grad]
@@ -135,7 +135,7 @@ def _explained(tapped: TappedModel, model: nn.Module, batch: tuple[Any, ...], in
             total = sum(x.float().sum() for x in outputs)
             total.backward(inputs=_trainable(tapped.model))  # type: ignore[union-attr]  # there are outputs
     finally:
-        tapped.mode, tapped.detach, tapped.enabled, tapped.observe = before
+        tapped.mode, tapped.enabled, tapped.observe = before
         tapped.drop_guards()  # the next forward pass sets those again that its mode needs
     return Explanation(tuple(uses), max(sizes, default=0))
 

@@ -116,6 +116,11 @@ class _Run:
                 for x, yes in zip(self.as_given, per_sample, strict=True)
             ]
             outputs = [o.squeeze(self.batch_dim) for o in self._outputs(parameters, leaves)]
+            if any(o.shape != g.shape for o, g in zip(outputs, gradients, strict=True)):
+                raise UnsupportedModuleError(
+                    f"it has no rule, and one sample alone gives an output of another shape: it reaches a batch that "
+                    f"is not among its inputs. {_WAYS_OUT}"
+                )
             return sum((o * g).sum() for o, g in zip(outputs, gradients, strict=True)), outputs
 
         batched = [x for x, yes in zip(self.leaves, per_sample, strict=True) if yes]

@@ -27,9 +27,9 @@ class BroadcastMethod:
         tap, host = self.tap, self.tap.module
         method = getattr(type(host), self.method).__get__(host)
         parameters = [p for p in self.child.parameters() if p.requires_grad]
-        if not (tap.taps.active and parameters) or suspended():
+        if not (tap.taps.inserts and parameters) or suspended():
             return method(*args, **kwargs)
-        with taps_suspended(), detached_parameters(list(self.child.modules()) if tap.taps.detach else ()):
+        with taps_suspended(), detached_parameters(list(self.child.modules())):
             output = method(*args, **kwargs)
         n = tap.taps.batch_size()
         if not torch.is_grad_enabled():  # a checkpointed region that will run again: its output keeps its shape

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+
+Shown = Callable[[nn.Parameter], Tensor]
+"""What a module's own code gets in a parameter's place."""
 
 
 class _Detached(threading.local):
     """Whose parameters come without their history in this thread, innermost last."""
 
     def __init__(self) -> None:
-        self.parameters: list[dict[str, Any]] = []
+        self.parameters: list[tuple[dict[str, Any], Shown]] = []
 
 
 _detached = _Detached()
@@ -27,17 +30,17 @@ class DetachableParameters(dict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         value = super().__getitem__(name)
-        for own in _detached.parameters:  # empty but within a tapped forward
+        for own, shown in _detached.parameters:  # empty but within a tapped forward
             if own is self:
-                return None if value is None else value.detach()
+                return None if value is None else shown(value)
         return value
 
 
 @contextmanager
-def detached_parameters(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """The modules' code sees their parameters without their history."""
+def detached_parameters(modules: Sequence[nn.Module], shown: Shown = Tensor.detach) -> Iterator[None]:
+    """The modules' code sees their parameters without their history, or what ``shown`` makes of them."""
     before = len(_detached.parameters)
-    _detached.parameters.extend(m._parameters for m in modules)
+    _detached.parameters.extend((m._parameters, shown) for m in modules)
     try:
         yield
     finally:

@@ -16,13 +16,17 @@ from dpfast.errors import StateError
 from dpfast.factors import Factor
 from dpfast.taps.passes import in_backward
 from dpfast.taps.registry import Activations, Rule
+from dpfast.taps.watch import Watch
 
 
 class Receiver(Protocol):
     """Where taps hand what they catch: the tapped model."""
 
-    detach: bool
     batch_dim: int
+
+    @property
+    def inserts(self) -> bool:
+        """Whether modules that run now are tapped."""
 
     @property
     def active(self) -> bool:
@@ -37,8 +41,10 @@ class Receiver(Protocol):
     def samples_are_bags(self, indices: Tensor, offsets: Tensor, bags: int) -> None:
         """Where the model was called with ``offsets``, and with one of the two first, its batch is the bags."""
 
-    def receive(self, record: Record, activations: Activations, backprops: tuple[Tensor, ...]) -> None:
-        """One use of the tap's module has been differentiated."""
+    def receive(
+        self, record: Record, activations: Activations, backprops: tuple[Tensor, ...]
+    ) -> Mapping[nn.Parameter, Tensor]:
+        """One use of the tap's module has been differentiated. Returns ordinary gradients, where these are wanted."""
 
     def count_uses(self, parameters: Sequence[nn.Parameter]) -> Counter[int]:
         """Counts one use more of each; uses by id, of the step that this thread is building."""
@@ -92,6 +98,7 @@ class Record:
         self.fresh = fresh
         self.created_in = in_backward()
         self.uses: Counter[int] | None = None
+        self.watch: Watch | None = None  # where the module may have kept its outputs
         self.seen_by: object = None  # what the receiver notes of the backward pass that came by
         args, kwargs = inputs
         self.structure: TreeSpec | None
@@ -159,25 +166,22 @@ class TapFunction(torch.autograd.Function):
             )
             with exact_arithmetic():
                 if taps.active:
-                    taps.receive(record, activations, backprops)
-                elif taps.detach:  # hooks are off: the parameters' ordinary gradients
+                    gradients = dict(taps.receive(record, activations, backprops))
+                else:  # hooks are off: the parameters' ordinary gradients
                     taps.check_ordinary(record)
-                    to_parameters = _ordinary_gradients(record, activations, backprops, nodes)
+                    gradients = _ordinary_gradients(record, activations, backprops)
+                to_parameters = tuple(gradients.pop(getattr(node, "variable", None), None) for node in nodes)
+        if record.watch is not None:
+            record.watch.pass_on(grads)
         return None, *grads, *to_parameters
 
 
 def _ordinary_gradients(
-    record: Record, activations: Activations, backprops: tuple[Tensor, ...], nodes: list[Any]
-) -> tuple[Tensor | None, ...]:
-    """Σ_n G_n for the parameters whose AccumulateGrad nodes these are, as autograd itself would give."""
-    factors = record.tap.taps.factors(record, activations, backprops)
-    gradients: list[Tensor | None] = []
-    for node in nodes:
-        parameter: Any = getattr(node, "variable", None)
-        factor = factors.get(parameter)
-        if factor is None:
-            gradients.append(None)
-            continue
+    record: Record, activations: Activations, backprops: tuple[Tensor, ...]
+) -> dict[nn.Parameter, Tensor]:
+    """Σ_n G_n, as autograd itself would give."""
+    gradients = {}
+    for parameter, factor in record.tap.taps.factors(record, activations, backprops).items():
         ones = torch.ones(factor.num_samples, device=parameter.device, dtype=torch.float32)
-        gradients.append(factor.weighted_sum(ones).to(parameter.dtype))
-    return tuple(gradients)
+        gradients[parameter] = factor.weighted_sum(ones).to(parameter.dtype)
+    return gradients

@@ -1,7 +1,7 @@
 """Catches one module's activations and backprops on their way.
 
-A tapped module runs with its own parameters detached (unless their ordinary gradient is wanted too), so autograd
-never computes the summed weight gradients that private training throws away. An identity on the module's output
+A tapped module runs with its own parameters detached, so autograd never computes the summed weight gradients that
+private training throws away, and whatever reaches a parameter has come another way. An identity on the module's output
 keeps the inputs through autograd's own saved tensors: activation checkpointing, CPU offload, reuse of a module and
 ``retain_graph`` work by themselves, and nothing is left on modules or parameters when no backward follows.
 """
@@ -30,6 +30,7 @@ from dpfast.taps.registry import (
     makes_fresh_output,
     owned_modules,
 )
+from dpfast.taps.watch import Watch, may_keep_output
 
 
 class TappedForward:
@@ -54,11 +55,11 @@ class Tap(TappedLayer):
 
     @property
     def active(self) -> bool:
-        return self.taps.active and torch.is_grad_enabled() and not suspended()
+        return self.taps.inserts and torch.is_grad_enabled() and not suspended()
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's forward with its output tapped, or as it is where there is nothing to do."""
-        if isinstance(self.module, nn.Embedding) and self.taps.active and not suspended():
+        if isinstance(self.module, nn.Embedding) and self.taps.inserts and not suspended():
             args, kwargs = self._with_whole_batch(args, kwargs)
         if not self.active:
             return forward(*args, **kwargs)
@@ -72,15 +73,20 @@ class Tap(TappedLayer):
         substitute = find_forward(self.module)
         if substitute is not None:
             return substitute(self.module, Pieces(self), *args, **kwargs)
-        with detached_parameters(owned if self.taps.detach else ()):
-            output = forward(*args, **kwargs)
         rule = find_rule(self.module)
+        fresh = makes_fresh_output(rule)
+        watch = Watch(self) if not fresh and may_keep_output(forward) else None
+        shown: Callable[[nn.Parameter], Tensor] = Tensor.detach
+        if watch is not None and not self.module._modules and not _is_followed(args, kwargs):
+            shown = watch.shown
+        with detached_parameters(owned, shown):
+            output = forward(*args, **kwargs)
         inputs = self._bound(forward, args, kwargs)
         if isinstance(self.module, nn.EmbeddingBag):
             indices, offsets = (*inputs[0], None)[:2]
             if offsets is not None:
                 self.taps.samples_are_bags(indices, offsets, len(offsets) - self.module.include_last_offset)
-        return self.tapped(output, inputs, parameters, fresh=makes_fresh_output(rule), rule=rule)
+        return self.tapped(output, inputs, parameters, fresh=fresh, rule=rule, watch=watch)
 
     def _with_whole_batch(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -121,6 +127,7 @@ class Tap(TappedLayer):
         fresh: bool,
         rule: Rule | None,
         as_is: bool = False,
+        watch: Watch | None = None,
     ) -> Any:
         """``output`` as it is, with its gradient caught.
 
@@ -130,6 +137,7 @@ class Tap(TappedLayer):
             fresh: the output was made afresh and nothing else refers to it.
             rule: what makes factors of the tensors; None: autograd itself.
             as_is: the tensors come to the rule as they are, samples in any dimension.
+            watch: looks out for what the forward may have kept.
         """
         leaves, structure = ([output], None) if isinstance(output, Tensor) else tree_flatten(output)
         places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point()]
@@ -143,6 +151,9 @@ class Tap(TappedLayer):
             # It passes on as the tensor itself, no view of it, because an in-place activation may follow.
             tensors = [torch.ops.aten._unsafe_view(x, x.shape) if x._is_view() else x for x in tensors]
         record = Record(self, inputs, parameters, num_outputs=len(places), fresh=fresh, rule=rule, as_is=as_is)
+        if watch is not None:
+            record.watch = watch
+            tensors = watch.watched(tensors, not_its_own=(*record.leaves, *self.module._buffers.values()))
         if record.created_in is None:  # a forward that is repeated in a backward pass has been counted
             record.uses = self.taps.count_uses(parameters)
         results = TapFunction.apply(record, *tensors, *parameters)  # type: ignore[no-untyped-call]  # torch's
@@ -173,8 +184,7 @@ class Pieces:
             fresh: the function makes its output afresh and keeps no reference to it.
         """
         tap = self._tap
-        detach = tap.taps.detach
-        output = function(*inputs, *(p.detach() if detach and p is not None else p for p in parameters))
+        output = function(*inputs, *(None if p is None else p.detach() for p in parameters))
         trainable = [p for p in parameters if p is not None and p.requires_grad]
         if not trainable:
             return output
@@ -185,6 +195,11 @@ class Pieces:
 
         of_piece.__name__ = rule.__name__
         return tap.tapped(output, (inputs, {}), trainable, fresh=fresh, rule=of_piece, as_is=True)
+
+
+def _is_followed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a gradient goes through one of the inputs."""
+    return any(isinstance(x, Tensor) and x.requires_grad for x in tree_flatten((args, kwargs))[0])
 
 
 def _failing_in_backward(output: Any, message: str) -> Any:
