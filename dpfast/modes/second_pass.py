@@ -87,19 +87,25 @@ class SecondPass:
     """What the second backward pass has seen, beside what the first had.
 
     Attributes:
-        is_weighted: whether its loss is the first's with factors, (), by output.
+        is_weighted: whether its loss is the first's with factors, (); None where that is not known.
     """
 
     def __init__(self, first: FirstPass):
         self.first = first
         self.probes = Probes()
-        self.is_weighted: list[Tensor] = []
+        self.is_weighted: Tensor | None = None
+        self._is_checked = False
+
+    def check_weighted(self, output: Output, grad: Tensor) -> None:
+        """Of the first output that is reached: what comes to an output from another one has no factors any more."""
+        if not self._is_checked:
+            self._is_checked, self.is_weighted = True, self.first.is_weighted(output, grad)
 
     def faults(self) -> dict[str, Tensor]:
         """What may be wrong with it, and whether it is, () each."""
         found = {}
-        if self.is_weighted:
-            found[_NOT_WEIGHTED] = ~torch.stack(self.is_weighted).all()
+        if self.is_weighted is not None:
+            found[_NOT_WEIGHTED] = ~self.is_weighted
         for layer, differs in self.probes.differing(self.first.probes, self.first.weights).items():
             found[_NOT_REPEATED.format(layer=layer)] = differs
         return found

@@ -214,9 +214,7 @@ class TappedModel:
             step = self._steps.open(Step(output.batch_size, second=SecondPass(output.first)), self._finish)
         if step.second is None or step.second.first is not output.first:
             raise StateError("the second backward pass goes through two first ones; call it once for each")
-        is_weighted = output.first.is_weighted(output, grad)
-        if is_weighted is not None:
-            step.second.is_weighted.append(is_weighted)
+        step.second.check_weighted(output, grad)
         return output.grad
 
     def _open(self, batch_size: int | None) -> Step:

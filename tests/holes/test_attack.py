@@ -1,7 +1,8 @@
 """What an attack on two passes, clip factors and normalization rules found."""
 
+import pytest
 import torch
-from released import MARGIN, gradients, norm_over
+from released import MARGIN, gradients, in_two_passes, norm_over
 from torch import nn
 
 from dpfast import GradSampleModuleFastGradientClipping, NormClipper
@@ -21,3 +22,32 @@ def test_a_clipper_that_writes_to_its_norms():
     model = GradSampleModuleFastGradientClipping(nn.Linear(4, 1, bias=False), norm_clipper=InPlace())
     model(torch.full((1, 4), 30.0)).sum().backward()
     assert norm_over(gradients(model), 1.0) <= 1.0 + MARGIN
+
+
+class Outputs(nn.Module):
+    """Gives more than its last tensor, as models with ``output_hidden_states`` do."""
+
+    def __init__(self, which):
+        super().__init__()
+        self.which, self.body, self.head = which, nn.Linear(5, 6), nn.Linear(6, 4)
+
+    def forward(self, x):
+        hidden = torch.tanh(self.body(x))
+        y = self.head(hidden)
+        return {"hidden": (y, hidden), "same": (y, y), "views": (y[:, :2], y), "input": (y, x)}[self.which]
+
+
+@pytest.mark.parametrize("which", ["hidden", "same", "views", "input"])
+def test_outputs_of_which_one_is_made_from_another(which):
+    """A gradient that comes from one output to the next has had its factors taken off, and was refused."""
+    torch.manual_seed(0)
+    model = GradSampleModuleFastGradientClipping(Outputs(which), passes=2, loss_reduction="sum", max_grad_norm=0.1)
+    x = torch.randn(6, 5, requires_grad=True)
+    losses = sum(y.square().sum(1) for y in model(x))
+    in_two_passes(model, losses, "sum")
+    two = [g.clone() for g in gradients(model)]
+    one = GradSampleModuleFastGradientClipping(model.to_standard_module(), loss_reduction="sum", max_grad_norm=0.1)
+    one.zero_grad()
+    sum(y.square().sum(1) for y in one(x)).sum().backward()
+    for a, b in zip(two, gradients(one), strict=True):
+        torch.testing.assert_close(a, b)
