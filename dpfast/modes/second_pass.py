@@ -32,6 +32,9 @@ _WEIGHTED = 0.5
 """How far the second pass's gradients at an output may be from the weighted first ones, over the whole batch. Nothing
 is computed with them: they only tell that the loss is another one."""
 
+_LEAST_WEIGHT = 2.0**-100
+"""Samples whose factors are smaller are left out of that."""
+
 
 _NOT_WEIGHTED = (
     "the second backward pass is not that of Σ_n c_n loss_n with the factors of get_clipping_coef() and the losses of "
@@ -76,9 +79,10 @@ class FirstPass:
             return None
         weights = self.weights.to(grad.device).unsqueeze(1)
         expected, found = (probe(x.movedim(dim, 0)).double() for x in (output.grad, grad))
-        expected = (expected * weights).masked_fill(weights == 0, 0.0)
-        found = found.masked_fill(weights == 0, 0.0)
-        lost = weights.norm() * torch.finfo(grad.dtype).tiny * _PROBED  # what underflow hides
+        no_factor = weights < _LEAST_WEIGHT  # in fp32 it may be 0
+        expected, found = (x.masked_fill(no_factor, 0.0) for x in (expected * weights, found))
+        # What underflow hides, in both passes.
+        lost = (weights.norm() + len(weights) ** 0.5) * torch.finfo(grad.dtype).tiny * _PROBED
         # A first pass that sees nothing but zeros says nothing of the loss.
         return ((found - expected).norm() <= _WEIGHTED * expected.norm() + lost) | (expected == 0).all()
 

@@ -51,3 +51,12 @@ def test_outputs_of_which_one_is_made_from_another(which):
     sum(y.square().sum(1) for y in one(x)).sum().backward()
     for a, b in zip(two, gradients(one), strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float64, 1e20), (torch.float32, 1e18), (torch.float16, 1.0)])
+def test_factors_so_small_that_the_second_loss_has_no_gradient(dtype, size):
+    """``c·g`` underflows at the output, which was taken for another loss; one pass makes no fuss of it."""
+    model = GradSampleModuleFastGradientClipping(nn.Linear(3, 2).to(dtype), passes=2, max_grad_norm=1e-30)
+    losses = (model(torch.full((2, 3), size, dtype=dtype)).double() * torch.tensor([1.0, 0.4])).sum(1)
+    in_two_passes(model, losses)
+    assert norm_over(gradients(model), 2e-30) <= 1.0 + MARGIN
