@@ -14,6 +14,7 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from dpfast.taps import Activations, Record
 
@@ -124,8 +125,9 @@ class Probes:
     def take(self, record: Record, activations: Activations, backprops: tuple[Tensor, ...]) -> None:
         """Of one use of a tap; samples are where the module has them."""
         dim = record.tap.batch_dim
-        for x in (*activations, *backprops):
-            if isinstance(x, Tensor) and x.is_floating_point() and x.dim() > dim:
+        for x in tree_leaves((tuple(activations), backprops)):
+            if isinstance(x, Tensor) and not x.is_complex() and x.dim() > dim:
+                x = x if x.is_floating_point() else x.double()  # rows of a table, masks
                 exact = x.device.type == "cpu" and x.dtype.itemsize >= 4
                 tolerance = _SAME if exact else _ALIKE
                 self.seen[record.tap.layer].append((probe(x.movedim(dim, 0)), tolerance))

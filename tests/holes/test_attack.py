@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from released import MARGIN, gradients, in_two_passes, norm_over
+from released import MARGIN, gradients, in_two_passes, keeps_or_refuses, norm_over
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from dpfast import GradSampleModuleFastGradientClipping, NormClipper
 
@@ -60,3 +61,29 @@ def test_factors_so_small_that_the_second_loss_has_no_gradient(dtype, size):
     losses = (model(torch.full((2, 3), size, dtype=dtype)).double() * torch.tensor([1.0, 0.4])).sum(1)
     in_two_passes(model, losses)
     assert norm_over(gradients(model), 2e-30) <= 1.0 + MARGIN
+
+
+class WordDropout(nn.Module):
+    """Words are replaced by word 0 in a checkpointed region, which draws anew whenever it is run again."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(51, 4)
+
+    def forward(self, words):
+        def region(words):
+            return self.embedding(words.masked_fill(torch.rand(words.shape) < 0.5, 0))
+
+        return checkpoint(region, words, use_reentrant=False, preserve_rng_state=False)
+
+
+def test_a_recomputation_that_looks_up_other_words():
+    """Only activations of floating point were compared: 1.8·C in 50 draws."""
+    most = 0.0
+    for seed in range(50):
+        torch.manual_seed(seed)
+        model = GradSampleModuleFastGradientClipping(WordDropout(), passes=2)
+        words = torch.arange(1, 51).unsqueeze(0)
+        step = lambda m=model, w=words: in_two_passes(m, 10.0 * m(w).sum((1, 2)))  # noqa: E731
+        most = max(most, keeps_or_refuses(step, model, 1.0))
+    assert most <= 1.0 + MARGIN
