@@ -7,6 +7,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dpfast import GradSampleModuleFastGradientClipping, NormClipper
+from dpfast.errors import StateError
+from dpfast.modes import held_by
 
 
 class InPlace(NormClipper):
@@ -87,3 +89,27 @@ def test_a_recomputation_that_looks_up_other_words():
         step = lambda m=model, w=words: in_two_passes(m, 10.0 * m(w).sum((1, 2)))  # noqa: E731
         most = max(most, keeps_or_refuses(step, model, 1.0))
     assert most <= 1.0 + MARGIN
+
+
+@pytest.mark.parametrize("again", ["the same batch", "another batch"])
+def test_sums_of_two_passes_that_add_up_are_noted(again):
+    """A second pass run twice left 2·C, also where accumulation is forbidden, and nothing said so."""
+
+    def steps():
+        model = GradSampleModuleFastGradientClipping(nn.Linear(4, 1), passes=2)
+        model.forbid_grad_accumulation() if forbidden else model.allow_grad_accumulation()
+        for step in range(2):
+            if step == 0 or again == "another batch":
+                losses = model(torch.full((1, 4), 9.0))[:, 0]
+                losses.mean().backward(retain_graph=True)
+            factors = model.get_clipping_coef()
+            model.disable_hooks()
+            (factors * losses).sum().backward(retain_graph=True)
+            model.enable_hooks()
+        return model
+
+    forbidden = False
+    assert held_by(steps().parameters()).passes == 2
+    forbidden = True
+    with pytest.raises(StateError, match="not compatible with grad accumulation"):
+        steps()
