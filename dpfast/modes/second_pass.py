@@ -122,15 +122,15 @@ class Probes:
     def __init__(self) -> None:
         self.seen: dict[str, list[tuple[Tensor, float]]] = defaultdict(list)
 
-    def take(self, record: Record, activations: Activations, backprops: tuple[Tensor, ...]) -> None:
-        """Of one use of a tap; samples are where the module has them."""
+    def take(self, record: Record, activations: Activations, backprops: tuple[Tensor, ...], *, whole: bool) -> None:
+        """Of one use of a tap; samples are where the module has them. ``whole``: look at every entry."""
         dim = record.tap.batch_dim
         for x in tree_leaves((tuple(activations), backprops)):
             if isinstance(x, Tensor) and not x.is_complex() and x.dim() > dim:
                 x = x if x.is_floating_point() else x.double()  # rows of a table, masks
                 exact = x.device.type == "cpu" and x.dtype.itemsize >= 4
                 tolerance = _SAME if exact else _ALIKE
-                self.seen[record.tap.layer].append((probe(x.movedim(dim, 0)), tolerance))
+                self.seen[record.tap.layer].append((probe(x.movedim(dim, 0), whole), tolerance))
 
     def differing(self, first: Probes, weights: Tensor) -> dict[str, Tensor]:
         """By layer whether it has seen something else than in the first pass, () each; dropped samples do not count."""
@@ -156,12 +156,17 @@ class Probes:
         return unlike.any()
 
 
-def probe(x: Tensor) -> Tensor:
-    """A few linear combinations of entries of each sample of x (N, ...), (N, :data:`_PROBES`) fp32 or fp64."""
+def probe(x: Tensor, whole: bool = False) -> Tensor:
+    """A few linear combinations of entries of each sample of x (N, ...), (N, :data:`_PROBES`) fp32 or fp64; of a few
+    entries, or of all."""
     dims = x.dim() - 1
-    most = max(1, round(_PROBED ** (1.0 / max(1, dims))))
+    if whole and dims > 1:
+        rows = x.detach().flatten(1, -2).to(torch.promote_types(x.dtype, torch.float32))
+        sums = rows @ _combinations(rows.shape[2], x.device).to(rows.dtype)
+        return (sums * _combinations(rows.shape[1], x.device).to(rows.dtype)).sum(1)
+    most = x.numel() if whole else max(1, round(_PROBED ** (1.0 / max(1, dims))))
     for dim in range(1, x.dim()):
-        step = math.ceil(x.shape[dim] / most)
+        step = math.ceil(x.shape[dim] / max(1, most))
         if step > 1:
             x = x[(slice(None),) * dim + (slice(None, None, step),)]
     x = x.detach().reshape(len(x), x.shape[1:].numel())

@@ -29,6 +29,7 @@ class Step:
         self.batch_size = batch_size  # of the model's input; None: not known
         self.first = first  # where this is the first of two passes
         self.second = second  # where it is the second
+        self.repeats = False  # whether it runs forwards again (checkpointing), which may come out otherwise
         self.num_samples: int | None = None  # that the layers saw
         self.first_layer = ""
         self.gathered: dict[nn.Parameter, Any] = {}
