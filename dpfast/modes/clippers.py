@@ -168,7 +168,7 @@ def clip_factors(clipper: NormClipper, norms: Sequence[Tensor]) -> list[Tensor]:
     Raises:
         InputError: the clipper gives another number of factors or another shape.
     """
-    factors = list(clipper.calc_clipping_factors(norms))
+    factors = list(clipper.calc_clipping_factors([norm.clone() for norm in norms]))  # it may write to what it gets
     if [f.shape for f in factors] != [norm.shape for norm in norms]:
         raise InputError(
             f"{type(clipper).__name__}.calc_clipping_factors gave factors of shape "

@@ -287,9 +287,11 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
             self._at_fault.add(torch.where(at_fault, torch.nan, second.first.weights))
             for entry in step.gathered.values():
                 entry.total = entry.total.masked_fill(at_fault.to(entry.total.device), 0.0)
+        before = self._left_before()
         for p in self._places:
             if p in step.gathered:
                 _add_to_grad(p, step.gathered[p].total)
+        self._note(before)
 
     def _start_step(self) -> None:
         """What is trainable may change between steps."""
@@ -302,14 +304,23 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
 
     def _leave_sums(self, entries: list[_Gathered | None]) -> None:
         """``p.grad += Σ_n c_n g_n`` for every trainable parameter; they are all there, so none is half done."""
-        before = left_in(self._places)
-        if before is not None:
-            self.check_accumulation()
+        before = self._left_before()
         for p, entry in zip(self._places, entries, strict=True):
             if entry is not None:
                 _add_to_grad(p, entry.total)
             elif p.grad is None:
                 p.grad = torch.zeros_like(p)
+        self._note(before)
+
+    def _left_before(self) -> Left | None:
+        """What earlier passes have left in ``p.grad``, to which another sum may be added."""
+        before = left_in(self._places)
+        if before is not None:
+            self.check_accumulation()
+        return before
+
+    def _note(self, before: Left | None) -> None:
+        """One sum more is in ``p.grad``."""
         passes, sensitivity = (before.passes, before.sensitivity) if before is not None else (0, 0.0)
         leave(self._places, Left(passes + 1, max(sensitivity, self.sensitivity)))
 

@@ -14,6 +14,7 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from dpfast.taps import Activations, Record
 
@@ -31,6 +32,9 @@ _ALIKE = 2.0**-5
 _WEIGHTED = 0.5
 """How far the second pass's gradients at an output may be from the weighted first ones, over the whole batch. Nothing
 is computed with them: they only tell that the loss is another one."""
+
+_LEAST_WEIGHT = 2.0**-100
+"""Samples whose factors are smaller are left out of that."""
 
 
 _NOT_WEIGHTED = (
@@ -76,9 +80,10 @@ class FirstPass:
             return None
         weights = self.weights.to(grad.device).unsqueeze(1)
         expected, found = (probe(x.movedim(dim, 0)).double() for x in (output.grad, grad))
-        expected = (expected * weights).masked_fill(weights == 0, 0.0)
-        found = found.masked_fill(weights == 0, 0.0)
-        lost = weights.norm() * torch.finfo(grad.dtype).tiny * _PROBED  # what underflow hides
+        no_factor = weights < _LEAST_WEIGHT  # in fp32 it may be 0
+        expected, found = (x.masked_fill(no_factor, 0.0) for x in (expected * weights, found))
+        # What underflow hides, in both passes.
+        lost = (weights.norm() + len(weights) ** 0.5) * torch.finfo(grad.dtype).tiny * _PROBED
         # A first pass that sees nothing but zeros says nothing of the loss.
         return ((found - expected).norm() <= _WEIGHTED * expected.norm() + lost) | (expected == 0).all()
 
@@ -112,14 +117,20 @@ class Probes:
     def __init__(self) -> None:
         self.seen: dict[str, list[tuple[Tensor, float]]] = defaultdict(list)
 
-    def take(self, record: Record, activations: Activations, backprops: tuple[Tensor, ...]) -> None:
-        """Of one use of a tap; samples are where the module has them."""
+    def take(self, record: Record, activations: Activations, backprops: tuple[Tensor, ...], *, whole: bool) -> None:
+        """Of one use of a tap; samples are where the module has them.
+
+        Args:
+            whole: forwards have been run again, so look at every entry, and at activations too; without that these are
+                the very tensors that the forward has saved.
+        """
         dim = record.tap.batch_dim
-        for x in (*activations, *backprops):
-            if isinstance(x, Tensor) and x.is_floating_point() and x.dim() > dim:
+        for x in tree_leaves((tuple(activations), activations.kwargs, backprops)) if whole else backprops:
+            if isinstance(x, Tensor) and not x.is_complex() and x.dim() > dim:
+                x = x if x.is_floating_point() else x.double()  # rows of a table, masks
                 exact = x.device.type == "cpu" and x.dtype.itemsize >= 4
                 tolerance = _SAME if exact else _ALIKE
-                self.seen[record.tap.layer].append((probe(x.movedim(dim, 0)), tolerance))
+                self.seen[record.tap.layer].append((probe(x.movedim(dim, 0), whole), tolerance))
 
     def differing(self, first: Probes, weights: Tensor) -> dict[str, Tensor]:
         """By layer whether it has seen something else than in the first pass, () each; dropped samples do not count."""
@@ -145,12 +156,17 @@ class Probes:
         return unlike.any()
 
 
-def probe(x: Tensor) -> Tensor:
-    """A few linear combinations of entries of each sample of x (N, ...), (N, :data:`_PROBES`) fp32 or fp64."""
+def probe(x: Tensor, whole: bool = False) -> Tensor:
+    """A few linear combinations of entries of each sample of x (N, ...), (N, :data:`_PROBES`) fp32 or fp64; of a few
+    entries, or of all."""
     dims = x.dim() - 1
-    most = max(1, round(_PROBED ** (1.0 / max(1, dims))))
+    if whole and dims > 1:
+        rows = x.detach().flatten(1, -2).to(torch.promote_types(x.dtype, torch.float32))
+        sums = rows @ _combinations(rows.shape[2], x.device).to(rows.dtype)
+        return (sums * _combinations(rows.shape[1], x.device).to(rows.dtype)).sum(1)
+    most = x.numel() if whole else max(1, round(_PROBED ** (1.0 / max(1, dims))))
     for dim in range(1, x.dim()):
-        step = math.ceil(x.shape[dim] / most)
+        step = math.ceil(x.shape[dim] / max(1, most))
         if step > 1:
             x = x[(slice(None),) * dim + (slice(None, None, step),)]
     x = x.detach().reshape(len(x), x.shape[1:].numel())

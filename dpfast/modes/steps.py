@@ -35,6 +35,7 @@ class Step:
         self.first = first  # where this is the first of two passes
         self.second = second  # where it is the second
         self.ordinary = ordinary  # hooks are off: the graph was tapped, and gives ordinary gradients
+        self.repeats = False  # whether it runs forwards again (checkpointing), which may come out otherwise
         self.num_samples: int | None = None  # that the layers saw
         self.first_layer = ""
         self.gathered: dict[nn.Parameter, Any] = {}

@@ -172,12 +172,12 @@ class TappedModel:
     def batch_size(self) -> int | None:
         """How many samples the first tensor of the model's input has; None where the model's own forward is not
         what runs. A forward that is repeated in a backward pass has its step's."""
+        step = None if in_backward() is None else self._steps.repeating(in_backward())
+        if step is not None:
+            step.repeats = True
         sizes = _running.sizes.get(id(self))
         if sizes:
             return sizes[-1]
-        if in_backward() is None:
-            return None
-        step = self._steps.repeating(in_backward())
         return None if step is None else step.batch_size
 
     def is_input(self, x: Tensor) -> bool:
@@ -284,7 +284,7 @@ class TappedModel:
         step, layer = self._step_of(record), record.tap.layer
         of_two = step.first or step.second
         if of_two is not None:
-            of_two.probes.take(record, activations, backprops)
+            of_two.probes.take(record, activations, backprops, whole=step.repeats)
             record.seen_by = step.first or record.seen_by
         factors = self.factors(record, activations, backprops)
         forgotten = [p for p in record.parameters if p not in factors]
