@@ -13,7 +13,7 @@ FORMER_NAMES = {
     "clipping": "modes.clippers",
     "cost": "arithmetic.cost",
     "detached": "taps.detached",
-    "dropped": "modes.dropped",
+    "dropped": "modes.nonfinite_samples",
     "fast_gradient_clipping": "modes.fast_gradient_clipping",
     "grad_sample_module": "modes.grad_sample_module",
     "merge": "factors.merge",

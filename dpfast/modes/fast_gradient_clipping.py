@@ -20,8 +20,8 @@ from dpfast.modes.clippers import (
     clip_factors,
     safe_factors,
 )
-from dpfast.modes.dropped import DroppedSamples
 from dpfast.modes.grad_sample_module import GradSampleModule
+from dpfast.modes.nonfinite_samples import DroppedSamples
 from dpfast.modes.second_pass import FirstPass, SecondPass
 from dpfast.modes.steps import Step
 

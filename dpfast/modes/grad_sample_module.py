@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dpfast.errors import DpfastWarning, InputError, StateError, UnsupportedModuleError
 from dpfast.factors import Dense, Factor, OuterProduct, PatchProduct
-from dpfast.modes.dropped import DroppedSamples
+from dpfast.modes.nonfinite_samples import DroppedSamples
 from dpfast.modes.steps import Step
 from dpfast.modes.tapped_model import TappedModel
 from dpfast.rules import functorch

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from dpfast.arithmetic import exact_arithmetic
 from dpfast.errors import DpfastError, InputError, StateError, UnsupportedModuleError
 from dpfast.factors import Factor
-from dpfast.modes.guards import Guards
+from dpfast.modes.escaped_gradients import Guards
 from dpfast.modes.scalar_loss import check_losses
 from dpfast.modes.second_pass import FirstPass, Output, SecondPass
 from dpfast.modes.steps import Mode, Step, Steps

@@ -13,7 +13,7 @@ from cases import Mlp, Tied, Transformer
 from torch import nn
 
 import dpfast
-from dpfast.modes.dropped import DroppedSamples
+from dpfast.modes.nonfinite_samples import DroppedSamples
 from dpfast.testing import relative_error
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -65,7 +65,7 @@ def step(wrapped, x, y):
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("model", MODELS)
 def test_no_value_is_read(model, wrapper, monkeypatch):
-    # Its count travels to the host behind the step and is read when it has arrived (tests/test_dropped.py).
+    # Its count travels to the host behind the step and is read when it has arrived (tests/test_nonfinite_samples.py).
     monkeypatch.setattr(DroppedSamples, "add", lambda self, norms: None)
     make, inputs = MODELS[model]
     wrapped = WRAPPERS[wrapper](make().to("meta"))

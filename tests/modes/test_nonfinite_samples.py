@@ -9,7 +9,7 @@ from cases import example, mean_loss
 
 import dpfast
 from dpfast.errors import DpfastWarning
-from dpfast.modes.dropped import DroppedSamples
+from dpfast.modes.nonfinite_samples import DroppedSamples
 
 
 def test_counts_add_up_and_warn_once():
