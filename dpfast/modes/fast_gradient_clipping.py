@@ -197,7 +197,9 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
             self._start_step()
         entry = step.gathered.setdefault(parameter, _Gathered())
         if step.second is not None:
-            entry.add(factor.weighted_sum(step.second.first.weights.to(parameter.device)))
+            first = step.second.first
+            weights = first.weights if parameter.dtype is torch.float64 else first.single
+            entry.add(factor.weighted_sum(weights.to(parameter.device)))
             return
         if entry.closed:
             raise StateError(
@@ -258,7 +260,7 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
             self._dropped.add(torch.stack(norms))
         if step.first is not None:
             self._first = step.first
-            self._first.weights = factors[0] * scale
+            self._first.weights, self._first.single = double, single
             self._leave_norm_samples(entries, scale)
             return
         for entry, own in zip(entries, coefficients, strict=True):

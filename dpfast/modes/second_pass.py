@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,12 +64,12 @@ class FirstPass:
 
     Attributes:
         weights: what each sample's share is summed with, c_n times N where the loss was a mean, (N,) fp64; empty until
-            the pass is over.
+            the pass is over. single: the same rounded towards zero, fp32.
         asked: whether the factors have been handed out, so that a second pass is to come.
     """
 
     def __init__(self) -> None:
-        self.weights = torch.zeros(0, dtype=torch.float64)
+        self.weights = self.single = torch.zeros(0, dtype=torch.float64)
         self.probes = Probes()
         self.asked = False
 
@@ -134,26 +135,30 @@ class Probes:
 
     def differing(self, first: Probes, weights: Tensor) -> dict[str, Tensor]:
         """By layer whether it has seen something else than in the first pass, () each; dropped samples do not count."""
-        differ = {}
-        for layer in first.seen.keys() | self.seen.keys():
+        differ: dict[str, Tensor] = {}
+        alike: dict[tuple[Any, ...], list[tuple[str, Tensor, Tensor]]] = defaultdict(list)
+        for layer in {**first.seen, **self.seen}:
             before, now = first.seen.get(layer, []), self.seen.get(layer, [])
             if [p.shape for p, _ in before] != [p.shape for p, _ in now]:
                 differ[layer] = torch.ones((), dtype=torch.bool, device=weights.device)
                 continue
-            flags = [
-                self._differs(p, q, tolerance, weights) for (p, tolerance), (q, _) in zip(before, now, strict=True)
-            ]
-            if flags:
-                differ[layer] = torch.stack([f.to(weights.device) for f in flags]).any()
+            for (p, tolerance), (q, _) in zip(before, now, strict=True):
+                alike[tolerance, p.shape, p.dtype, p.device].append((layer, p, q))
+        for (tolerance, *_), uses in alike.items():
+            firsts, seconds = torch.stack([use[1] for use in uses]), torch.stack([use[2] for use in uses])
+            flags = self._differ(firsts, seconds, tolerance, weights).to(weights.device)
+            for (layer, _, _), flag in zip(uses, flags.unbind(), strict=True):
+                differ[layer] = differ[layer] | flag if layer in differ else flag
         return differ
 
     @staticmethod
-    def _differs(before: Tensor, now: Tensor, tolerance: float, weights: Tensor) -> Tensor:
-        far = (now - before).norm(dim=1) > tolerance * before.norm(dim=1)
-        unlike = far | (torch.isfinite(now) != torch.isfinite(before)).any(1)
-        if len(weights) == len(unlike):
+    def _differ(before: Tensor, now: Tensor, tolerance: float, weights: Tensor) -> Tensor:
+        """Of probes (K, N, ·) taken together, (K,)."""
+        far = (now - before).norm(dim=2) > tolerance * before.norm(dim=2)
+        unlike = far | (torch.isfinite(now) != torch.isfinite(before)).any(2)
+        if len(weights) == unlike.shape[1]:
             unlike = unlike & (weights.to(unlike.device) != 0)
-        return unlike.any()
+        return unlike.any(1)
 
 
 def probe(x: Tensor, whole: bool = False) -> Tensor:
