@@ -183,10 +183,12 @@ class Compiled:
     """What the compiler made of one launch.
 
     `spills` is bytes of local memory a thread (NVIDIA) or spilled registers plus bytes of scratch (AMD);
-    `spill_instructions` counts LDL and STL, or scratch loads and stores. `text` is SASS or AMD assembly.
+    `spill_instructions` counts LDL and STL, or scratch loads and stores. `text` is SASS or AMD assembly; `ptx` is empty
+    on AMD.
     """
 
     ttgir: str
+    ptx: str
     text: str
     registers: int
     spills: int
@@ -240,7 +242,12 @@ def compile_ahead(
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     compiled = triton.compile(source, target=target, options=options)
     report = _amd_report if target.backend == "hip" else _nvidia_report
-    return Compiled(ttgir=compiled.asm["ttgir"], shared_memory=compiled.metadata.shared, **report(compiled.asm))
+    return Compiled(
+        ttgir=compiled.asm["ttgir"],
+        ptx=compiled.asm.get("ptx", ""),
+        shared_memory=compiled.metadata.shared,
+        **report(compiled.asm),
+    )
 
 
 def _nvidia_report(asm) -> dict:
