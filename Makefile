@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test fuzz test-opacus test-opacus-oldest lint bench bench-gpu clean
+.PHONY: demo test fuzz test-opacus test-opacus-oldest emulate lint bench bench-gpu clean
 
 demo: $(READY)
 	$(BIN)/python examples/digits.py
@@ -28,6 +28,18 @@ build/torchvision: $(READY)
 
 build/opacus-1.5.4: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ opacus==1.5.4
+
+# The kernels' PTX, executed on the CPU, where its emulator lies beside the project: it is no dependency. EMULATE= takes
+# all of its cases.
+EMULATOR ?= ../shared/emulator
+EMULATE ?= --quick
+emulate: $(READY)
+	@if test ! -f $(EMULATOR)/run.py; then echo "skipped: no emulator at $(EMULATOR)"; else \
+		for arch in 80 90; do \
+			$(BIN)/python $(EMULATOR)/run.py --arch $$arch $(EMULATE) && \
+			$(BIN)/python tests/kernels/emulated.py $(EMULATOR) --arch $$arch || exit 1; \
+		done; \
+	fi
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dpfast import bounds, cost, ops, reference
+from dpfast import bounds, cost, kernel_norms, ops, reference
 from dpfast.bounds import SquaredNorm
 from dpfast.reference import ProductError
 
@@ -151,6 +151,8 @@ class Lookup:
         return values, sample
 
     def sq_norm(self) -> SquaredNorm:
+        if ops.choose_backend("auto", self.backprops.device, reference.compute_dtype(self.backprops)) == "triton":
+            return kernel_norms.lookup_sq_norm(self.indices, self.backprops, self.padding_idx)
         values, sample = self.segments()
         dtype = values.dtype
         total = values.new_zeros(self.num_samples, dtype=torch.float64)

@@ -35,6 +35,8 @@ _POINTERS = {
     torch.float16: "*fp16",
     torch.float32: "*fp32",
     torch.float64: "*fp64",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
 }
 
 

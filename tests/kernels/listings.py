@@ -55,9 +55,12 @@ def _in_sass(lines):
         registers = re.findall(r"\bR(\d+)", instruction[2]) if instruction else ()
         if not registers:
             continue
-        name, target, addend = instruction[1], int(registers[0]), int(registers[-1])
-        if name.startswith("FFMA") and shuffled & ({addend, addend + 1} if name.startswith("FFMA2") else {addend}):
-            yield instruction[0].strip()
+        name, target = instruction[1], int(registers[0])
+        addend = re.search(r"\bR(\d+)[^,]*$", instruction[2])  # none where it is zero
+        if name.startswith("FFMA") and addend:
+            of_pair = {int(addend[1]) + 1} if name.startswith("FFMA2") else set()
+            if shuffled & {int(addend[1]), *of_pair}:
+                yield instruction[0].strip()
         shuffled -= {target, target + 1} if ".64" in name or name.startswith(("CS2R", "FFMA2")) else {target}
         if name.startswith("SHFL.BFLY"):
             shuffled.add(target)
