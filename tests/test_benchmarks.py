@@ -1,5 +1,6 @@
 """The benchmarks' own code, on a CPU with tiny shapes: a lent GPU's minutes are not for its mistakes."""
 
+import argparse
 import importlib.util
 import json
 from dataclasses import replace
@@ -138,6 +139,39 @@ def test_the_parts_run(monkeypatch, tmp_path):
     assert all(row["ms"] > 0 for row in found if row["leg"].startswith(("plain", "dpfast")))
     (ceilings,) = rows.read(tmp_path / "ceilings.jsonl")
     assert min(ceilings[name] for name in ("copy", "bf16", "fp32")) > 0
+
+
+def test_what_is_worth_most_comes_first_and_is_not_measured_again(monkeypatch, tmp_path):
+    tiny = workloads.gpt("llama-1b", n=4, t=8, d=16, blocks=1, vocabulary=20, check=4, dtype=BF16)
+    monkeypatch.setattr(step, "WORKLOADS", {"llama-1b": tiny, "other": replace(tiny, name="other")})
+    monkeypatch.setattr(layers, "LAYERS", TINY)
+    assert gpu.run("first-kernels", tmp_path, "cpu", 100.0) == gpu.run("first-steps", tmp_path, "cpu", 100.0) == 0
+    kernels, steps = (rows.read(tmp_path / f"{name}.jsonl") for name in ("kernels", "step"))
+    assert {(row["layer"], row["contender"]) for row in kernels} == {
+        (layer.name, name) for layer in TINY[:2] for name in ("dpfast", "cuBLAS")
+    }
+    for row in kernels:
+        if row["contender"] == "dpfast":
+            assert row["compared_with"]["cuBLAS"] > 0
+    assert [(row["workload"], row["leg"]) for row in steps] == [("llama-1b", leg) for leg in gpu.FIRST_LEGS]
+
+    assert gpu.run("kernels", tmp_path, "cpu", 100.0) == gpu.run("steps", tmp_path, "cpu", 100.0) == 0
+    cells = [(row["layer"], row["verb"], row["contender"]) for row in rows.read(tmp_path / "kernels.jsonl")]
+    assert len(set(cells)) == len(cells) == sum(len(list(kernel_table.cells(layer))) for layer in TINY)
+    own = [row["leg"] for row in rows.read(tmp_path / "step.jsonl") if row["workload"] == "llama-1b"]
+    assert set(own) == set(legs.LEGS) and own.count("dpfast one-pass") == 1
+
+
+def test_one_call_takes_the_parts_in_order_within_one_budget(monkeypatch, tmp_path):
+    given = []
+    monkeypatch.setattr(
+        gpu, "run_alone", lambda part, options, seconds: given.append((part, seconds)) or part == "steps"
+    )
+    options = argparse.Namespace(budget_seconds=100.0, out=tmp_path, device="cpu")
+    assert gpu.run_all(options) == 1
+    assert [part for part, _ in given] == list(gpu.PARTS)
+    assert given[0][1] <= 30 and given[1][1] <= 50 and given[2][1] <= 100
+    assert gpu.run_all(argparse.Namespace(budget_seconds=0.0)) == 0
 
 
 def test_smoke_runs_every_kernel(capsys):
