@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dpfast import kernels
 from dpfast.kernels import _launch, _tiles, grouped_norm
+from dpfast.kernels.lookup_norm import row_tile
 
 NAMES = tuple(dict.fromkeys(name for named in CONTENDERS.values() for name in named))
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -86,9 +87,9 @@ def peers(rows: Rows, layer: Layer, verb: str) -> dict[str, float | str]:
 
 
 def cells(layer: Layer) -> Iterator[tuple[str, str]]:
-    """(verb, contender) that are measured on the layer: norms only where there are many at once."""
+    """(verb, contender) that are measured on the layer: of its kind, and norms only where there are many at once."""
     for verb, contenders in CONTENDERS.items():
-        if layer.factors == 1 or verb == "direct norm":
+        if layer.lookup == (verb == "lookup norm") and (layer.factors == 1 or verb == "direct norm"):
             yield from ((verb, name) for name in contenders)
 
 
@@ -122,6 +123,8 @@ def cell(
 def tile_name(verb: str, layer: Layer, like: Tensor) -> str:
     if layer.factors > 1:
         tile = grouped_norm.thin_tile(layer.D, layer.P, layer.dtype, _launch.arch_of(like))
+    elif layer.lookup:
+        tile = row_tile(layer.D, _launch.arch_of(like))
     else:
         tile = _tiles.tile(KERNEL[verb], layer.T, layer.D, layer.P, layer.dtype, _launch.arch_of(like))
     blocks = "×".join(str(b) for b in (tile.BLOCK_T, tile.BLOCK_D, tile.BLOCK_P, tile.BLOCK_K) if b)

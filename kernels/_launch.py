@@ -108,6 +108,8 @@ def flops(verb: str, N: int, T: int, D: int, P: int, *, block_t: int = 1) -> int
     """
     if verb == "row_sq_norm":
         return 2 * N * T * D
+    if verb == "lookup_norm":  # a sum and a square of each
+        return 3 * N * T * D
     if verb in ("outer_product", "outer_norm", "weighted_sum"):
         return 2 * N * T * D * P
     if verb == "gram_norm":
@@ -124,6 +126,8 @@ def bytes_moved(verb: str, N: int, T: int, D: int, P: int, *, itemsize: int = 2,
     """
     if verb == "row_sq_norm":
         return N * T * D * itemsize + 4 * N * T
+    if verb == "lookup_norm":  # 8 bytes an index
+        return N * T * (D * itemsize + 8) + 4 * N
     read = N * T * (D + P) * itemsize
     if verb == "outer_product":
         return read + N * D * P * out_itemsize

@@ -27,6 +27,7 @@ TINY = (
     layers.Layer("GPT-2 up", 3, 20, 24, 40, BF16),
     layers.Layer("GPT-2 up, fp32", 2, 20, 24, 40, FP32),
     layers.Layer("LoRA A × 64", 2, 20, 40, 8, BF16, factors=3),
+    layers.Layer("GPT-2 tokens", 2, 20, 24, 300, BF16, lookup=True),
 )
 
 
@@ -60,8 +61,8 @@ def test_the_peer_called_opacus_computes_what_opacus_does():
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_every_contender_agrees_with_fp64(dtype):
-    inputs = replace(TINY[0], dtype=dtype).inputs("cpu")
     for verb, named in contenders.CONTENDERS.items():
+        inputs = replace(TINY[0], dtype=dtype, lookup=verb == "lookup norm").inputs("cpu")
         expected = contenders.exact(verb, *inputs)
         for name, contender in named.items():
             assert contenders.error(verb, contender(*inputs), expected) <= contenders.TOLERANCE[name]
@@ -148,11 +149,12 @@ def test_what_is_worth_most_comes_first_and_is_not_measured_again(monkeypatch, t
     assert gpu.run("first-kernels", tmp_path, "cpu", 100.0) == gpu.run("first-steps", tmp_path, "cpu", 100.0) == 0
     kernels, steps = (rows.read(tmp_path / f"{name}.jsonl") for name in ("kernels", "step"))
     assert {(row["layer"], row["contender"]) for row in kernels} == {
-        (layer.name, name) for layer in TINY[:2] for name in ("dpfast", "cuBLAS")
+        *((layer.name, name) for layer in TINY[:2] for name in ("dpfast", "cuBLAS")),
+        *(("GPT-2 tokens", name) for name in ("dpfast", "torch")),
     }
     for row in kernels:
         if row["contender"] == "dpfast":
-            assert row["compared_with"]["cuBLAS"] > 0
+            assert row["compared_with"]["torch" if row["verb"] == "lookup norm" else "cuBLAS"] > 0
     assert [(row["workload"], row["leg"]) for row in steps] == [("llama-1b", leg) for leg in gpu.FIRST_LEGS]
 
     assert gpu.run("kernels", tmp_path, "cpu", 100.0) == gpu.run("steps", tmp_path, "cpu", 100.0) == 0
@@ -200,7 +202,7 @@ def test_the_tile_search_proposes_lines_that_the_table_reads(tmp_path):
 
 @pytest.mark.parametrize("arch", _tiles.ARCHES)
 def test_candidates_start_with_the_own_tile_and_fit_the_device(arch):
-    for verb, layer in ((verb, layer) for verb in layers.KERNEL for layer in layers.LAYERS):
+    for verb, layer in ((verb, layer) for verb in tile_search.CALLS for layer in layers.LAYERS if not layer.lookup):
         own = _tiles.tile(layers.KERNEL[verb], layer.T, layer.D, layer.P, layer.dtype, arch)
         found = tile_search.candidates(verb, layer, own, arch)
         assert found[0] == own
@@ -230,7 +232,7 @@ def test_the_report_writes_tables_and_a_roofline(tmp_path):
     made = report.documents(tmp_path, tmp_path)
     readme = made[tmp_path / "README.md"]
     assert "old" not in readme
-    assert "| GPT-2 qkv (8, 1024, 768, 2304) | 75 % | 75 % | 75 % | 75 % |" in readme
+    assert "| GPT-2 qkv (8, 1024, 768, 2304) | 75 % | 75 % | 75 % | 75 % | – |" in readme
     assert "nothing has been measured" not in readme
     assert "1.5 | 75 % | 2 (1e-06) |" in made[tmp_path / "docs" / "kernels.md"]
     assert set(report.stale(tmp_path, tmp_path)) == set(made)
