@@ -192,7 +192,7 @@ gram_norm sm_80,sm_90,sm_100,gfx942 fp32 * T64K16 8 3 0 ptr | IEEE multiply-adds
 # weighted_sum sm_80
 weighted_sum:flat sm_80 16-bit T<=63,D<=64,P<=64,D%16,P%16 T32D64P64 4 7 0 ptr | the weighted operand from registers
 weighted_sum:flat sm_80 16-bit T<=63,D<=16,D%16,P%16 T32D16P128 4 7 0 ptr | D in 16 columns
-weighted_sum:flat sm_80 16-bit T<=63,D<=64,D%16,P%16 T32D64P128 4 7 0 ptr | the weighted operand from registers
+weighted_sum:flat sm_80 16-bit T<=63,D<=64,D%16,P%16 T32D64P128 8 7 0 ptr | the weighted operand from registers
 weighted_sum:flat sm_80 16-bit T<=63,P<=64,D%16,P%16 T32D64P64 4 7 0 ptr | the weighted operand from registers
 weighted_sum:flat sm_80 16-bit T<=63,P>=65536,D%16,P%16 T32D64P128 8 7 0 ptr | LM head: the weighted operand from registers
 weighted_sum:flat sm_80 16-bit T<=63,D%16,P%16 T32D64P128 8 7 0 ptr | the weighted operand from registers

@@ -153,8 +153,9 @@ def thin_tile(D: int, P: int, dtype: torch.dtype, arch: str) -> Tile:
     if arch == "interpreter":
         return Tile(16, 64, thin, 0, 4, 1, "interpreter")
     if dtype == torch.float32:
-        warps = 8 if by_element or family(arch) == "sm_100" else 4
-        return Tile(16, 64, thin, 0, warps, 3, "from static analysis: IEEE multiply-adds, no spill")
+        warps = 8 if by_element else 4
+        stages = 2 if family(arch) == "sm_100" and not by_element else 3  # a third spills there
+        return Tile(16, 64, thin, 0, warps, stages, "from static analysis: IEEE multiply-adds, no spill")
     if by_element:
         return Tile(32, 64, thin, 0, 4, 3, "from static analysis: loads of one element, no spill")
     stages = 2 if family(arch) == "gfx942" else 4
