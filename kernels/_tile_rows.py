@@ -71,7 +71,8 @@ outer_product sm_90,sm_100 16-bit D<=32 T64D32P128 4 4 512 tma | HGMMA or UTCHMM
 outer_product sm_90,sm_100 16-bit D<=64,D%16,P%16 T64D64P128 4 4 512 tma | HGMMA or UTCHMMA, D in the 64 columns
 outer_product sm_90,sm_100 16-bit P>=65536,D%16,P%16 T64D128P128 8 4 0 tma | LM head: two accumulators of 64 registers, never split
 outer_product sm_90,sm_100 16-bit D%16,P%16 T64D128P128 8 4 1024 tma | two accumulators of 64 registers (144 and 150 in all), 64 FLOP a byte
-outer_product sm_90,sm_100 16-bit * T32D64P128 8 3 512 tma | element by element, 4096 elements of the larger operand
+outer_product sm_90 16-bit * T32D64P128 8 3 512 tma | element by element, 4096 elements of the larger operand
+outer_product sm_100 16-bit * T32D64P128 4 3 512 tma | element by element; 8 warps spill with Triton 3.6
 # outer_product gfx942
 outer_product gfx942 16-bit T<=16,D>=65,P>=65,D%16,P%16 T16D128P128 8 2 0 ptr | mfma, one step of 16 positions
 outer_product gfx942 16-bit T<=32,D>=65,P>=65,D%16,P%16 T32D128P128 8 2 0 ptr | mfma, one step of 32 positions
