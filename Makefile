@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo check test fuzz test-opacus test-opacus-oldest lint bench bench-gpu clean
+.PHONY: demo check test fuzz test-opacus test-opacus-oldest emulate lint bench bench-gpu clean
 
 demo: $(READY)
 	$(BIN)/python examples/digits.py
@@ -28,6 +28,18 @@ build/torchvision: $(READY)
 
 build/opacus-1.5.4: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ opacus==1.5.4
+
+# The kernels' PTX, executed on the CPU, where its emulator lies beside the project: it is no dependency. EMULATE= takes
+# all of its cases.
+EMULATOR ?= ../shared/emulator
+EMULATE ?= --quick
+emulate: $(READY)
+	@if test ! -f $(EMULATOR)/run.py; then echo "skipped: no emulator at $(EMULATOR)"; else \
+		for arch in 80 90; do \
+			$(BIN)/python $(EMULATOR)/run.py --arch $$arch $(EMULATE) && \
+			$(BIN)/python tests/kernels/emulated.py $(EMULATOR) --arch $$arch || exit 1; \
+		done; \
+	fi
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -72,10 +84,11 @@ bench: $(READY)
 	$(BIN)/python benchmarks/report.py
 
 # For a machine with a GPU and the packages already there: nothing is installed, nothing fetched. `kernels/` stands beside
-# `dpfast/` in the sources and inside it where it is installed, so the sources are copied together.
+# `dpfast/` in the sources and inside it where it is installed, so the sources are copied together. What is worth most
+# comes first, on any GPU; run it again for the rest.
 # make bench-gpu PART=kernels BUDGET=460 OUT=benchmarks/results
 PART ?= all
-BUDGET ?= 460
+BUDGET ?= 540
 OUT ?= benchmarks/results
 bench-gpu:
 	rm -rf build/bench-gpu

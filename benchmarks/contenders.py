@@ -1,7 +1,8 @@
 """What is compared on one layer: the kernels, cuBLAS and the ways that people compute per-sample gradients today.
 
 `CONTENDERS[verb][name](a, b, c)` gives grad_sample (N, P, D), squared norms (N,) or the weighted sum (P, D), from
-activations (N, T, D), backprops (N, T, P) and clip factors (N,).
+activations (N, T, D), backprops (N, T, P) and clip factors (N,); of an embedding from indices (N, T) and backprops
+(N, T, D).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dpfast import kernels
 Contender = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 # The largest relative error that is still timed. The peers round their gradients to the inputs' dtype.
-TOLERANCE = {"dpfast": 1e-3, "cuBLAS": 2e-2, "Opacus": 2e-2, "float hook": 1e-3}
+TOLERANCE = {"dpfast": 1e-3, "cuBLAS": 2e-2, "Opacus": 2e-2, "float hook": 1e-3, "torch": 1e-3}
 
 
 def _product(x: Tensor, y: Tensor) -> Tensor:
@@ -44,6 +45,20 @@ def _float_hook(a: Tensor, b: Tensor) -> Tensor:
 
 def _scaled(b: Tensor, c: Tensor) -> Tensor:
     return (b * c[:, None, None]).to(b.dtype).flatten(0, 1)
+
+
+def _runs_by_torch(indices: Tensor, b: Tensor) -> Tensor:
+    """An embedding's squared norms by operations of torch's: the rows of each index brought together and added."""
+    N, T = indices.shape
+    index, order = indices.sort(dim=1, stable=True)
+    starts = torch.ones_like(index, dtype=torch.bool)
+    starts[:, 1:] = index[:, 1:] != index[:, :-1]
+    run = starts.flatten().cumsum(0) - 1
+    rows = b.gather(1, order.unsqueeze(-1).expand_as(b)).float().flatten(0, 1)
+    sums = torch.zeros_like(rows).index_add_(0, run, rows)
+    sample = torch.zeros_like(run)
+    sample[run] = torch.arange(N, device=b.device).repeat_interleave(T)
+    return sums.new_zeros(N).index_add_(0, sample, sums.square().sum(1))
 
 
 def sq_norm(grad_sample: Tensor) -> Tensor:
@@ -74,7 +89,12 @@ CONTENDERS: dict[str, dict[str, Contender]] = {
         "Opacus": lambda a, b, c: torch.einsum("n,nij->ij", c.to(a.dtype), _opacus(a, b)),
         "float hook": lambda a, b, c: torch.einsum("n,nij->ij", c, _float_hook(a, b)),
     },
+    "lookup norm": {
+        "dpfast": lambda a, b, c: kernels.lookup_norm(a, b).sq_norm,
+        "torch": lambda a, b, c: _runs_by_torch(a, b),
+    },
 }
+NORMS = ("direct norm", "Gram norm", "lookup norm")
 
 
 def exact(verb: str, a: Tensor, b: Tensor, c: Tensor, samples: int = 2) -> Tensor:
@@ -82,15 +102,23 @@ def exact(verb: str, a: Tensor, b: Tensor, c: Tensor, samples: int = 2) -> Tenso
     if verb == "weighted sum":
         scaled = (b.double() * c.double()[:, None, None]).flatten(0, 1)
         return scaled.mT @ a.double().flatten(0, 1)
+    if verb == "lookup norm":
+        return torch.stack([_lookup(x, y).norm() for x, y in zip(a[:samples], b[:samples], strict=True)])
     gradients = (y.double().mT @ x.double() for x, y in zip(a[:samples], b[:samples], strict=True))
     if verb == "grad_sample":
         return torch.stack(list(gradients))
     return torch.stack([g.norm() for g in gradients])
 
 
+def _lookup(indices: Tensor, b: Tensor) -> Tensor:
+    """One sample's rows of an embedding's gradient that are not zero, in fp64."""
+    rows, place = indices.unique(return_inverse=True)
+    return b.new_zeros((len(rows), b.shape[1]), dtype=torch.float64).index_add_(0, place, b.double())
+
+
 def error(verb: str, answer: Tensor, expected: Tensor) -> float:
     """‖answer - expected‖ / ‖expected‖ in fp64; norms are compared, not their squares. NaN stays NaN."""
     answer = answer[: len(expected)].double()
-    if verb in ("direct norm", "Gram norm"):
+    if verb in NORMS:
         answer = answer.clamp(min=0).sqrt()
     return float((answer - expected).norm() / expected.norm())

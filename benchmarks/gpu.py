@@ -1,11 +1,13 @@
 """Everything that needs a GPU, in one command: `make bench-gpu`.
 
-    python benchmarks/gpu.py                                  # all parts, one after the other
+    python benchmarks/gpu.py                                  # all parts, those first whose rows are worth most
     python benchmarks/gpu.py --part kernels --budget-seconds 460 --out FOLDER
 
-Parts: the kernels' tests on the device; the same kernels under compute-sanitizer, where it is installed; the device's
-measured ceilings; the kernel table; the steps; the search for better tiles. A part writes a row the moment it is
-measured, skips what this commit has a row of, and stops by itself when its time is used: run it again for the rest.
+Parts, in the order in which one call takes them: the kernels' tests on the device; the kernels on layers of GPT-2 and
+the 1B Llama against cuBLAS; the private steps of both against the plain ones; then the whole kernel table and all
+steps; the kernels under compute-sanitizer, where it is installed; the device's measured ceilings; the search for better
+tiles. A part writes a row the moment it is measured, skips what this commit has a row of, and stops by itself when its
+time is used: run it again for the rest. Any GPU will do: a row says which one it is of.
 Needs torch, Triton, pytest, hypothesis, opt_einsum and rich; Opacus's legs only where Opacus is installed. No network.
 Where the sources came without their history, DPFAST_COMMIT says which commit they are.
 """
@@ -20,20 +22,34 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 import torch
 from rows import RESULTS, ROOT, DeviceLost, Rows, environment
 
-PARTS = ("tests", "sanitize", "ceilings", "kernels", "steps", "tiles")
+PARTS = ("tests", "first-kernels", "first-steps", "kernels", "steps", "sanitize", "ceilings", "tiles")
+SHARE = {"tests": 0.3, "first-kernels": 0.5}  # of the time that is left, for parts that others must not wait for
+FIRST_LAYERS = ("GPT-2 ", "Llama-3.2-1B ")
+FIRST_CONTENDERS = ("dpfast", "cuBLAS", "torch")
+FIRST_WORKLOADS = ("gpt2-1024", "llama-1b")
+FIRST_LEGS = ("plain", "plain+noise", "dpfast one-pass")
 AGAIN = 3  # exit status of a part whose device was lost to one row: a new process takes the next
 STATIC = ("test_ahead.py", "test_traffic.py")  # about the compiler, not the device
+VERBS = (
+    "outer_product",
+    "outer_norm",
+    "gram_norm",
+    "weighted_sum",
+    "grouped_norm",
+    "lookup_norm",
+)  # tested before others
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--part", choices=(*PARTS, "all", "smoke"), default="all")
-    parser.add_argument("--budget-seconds", type=float, default=460, help="of each part")
+    parser.add_argument("--budget-seconds", type=float, default=540, help="of the whole call")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder that rows are appended in")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -42,15 +58,25 @@ def main() -> None:
     if options.part == "smoke":
         smoke(options.device)
     elif options.part == "all":
-        sys.exit(max([run_alone(part, options) for part in PARTS]))
+        sys.exit(run_all(options))
     else:
         sys.exit(run(options.part, options.out, options.device, options.budget_seconds))
 
 
-def run_alone(part: str, options: argparse.Namespace) -> int:
+def run_all(options: argparse.Namespace) -> int:
+    """Every part, within the one budget; the highest status."""
+    until = time.monotonic() + options.budget_seconds
+    status = 0
+    for part in PARTS:
+        if (left := until - time.monotonic()) > 0:
+            status = max(status, run_alone(part, options, SHARE.get(part, 1.0) * left))
+    return status
+
+
+def run_alone(part: str, options: argparse.Namespace, seconds: float) -> int:
     """The part in a process of its own, so that a lost device or a leak ends with it."""
     command = [sys.executable, __file__, "--out", str(options.out), "--device", options.device, "--part", part]
-    until = time.monotonic() + options.budget_seconds
+    until = time.monotonic() + seconds
     status = AGAIN
     while status == AGAIN and (left := until - time.monotonic()) > 0:
         status = subprocess.run([*command, "--budget-seconds", str(left)]).returncode
@@ -60,7 +86,8 @@ def run_alone(part: str, options: argparse.Namespace) -> int:
 def run(part: str, out: Path, device: str, budget_seconds: float) -> int:
     """Exit status of one part: 0 where it is finished or out of time, 1 where something failed, AGAIN."""
     until = time.monotonic() + budget_seconds
-    name = {"steps": "step.jsonl"}.get(part, f"{part}.jsonl")
+    table = part.removeprefix("first-")
+    name = {"steps": "step.jsonl"}.get(table, f"{table}.jsonl")
     rows = Rows(out / name, environment(device), known=[RESULTS / name])
     print(f"{part}: {rows.environment['machine']}, commit {rows.environment['commit']}", flush=True)
     try:
@@ -76,16 +103,22 @@ Left = Callable[[], float]  # the seconds that are left
 
 
 def tests(rows: Rows, device: str, left: Left) -> int:
-    """The kernels' tests, a row a file. They run interpreted where there is no GPU, else on it."""
+    """Every kernel once, then the kernels' tests, a row a file. Without a GPU they run interpreted."""
     workers = ["-n", "8"] if importlib.util.find_spec("xdist") and (os.cpu_count() or 1) >= 8 else []
+    folder = ROOT / "tests" / "kernels"
+    paths = dict.fromkeys([*(folder / f"test_{verb}.py" for verb in VERBS), *sorted(folder.glob("test_*.py"))])
+    commands = {"smoke": [sys.executable, __file__, "--part", "smoke", "--device", device]}
+    for path in paths:
+        if path.name not in STATIC:
+            commands[path.name] = [sys.executable, "-m", "pytest", "-q", "--durations=3", *workers, str(path)]
     failed = 0
-    for path in sorted((ROOT / "tests" / "kernels").glob("test_*.py")):
-        if path.name in STATIC or rows.has(file=path.name, passed=True) or left() <= 0:
+    for name, command in commands.items():
+        if rows.has(file=name, passed=True) or left() <= 0:
             continue
-        command = [sys.executable, "-m", "pytest", "-q", "--durations=3", *workers, str(path)]
-        row = {"file": path.name, **_outcome(command, left())}
-        failed += not rows.add(**row)["passed"]
-        print(f"{path.name}: {'passed' if row['passed'] else 'FAILED'} in {row['seconds']} s", flush=True)
+        row = rows.add(file=name, **_outcome(command, left()))
+        failed += row["passed"] is False
+        word = {True: "passed", False: "FAILED", None: "not finished"}[row["passed"]]
+        print(f"{name}: {word} in {row['seconds']} s", flush=True)
     return int(failed > 0)
 
 
@@ -98,11 +131,12 @@ def sanitize(rows: Rows, device: str, left: Left) -> int:
         command = [tool, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, __file__, "--part", "smoke"]
         row = rows.add(check="memcheck", **_outcome(command, left(), PYTORCH_NO_CUDA_MEMORY_CACHING="1"))
         print(row["said"])
-        return int(not row["passed"])
+        return int(row["passed"] is False)
     return 0
 
 
 def _outcome(command: list[str], seconds: float, **variables: str) -> dict:
+    """Whether the command passed, None where its time ran out, and the end of what it said."""
     start = time.monotonic()
     try:
         done = subprocess.run(
@@ -110,7 +144,7 @@ def _outcome(command: list[str], seconds: float, **variables: str) -> dict:
         )
         passed, said = done.returncode == 0, done.stdout + done.stderr
     except subprocess.TimeoutExpired:
-        passed, said = False, f"not finished in {seconds:.0f} s"
+        passed, said = None, f"not finished in {seconds:.0f} s"
     return {"passed": passed, "seconds": round(time.monotonic() - start, 1), "said": said.strip()[-1500:]}
 
 
@@ -122,8 +156,8 @@ def smoke(device: str, dtypes: Iterable[torch.dtype] = (torch.bfloat16, torch.fl
     sizes = {"ragged": (2, 70, 96, 130), "thin": (2, 40, 8, 144), "short": (5, 1, 64, 80)}
     for name, shape in sizes.items():
         for dtype in dtypes:
-            inputs = Layer(name, *shape, dtype).inputs(device)
             for verb, contenders in CONTENDERS.items():
+                inputs = Layer(name, *shape, dtype, lookup=verb == "lookup norm").inputs(device)
                 found = error(verb, contenders["dpfast"](*inputs), exact(verb, *inputs))
                 print(f"{name}, {dtype}, {verb}: relative error {found:.1e}", flush=True)
                 assert found <= TOLERANCE["dpfast"], "wrong"
@@ -136,21 +170,31 @@ def ceilings(rows: Rows, device: str, left: Left) -> int:
     return 0
 
 
-def kernels(rows: Rows, device: str, left: Left) -> int:
+def kernels(rows: Rows, device: str, left: Left, first: bool = False) -> int:
     import kernel_table
+    from layers import LAYERS
 
-    if not kernel_table.measure(rows, kernel_table.ceilings(device), device, lambda: left() <= 0):
+    layers, contenders = LAYERS, kernel_table.NAMES
+    if first:
+        layers = [layer for layer in LAYERS if layer.name.startswith(FIRST_LAYERS)]
+        contenders = FIRST_CONTENDERS
+    ceiling = kernel_table.ceilings(device)
+    if not kernel_table.measure(rows, ceiling, device, lambda: left() <= 0, layers, contenders):
         print("out of time: run it again for the rest")
     return 0
 
 
-def steps(rows: Rows, device: str, left: Left) -> int:
+def steps(rows: Rows, device: str, left: Left, first: bool = False) -> int:
     import step
 
     for workload in step.WORKLOADS.values():
-        if workload.device == device and not rows.has(workload=workload.name) and left() > 0:
-            for row in step.measure(workload, list(step.LEGS), rounds=9, memory=device == "cuda"):
-                rows.add(**row)
+        legs = FIRST_LEGS if first else step.LEGS
+        missing = [leg for leg in legs if not rows.has(workload=workload.name, leg=leg)]
+        if workload.device != device or (first and workload.name not in FIRST_WORKLOADS) or not missing or left() <= 0:
+            continue
+        chosen = [leg for leg in legs if leg in (*FIRST_LEGS[:2], *missing)]  # a ratio is to steps of the same run
+        for row in step.measure(workload, chosen, rounds=9, memory=device == "cuda"):
+            rows.add(**row)
     return 0
 
 
@@ -168,6 +212,8 @@ RUNNERS = {
     "tests": tests,
     "sanitize": sanitize,
     "ceilings": ceilings,
+    "first-kernels": partial(kernels, first=True),
+    "first-steps": partial(steps, first=True),
     "kernels": kernels,
     "steps": steps,
     "tiles": tiles,

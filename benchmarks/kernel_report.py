@@ -12,7 +12,7 @@ import matplotlib.pyplot as plt
 from layers import KERNEL, LAYERS
 from rows import RESULTS, read
 
-NAMES = ("dpfast", "cuBLAS", "Opacus", "float hook")
+NAMES = ("dpfast", "cuBLAS", "Opacus", "float hook", "torch")
 Cell = tuple[str, str, str]  # layer, verb, contender
 
 
@@ -73,7 +73,7 @@ def tables(machines: dict[str, dict[Cell, dict]]) -> Iterator[str]:
         "rate of a copy, FLOPs / rate of a square product), both measured in the same run; every input and output "
         "counts once, a Gram matrix half. In brackets: the relative error to fp64, without which no time is written. "
         "*cuBLAS* is its product with an fp32 result, and what the verb does with it; *Opacus* its sampler's einsum; "
-        "*float hook* a hook that converts to fp32 and contracts."
+        "*float hook* a hook that converts to fp32 and contracts; *torch* a sort and index_add_ (lookups: P rows of D)."
     )
     for machine, cells in machines.items():
         some = next(iter(cells.values()))
@@ -116,7 +116,7 @@ def roofline(machines: dict[str, dict[Cell, dict]], path: Path) -> None:
                 [row["flops"] / row["ms"] / 1e9 for row in rows],
                 s=24,
                 color=f"C{i}",
-                marker="osD^"[i],
+                marker="osD^v"[i],
                 label=verb,
             )
         intensities = [row["flops"] / row["bytes"] for row in ours.values()]

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from dpfast import kernels
 from dpfast.kernels import _launch, _tiles, grouped_norm
+from dpfast.kernels.lookup_norm import row_tile
 
+NAMES = tuple(dict.fromkeys(name for named in CONTENDERS.values() for name in named))
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -34,12 +36,19 @@ def limit(verb: str, layer: Layer, ceiling: dict[str, float]) -> dict[str, float
 
 
 def measure(
-    rows: Rows, ceiling: dict[str, float], device: str, expired: Callable[[], bool], layers: Iterable[Layer] = LAYERS
+    rows: Rows,
+    ceiling: dict[str, float],
+    device: str,
+    expired: Callable[[], bool],
+    layers: Iterable[Layer] = LAYERS,
+    contenders: Iterable[str] = NAMES,
 ) -> bool:
     """Adds every row that is missing; False where time ran out before the last."""
     for layer in layers:
         todo = [
-            (verb, name) for verb, name in cells(layer) if not rows.has(layer=layer.name, verb=verb, contender=name)
+            (verb, name)
+            for verb, name in cells(layer)
+            if name in contenders and not rows.has(layer=layer.name, verb=verb, contender=name)
         ]
         if not todo:
             continue
@@ -48,7 +57,8 @@ def measure(
         inputs = [layer.inputs(device, seed) for seed in range(layer.factors)]
         for verb in dict.fromkeys(verb for verb, _ in todo):
             expected = [exact(verb, *pair) for pair in inputs[:2]]
-            for name in (name for v, name in todo if v == verb):
+            # dpfast last: its row says what the others took.
+            for name in sorted((name for v, name in todo if v == verb), key="dpfast".__eq__):
                 if expired():
                     return False
                 rows.add(
@@ -59,6 +69,7 @@ def measure(
                     contender=name,
                     ceilings=ceiling,
                     **limit(verb, layer, ceiling),
+                    **({"compared_with": peers(rows, layer, verb)} if name == "dpfast" else {}),
                     **cell(verb, name, layer, inputs, expected, device),
                 )
             del expected
@@ -69,10 +80,16 @@ def measure(
     return True
 
 
+def peers(rows: Rows, layer: Layer, verb: str) -> dict[str, float | str]:
+    """What the other contenders took on this machine, in milliseconds, or why they have no time."""
+    own = (row for row in rows.all() if (row["layer"], row["verb"]) == (layer.name, verb))
+    return {row["contender"]: row.get("ms", row.get("note")) for row in own if row["contender"] != "dpfast"}
+
+
 def cells(layer: Layer) -> Iterator[tuple[str, str]]:
-    """(verb, contender) that are measured on the layer: norms only where there are many at once."""
+    """(verb, contender) that are measured on the layer: of its kind, and norms only where there are many at once."""
     for verb, contenders in CONTENDERS.items():
-        if layer.factors == 1 or verb == "direct norm":
+        if layer.lookup == (verb == "lookup norm") and (layer.factors == 1 or verb == "direct norm"):
             yield from ((verb, name) for name in contenders)
 
 
@@ -106,6 +123,8 @@ def cell(
 def tile_name(verb: str, layer: Layer, like: Tensor) -> str:
     if layer.factors > 1:
         tile = grouped_norm.thin_tile(layer.D, layer.P, layer.dtype, _launch.arch_of(like))
+    elif layer.lookup:
+        tile = row_tile(layer.D, _launch.arch_of(like))
     else:
         tile = _tiles.tile(KERNEL[verb], layer.T, layer.D, layer.P, layer.dtype, _launch.arch_of(like))
     blocks = "×".join(str(b) for b in (tile.BLOCK_T, tile.BLOCK_D, tile.BLOCK_P, tile.BLOCK_K) if b)

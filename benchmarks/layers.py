@@ -13,6 +13,7 @@ KERNEL = {
     "direct norm": "outer_norm",
     "Gram norm": "gram_norm",
     "weighted sum": "weighted_sum",
+    "lookup norm": "lookup_norm",
 }
 
 
@@ -20,7 +21,8 @@ KERNEL = {
 class Layer:
     """A linear layer of one step: N samples of T positions, D in-features, P out-features.
 
-    `factors` > 1: that many layers of these sizes at once, as LoRA has them.
+    `factors` > 1: that many layers of these sizes at once, as LoRA has them. `lookup`: an embedding instead, of P rows
+    of D features, whose gradient is (P, D) too.
     """
 
     name: str
@@ -30,15 +32,23 @@ class Layer:
     P: int
     dtype: torch.dtype = torch.bfloat16
     factors: int = 1
+    lookup: bool = False
 
     def inputs(self, device: str, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        """(activations (N, T, D), backprops (N, T, P), clip factors (N,)), random."""
+        """(activations (N, T, D), backprops (N, T, P), clip factors (N,)), random; of an embedding, (indices (N, T),
+        backprops (N, T, D), clip factors), every second index one of a hundred, as words are.
+        """
         generator = torch.Generator(device).manual_seed(seed)
 
         def draw(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator, device=device)
 
-        a, b = (draw(self.N, self.T, size).to(self.dtype) for size in (self.D, self.P))
+        if self.lookup:
+            a = torch.randint(self.P, (self.N, self.T), generator=generator, device=device)
+            a[:, ::2] %= 100
+            b = draw(self.N, self.T, self.D).to(self.dtype)
+        else:
+            a, b = (draw(self.N, self.T, size).to(self.dtype) for size in (self.D, self.P))
         return a, b, torch.rand(self.N, generator=generator, device=device) + 0.1
 
 
@@ -47,9 +57,11 @@ LAYERS = (
     Layer("GPT-2 up", 8, 1024, 768, 3072),
     Layer("GPT-2 up, T=256", 32, 256, 768, 3072),
     Layer("GPT-2 head", 4, 1024, 768, 50257),
+    Layer("GPT-2 tokens", 8, 1024, 768, 50257, lookup=True),
     Layer("Llama-3.2-1B q", 8, 1024, 2048, 2048),
     Layer("Llama-3.2-1B up", 8, 1024, 2048, 8192),
     Layer("Llama-3.2-1B head", 2, 1024, 2048, 128256),
+    Layer("Llama-3.2-1B tokens", 8, 1024, 2048, 128256, lookup=True),
     Layer("Llama-8B q", 4, 2048, 4096, 4096),
     Layer("Llama-8B up", 4, 2048, 4096, 14336),
     Layer("ViT-L up", 64, 197, 1024, 4096),

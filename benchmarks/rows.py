@@ -22,7 +22,7 @@ def environment(device: str) -> dict[str, str | None]:
     """What a row must say of where it was measured; `driver` is None on a CPU."""
     return {
         "machine": torch.cuda.get_device_name() if device == "cuda" else cpu_name(),
-        "driver": _nvidia_smi("driver_version") if device == "cuda" else None,
+        "driver": (_nvidia_smi("driver_version") or torch.version.hip) if device == "cuda" else None,
         "torch": torch.__version__,
         "triton": triton.__version__,
         "python": platform.python_version(),

@@ -96,7 +96,7 @@ def measure(workload: Workload, legs: list[str], rounds: int, memory: bool, in_p
         model, batch = _model(workload), workload.batch()
         exact, allowed = _exact_gradient(workload, model, batch)
     except Exception as error:
-        return [{"workload": workload.name, "leg": "plain", "note": reason(error)}]
+        return [{**row, "note": reason(error)} for row in rows.values()]
     for leg in legs:
         try:
             if leg in PRIVATE:

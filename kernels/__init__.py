@@ -6,6 +6,7 @@ A kernel knows nothing of modules, hooks or privacy. Each file holds one kernel 
 from ._tiles import CHAIN
 from .gram_norm import GramNormResult, gram_norm
 from .grouped_norm import GroupedNormResult, grouped_outer_norm, groups
+from .lookup_norm import LookupNormResult, lookup_norm
 from .outer_norm import OuterNormResult, outer_norm
 from .outer_product import OuterProductResult, outer_product
 from .row_sq_norm import row_sq_norm
@@ -15,12 +16,14 @@ __all__ = [
     "CHAIN",
     "GramNormResult",
     "GroupedNormResult",
+    "LookupNormResult",
     "OuterNormResult",
     "OuterProductResult",
     "WeightedSumResult",
     "gram_norm",
     "grouped_outer_norm",
     "groups",
+    "lookup_norm",
     "outer_norm",
     "outer_product",
     "row_sq_norm",

@@ -35,6 +35,8 @@ _POINTERS = {
     torch.float16: "*fp16",
     torch.float32: "*fp32",
     torch.float64: "*fp64",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
 }
 
 
@@ -106,6 +108,8 @@ def flops(verb: str, N: int, T: int, D: int, P: int, *, block_t: int = 1) -> int
     """
     if verb == "row_sq_norm":
         return 2 * N * T * D
+    if verb == "lookup_norm":  # a sum and a square of each
+        return 3 * N * T * D
     if verb in ("outer_product", "outer_norm", "weighted_sum"):
         return 2 * N * T * D * P
     if verb == "gram_norm":
@@ -122,6 +126,8 @@ def bytes_moved(verb: str, N: int, T: int, D: int, P: int, *, itemsize: int = 2,
     """
     if verb == "row_sq_norm":
         return N * T * D * itemsize + 4 * N * T
+    if verb == "lookup_norm":  # 8 bytes an index
+        return N * T * (D * itemsize + 8) + 4 * N
     read = N * T * (D + P) * itemsize
     if verb == "outer_product":
         return read + N * D * P * out_itemsize
@@ -183,10 +189,12 @@ class Compiled:
     """What the compiler made of one launch.
 
     `spills` is bytes of local memory a thread (NVIDIA) or spilled registers plus bytes of scratch (AMD);
-    `spill_instructions` counts LDL and STL, or scratch loads and stores. `text` is SASS or AMD assembly.
+    `spill_instructions` counts LDL and STL, or scratch loads and stores. `text` is SASS or AMD assembly; `ptx` is empty
+    on AMD.
     """
 
     ttgir: str
+    ptx: str
     text: str
     registers: int
     spills: int
@@ -242,7 +250,12 @@ def compile_ahead(
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     compiled = triton.compile(source, target=target, options=options)
     report = _amd_report if target.backend == "hip" else _nvidia_report
-    return Compiled(ttgir=compiled.asm["ttgir"], shared_memory=compiled.metadata.shared, **report(compiled.asm))
+    return Compiled(
+        ttgir=compiled.asm["ttgir"],
+        ptx=compiled.asm.get("ptx", ""),
+        shared_memory=compiled.metadata.shared,
+        **report(compiled.asm),
+    )
 
 
 def _nvidia_report(asm) -> dict[str, Any]:

@@ -21,6 +21,17 @@ _PARTS_TILE = Tile(0, 0, 0, 1024, 4, 1, "from static analysis: eight values a th
 
 
 @triton.jit
+def rounded_product(x, y):
+    """x·y, rounded, for a reduction over lanes.
+
+    Of `x * y` and the reduction's first addition the compiler makes one fma: a lane then adds its own product unrounded
+    to its neighbour's rounded one, and of two lanes that store one sum each has another last bit. Which one stays
+    is nobody's promise. An fma with +0 is no product to it: -0 + 0 is not -0.
+    """
+    return tl.fma(x, y, 0.0)
+
+
+@triton.jit
 def sum_tile(tile):
     """Sum of a 2-D tile: each row over its columns, then the rows.
 
@@ -107,7 +118,7 @@ def _add_parts_kernel(
     if WRITE:
         tl.store(out_ptr + n * length + offs_k, acc.to(out_ptr.dtype.element_ty), mask=mask)
     if NORM:
-        tl.store(partials_ptr + n * slots + first_slot + block, tl.sum(acc * acc, axis=0))
+        tl.store(partials_ptr + n * slots + first_slot + block, tl.sum(rounded_product(acc, acc), axis=0))
 
 
 def part_blocks(length: int) -> int:

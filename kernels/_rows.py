@@ -46,6 +46,36 @@ def load_rows(
         )
 
 
+@triton.jit
+def load_columns(
+    x,  # see `load_rows`
+    stride_n,
+    stride_t,
+    n,
+    t,
+    f,
+    T,
+    F,
+    TMA: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+):
+    """The block of `load_rows`, transposed: (BLOCK_F, BLOCK_T), for the first operand of a dot over positions.
+
+    The pointers are transposed, not the loaded block: under `tl.trans` of a load the pipeline of sm_80 (Triton 3.7.1)
+    keeps the block of every stage in registers and stores it to shared memory itself, behind a barrier of its own.
+    """
+    if TMA:
+        return tl.trans(load_rows(x, stride_n, stride_t, n, t, f, T, F, TMA, BLOCK_T, BLOCK_F))
+    else:
+        offs_t = t + tl.arange(0, BLOCK_T)
+        offs_f = f + tl.arange(0, BLOCK_F)
+        row_ptrs = x + tl.cast(n, tl.int64) * stride_n + offs_t.to(tl.int64) * stride_t
+        return tl.load(
+            row_ptrs[None, :] + offs_f[:, None], mask=(offs_f < F)[:, None] & (offs_t < T)[None, :], other=0.0
+        )
+
+
 def row_sources(tile: Tile, *operands: tuple[torch.Tensor, int]) -> tuple[Any, ...]:
     """What a kernel reads each (tensor (N, T, F), block of F) through, and whether all are descriptors.
 

@@ -21,6 +21,8 @@ Why the blocks are what they are
   least, so the kernel puts a thin P there.
 - T <= 16, 32: no more masked positions than a tensor core's step has anyway.
 - Convolutions (T long, D·P small): small blocks and short parts, so that one sample has enough programs.
+- sm_80's rows also serve sm_86, sm_89 and sm_12x, where programs share 99 KiB: stages fill that for as many programs as
+  registers leave room for. Both operands of a step lie there.
 - LM heads: the general rows' tiles so far, in rows of their own; enough tiles to never split T.
 - Gram tiles hold three accumulators: B's sum, A's sum and A's chain. At 128×128 on sm_90 they fit where a step is a
   whole chain (steps of 64: 43 spill instructions); on sm_100 and sm_80 they do not, so tiles are 64×64 there.
@@ -47,13 +49,13 @@ outer_product sm_80 16-bit T<=32,D>=65,P>=65,D%16,P%16 T32D128P128 8 2 0 ptr | H
 outer_product sm_80 16-bit T>=1024,DP<=65536,D>=33,P>=33 T32D64P64 8 3 256 ptr | convolutions: 16 KiB a part, 128 positions' worth of loads
 outer_product sm_80 16-bit D<=64,P<=64 T32D64P64 4 4 512 ptr | HMMA, 64 rows at least
 outer_product sm_80 16-bit P<=16 T32D128P16 4 4 256 ptr | HMMA, P in the 16 columns
-outer_product sm_80 16-bit P<=32 T32D128P32 8 4 512 ptr | HMMA, P in the 32 columns
-outer_product sm_80 16-bit P<=64 T32D128P64 4 4 512 ptr | HMMA, P in the 64 columns
-outer_product sm_80 16-bit D<=16 T32D16P128 8 4 256 ptr | HMMA, D in the 16 columns
+outer_product sm_80 16-bit P<=32 T32D128P32 4 4 512 ptr | HMMA, P in the 32 columns
+outer_product sm_80 16-bit P<=64 T32D128P64 4 5 512 ptr | HMMA, P in the 64 columns; two programs' stages fit 99 KiB
+outer_product sm_80 16-bit D<=16 T32D16P128 4 4 256 ptr | HMMA, D in the 16 columns
 outer_product sm_80 16-bit D<=32 T32D32P128 4 4 512 ptr | HMMA, D in the 32 columns
-outer_product sm_80 16-bit D<=64 T32D64P128 4 4 512 ptr | HMMA, D in the 64 columns
-outer_product sm_80 16-bit P>=65536,D%16,P%16 T32D128P128 8 4 0 ptr | LM head: two accumulators of 64 registers, never split
-outer_product sm_80 16-bit D%16,P%16 T32D128P128 8 4 1024 ptr | two accumulators of 64 registers, 64 FLOP a byte
+outer_product sm_80 16-bit D<=64 T32D64P128 4 5 512 ptr | HMMA, D in the 64 columns; two programs' stages fit 99 KiB
+outer_product sm_80 16-bit P>=65536,D%16,P%16 T64D128P128 8 4 0 ptr | LM head: as the general row, never split
+outer_product sm_80 16-bit D%16,P%16 T64D128P128 8 4 1024 ptr | two accumulators of 64 registers (218 in all), 64 FLOP a byte, 96 KiB of stages
 outer_product sm_80 16-bit * T32D64P128 8 3 512 ptr | element by element, 4096 elements of the larger operand
 # outer_product sm_90,sm_100
 outer_product sm_90,sm_100 16-bit T<=16,D>=65,P>=65,D%16,P%16 T16D128P128 8 2 0 tma | HGMMA or UTCHMMA, one step of 16 positions
@@ -69,7 +71,8 @@ outer_product sm_90,sm_100 16-bit D<=32 T64D32P128 4 4 512 tma | HGMMA or UTCHMM
 outer_product sm_90,sm_100 16-bit D<=64,D%16,P%16 T64D64P128 4 4 512 tma | HGMMA or UTCHMMA, D in the 64 columns
 outer_product sm_90,sm_100 16-bit P>=65536,D%16,P%16 T64D128P128 8 4 0 tma | LM head: two accumulators of 64 registers, never split
 outer_product sm_90,sm_100 16-bit D%16,P%16 T64D128P128 8 4 1024 tma | two accumulators of 64 registers (144 and 150 in all), 64 FLOP a byte
-outer_product sm_90,sm_100 16-bit * T32D64P128 8 3 512 tma | element by element, 4096 elements of the larger operand
+outer_product sm_90 16-bit * T32D64P128 8 3 512 tma | element by element, 4096 elements of the larger operand
+outer_product sm_100 16-bit * T32D64P128 4 3 512 tma | element by element; 8 warps spill with Triton 3.6
 # outer_product gfx942
 outer_product gfx942 16-bit T<=16,D>=65,P>=65,D%16,P%16 T16D128P128 8 2 0 ptr | mfma, one step of 16 positions
 outer_product gfx942 16-bit T<=32,D>=65,P>=65,D%16,P%16 T32D128P128 8 2 0 ptr | mfma, one step of 32 positions
@@ -98,16 +101,17 @@ outer_product sm_90,sm_100 fp32 * T16D64P64 8 3 1024 tma | IEEE multiply-adds, t
 # outer_norm sm_80
 outer_norm sm_80 16-bit T<=16,D>=65,P>=65,D%16,P%16 T16D128P128 8 2 0 ptr | HMMA, one step of 16 positions
 outer_norm sm_80 16-bit T<=32,D>=65,P>=65,D%16,P%16 T32D128P128 8 2 0 ptr | HMMA, one step of 32 positions
+outer_norm sm_80 16-bit T<=128,D>=129,P>=65,D%16,P%16 T32D256P128 8 4 0 ptr | HMMA, one chain, 85 FLOP a byte, 72 KiB of stages
 outer_norm sm_80 16-bit T>=1024,DP<=65536,D>=33,P>=33 T32D64P64 4 3 256 ptr | convolutions: 16 KiB a part, 128 positions' worth of loads
 outer_norm sm_80 16-bit D<=64,P<=64 T32D64P64 4 4 512 ptr | HMMA, 64 rows at least
 outer_norm sm_80 16-bit P<=16 T32D128P16 4 4 256 ptr | HMMA, P in the 16 columns
-outer_norm sm_80 16-bit P<=32 T32D128P32 8 4 512 ptr | HMMA, P in the 32 columns
-outer_norm sm_80 16-bit P<=64 T32D128P64 4 4 512 ptr | HMMA, P in the 64 columns
-outer_norm sm_80 16-bit D<=16 T32D16P128 8 4 256 ptr | HMMA, D in the 16 columns
+outer_norm sm_80 16-bit P<=32 T32D128P32 4 4 512 ptr | HMMA, P in the 32 columns
+outer_norm sm_80 16-bit P<=64 T32D128P64 4 5 512 ptr | HMMA, P in the 64 columns; two programs' stages fit 99 KiB
+outer_norm sm_80 16-bit D<=16 T32D16P128 4 4 256 ptr | HMMA, D in the 16 columns
 outer_norm sm_80 16-bit D<=32 T32D32P128 4 4 512 ptr | HMMA, D in the 32 columns
-outer_norm sm_80 16-bit D<=64 T32D64P128 4 4 512 ptr | HMMA, D in the 64 columns
-outer_norm sm_80 16-bit P>=65536,D%16,P%16 T32D128P128 8 4 0 ptr | LM head: two accumulators of 64 registers, never split
-outer_norm sm_80 16-bit D%16,P%16 T32D128P128 8 4 1024 ptr | two accumulators of 64 registers, 64 FLOP a byte
+outer_norm sm_80 16-bit D<=64 T32D64P128 4 5 512 ptr | HMMA, D in the 64 columns; two programs' stages fit 99 KiB
+outer_norm sm_80 16-bit P>=65536,D%16,P%16 T64D128P128 8 4 0 ptr | LM head: as the general row, never split
+outer_norm sm_80 16-bit D%16,P%16 T64D128P128 8 4 1024 ptr | two accumulators of 64 registers (218 in all), 64 FLOP a byte, 96 KiB of stages
 outer_norm sm_80 16-bit * T32D64P128 8 3 512 ptr | element by element, 4096 elements of the larger operand
 # outer_norm sm_90,sm_100
 outer_norm sm_90,sm_100 16-bit T<=16,D>=65,P>=65,D%16,P%16 T16D128P128 8 2 0 tma | HGMMA or UTCHMMA, one step of 16 positions
@@ -189,7 +193,7 @@ gram_norm sm_80,sm_90,sm_100,gfx942 fp32 * T64K16 8 3 0 ptr | IEEE multiply-adds
 # weighted_sum sm_80
 weighted_sum:flat sm_80 16-bit T<=63,D<=64,P<=64,D%16,P%16 T32D64P64 4 7 0 ptr | the weighted operand from registers
 weighted_sum:flat sm_80 16-bit T<=63,D<=16,D%16,P%16 T32D16P128 4 7 0 ptr | D in 16 columns
-weighted_sum:flat sm_80 16-bit T<=63,D<=64,D%16,P%16 T32D64P128 4 7 0 ptr | the weighted operand from registers
+weighted_sum:flat sm_80 16-bit T<=63,D<=64,D%16,P%16 T32D64P128 8 7 0 ptr | the weighted operand from registers
 weighted_sum:flat sm_80 16-bit T<=63,P<=64,D%16,P%16 T32D64P64 4 7 0 ptr | the weighted operand from registers
 weighted_sum:flat sm_80 16-bit T<=63,P>=65536,D%16,P%16 T32D64P128 8 7 0 ptr | LM head: the weighted operand from registers
 weighted_sum:flat sm_80 16-bit T<=63,D%16,P%16 T32D64P128 8 7 0 ptr | the weighted operand from registers
@@ -199,8 +203,8 @@ weighted_sum sm_80 16-bit D<=64,P<=64,D%16,P%16 T32D64P64 4 7 0 ptr | a sample's
 weighted_sum sm_80 16-bit D<=16,D%16,P%16 T32D16P128 4 7 0 ptr | D in 16 columns
 weighted_sum sm_80 16-bit D<=64,D%16,P%16 T32D64P128 4 7 0 ptr | a sample's sum and the total in registers
 weighted_sum sm_80 16-bit P<=64,D%16,P%16 T32D128P64 4 7 0 ptr | a sample's sum and the total in registers
-weighted_sum sm_80 16-bit P>=65536,D%16,P%16 T32D128P128 8 7 0 ptr | LM head: a sample's sum and the total in registers
-weighted_sum sm_80 16-bit D%16,P%16 T32D128P128 8 7 0 ptr | a sample's sum and the total in registers
+weighted_sum sm_80 16-bit P>=65536,D%16,P%16 T64D128P128 8 7 0 ptr | LM head: as the general row
+weighted_sum sm_80 16-bit D%16,P%16 T64D128P128 8 7 0 ptr | a sample's sum and the total in registers, 96 KiB of stages
 weighted_sum sm_80 16-bit P<=64 T32D64P64 8 2 0 ptr | element by element
 weighted_sum sm_80 16-bit * T32D64P128 8 3 0 ptr | element by element, 4096 elements of the larger operand
 # weighted_sum sm_90
@@ -255,9 +259,14 @@ weighted_sum gfx942 16-bit D%16,P%16 T64D128P128 8 2 0 ptr | a sample's sum and 
 weighted_sum gfx942 16-bit P<=64 T32D64P64 8 2 0 ptr | element by element
 weighted_sum gfx942 16-bit * T32D64P128 8 2 0 ptr | element by element, 4096 elements of the larger operand
 # weighted_sum fp32
-weighted_sum:flat sm_80,sm_90,sm_100,gfx942 fp32 T<=63,D<=16 T16D16P64 4 3 0 ptr | D in 16 columns
-weighted_sum:flat sm_80,sm_90,sm_100,gfx942 fp32 T<=63,P>=65536 T16D64P64 8 3 0 ptr | LM head: as the general row
-weighted_sum:flat sm_80,sm_90,sm_100,gfx942 fp32 T<=63 T16D64P64 8 3 0 ptr | IEEE multiply-adds, 16 or twice 16 accumulators a thread
+weighted_sum:flat sm_80,sm_90,sm_100 fp32 T<=63,D<=16 T16D16P64 4 5 0 ptr | D in 16 columns
+weighted_sum:flat gfx942 fp32 T<=63,D<=16 T16D16P64 4 3 0 ptr | D in 16 columns
+weighted_sum:flat sm_80,sm_90 fp32 T<=63,P>=65536 T16D64P64 8 5 0 ptr | LM head: as the general row
+weighted_sum:flat sm_80,sm_90 fp32 T<=63 T16D64P64 8 5 0 ptr | IEEE multiply-adds, 16 accumulators a thread
+weighted_sum:flat sm_100 fp32 T<=63,P>=65536 T16D64P64 4 5 0 ptr | LM head: as the general row
+weighted_sum:flat sm_100 fp32 T<=63 T16D64P64 4 5 0 ptr | IEEE multiply-adds, 32 accumulators a thread; 8 warps spilled
+weighted_sum:flat gfx942 fp32 T<=63,P>=65536 T16D64P64 8 3 0 ptr | LM head: as the general row
+weighted_sum:flat gfx942 fp32 T<=63 T16D64P64 8 3 0 ptr | IEEE multiply-adds, 16 accumulators a thread
 weighted_sum sm_80,gfx942 fp32 D<=16 T16D16P64 4 3 0 ptr | D in 16 columns
 weighted_sum sm_80,gfx942 fp32 P>=65536 T16D64P64 8 3 0 ptr | LM head: as the general row
 weighted_sum sm_80,gfx942 fp32 * T16D64P64 8 3 0 ptr | IEEE multiply-adds, 16 or twice 16 accumulators a thread

@@ -17,8 +17,9 @@ from ._tile_rows import TABLE
 VERBS = ("row_sq_norm", "outer_product", "outer_norm", "gram_norm", "weighted_sum")
 ARCHES = ("sm_80", "sm_90", "sm_100", "gfx942")
 
-# Shared memory that one program may ask for, in bytes.
-SHARED_MEMORY_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
+# Shared memory that one program may ask for, in bytes, on the smallest part that runs with the architecture's rows:
+# sm_80 itself has 163 KiB, sm_86, sm_89 and sm_120 have 99.
+SHARED_MEMORY_LIMIT = {"sm_80": 99 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
 
 # Multiprocessors of the architecture's full-size part, the target of `splits`. A constant and not a query:
 # the order of addition must not change between two devices of one architecture.

@@ -27,7 +27,7 @@ import triton.language as tl
 
 from . import _tiles
 from ._launch import arch_of, launch, validate, widens
-from ._partials import sum_partials, sum_tile
+from ._partials import rounded_product, sum_partials, sum_tile
 from ._rows import load_rows, row_sources
 
 
@@ -70,7 +70,8 @@ def _gram_tile(
 @triton.jit
 def _weighted_sum_tile(tile, r_i, r_j):
     """Σ_ij tile_ij r_i r_j; the rows keep their second dim for the reason `sum_tile` gives."""
-    return tl.sum(tl.sum(tile * r_j[None, :], axis=1, keep_dims=True) * r_i[:, None])
+    rows = tl.sum(rounded_product(tile, r_j[None, :]), axis=1, keep_dims=True)
+    return tl.sum(rounded_product(rows, r_i[:, None]))
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -121,7 +122,7 @@ def _gram_norm_kernel(
     gram_b = _gram_tile(b, stride_bn, stride_bt, n, i, j, T, P, CHAIN, TMA, WIDEN, BLOCK_T, BLOCK_K)
     gram_a = _gram_tile(a, stride_an, stride_at, n, i, j, T, D, CHAIN, TMA, WIDEN, BLOCK_T, BLOCK_K)
 
-    tl.store(partials_ptr, count * sum_tile(gram_a * gram_b))
+    tl.store(partials_ptr, count * sum_tile(rounded_product(gram_a, gram_b)))
     if BIAS:
         partials_ptr += pairs
         tl.store(partials_ptr, count * sum_tile(gram_b))
@@ -142,7 +143,7 @@ def _gram_norm_kernel(
         partials_ptr += pairs
         tl.store(partials_ptr, count * _weighted_sum_tile(gram_a, rb_i, rb_j))
         partials_ptr += pairs
-        tl.store(partials_ptr, count * sum_tile(gram_a * gram_b))
+        tl.store(partials_ptr, count * sum_tile(rounded_product(gram_a, gram_b)))
 
 
 class GramNormResult(NamedTuple):

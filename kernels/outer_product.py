@@ -26,8 +26,8 @@ import triton.language as tl
 
 from . import _tiles
 from ._launch import arch_of, launch, promote, validate, widens
-from ._partials import add_parts, part_blocks, sum_partials, sum_tile
-from ._rows import load_rows, row_sources
+from ._partials import add_parts, part_blocks, rounded_product, sum_partials, sum_tile
+from ._rows import load_columns, load_rows, row_sources
 
 
 @triton.jit
@@ -65,16 +65,17 @@ def outer_tile(
     acc = tl.zeros((ROWS, COLUMNS), tl.float32)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for t in range(first_t, last_t, BLOCK_T):
-        b_rows = load_rows(b, stride_bn, stride_bt, n, t, p, T, P, TMA, BLOCK_T, BLOCK_P)
-        a_rows = load_rows(a, stride_an, stride_at, n, t, d, T, D, TMA, BLOCK_T, BLOCK_D)
-        if WIDEN:
-            b_rows = b_rows.to(tl.float32)
-            a_rows = a_rows.to(tl.float32)
-        # G += bᵀ a
+        # G += bᵀ a, or its transpose
         if THIN_P:
-            acc = tl.dot(tl.trans(a_rows), b_rows, acc, input_precision="ieee")
+            left = load_columns(a, stride_an, stride_at, n, t, d, T, D, TMA, BLOCK_T, BLOCK_D)
+            right = load_rows(b, stride_bn, stride_bt, n, t, p, T, P, TMA, BLOCK_T, BLOCK_P)
         else:
-            acc = tl.dot(tl.trans(b_rows), a_rows, acc, input_precision="ieee")
+            left = load_columns(b, stride_bn, stride_bt, n, t, p, T, P, TMA, BLOCK_T, BLOCK_P)
+            right = load_rows(a, stride_an, stride_at, n, t, d, T, D, TMA, BLOCK_T, BLOCK_D)
+        if WIDEN:
+            left = left.to(tl.float32)
+            right = right.to(tl.float32)
+        acc = tl.dot(left, right, acc, input_precision="ieee")
         if CHAIN:  # noqa: SIM102 (one is known to the compiler, the other is not)
             if (t + BLOCK_T) % CHAIN == 0:
                 total += acc
@@ -164,7 +165,7 @@ def _outer_kernel(
             mask = (offs_p < P)[:, None] & (offs_d < D)[None, :]
             tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
         if NORM:
-            tl.store(partials_ptr + row * programs + pid_tile, sum_tile(acc * acc))
+            tl.store(partials_ptr + row * programs + pid_tile, sum_tile(rounded_product(acc, acc)))
     elif BIAS:
         p = (pid_tile - tiles) * BLOCK_P
         sums = scale * column_sums(b, stride_bn, stride_bt, n, p, first_t, last_t, T, P, TMA, BLOCK_T, BLOCK_P)
@@ -172,7 +173,7 @@ def _outer_kernel(
             offs_p = p + tl.arange(0, BLOCK_P)
             tl.store(bias_ptr + row * P + offs_p, sums.to(bias_ptr.dtype.element_ty), mask=offs_p < P)
         if NORM:
-            tl.store(partials_ptr + row * programs + pid_tile, tl.sum(sums * sums, axis=0))
+            tl.store(partials_ptr + row * programs + pid_tile, tl.sum(rounded_product(sums, sums), axis=0))
 
 
 class OuterProductResult(NamedTuple):

@@ -32,7 +32,7 @@ import triton.language as tl
 
 from . import _tiles
 from ._launch import arch_of, launch, promote, validate, widens
-from ._rows import load_rows, row_sources
+from ._rows import load_columns, load_rows, row_sources
 
 
 @triton.jit
@@ -77,6 +77,32 @@ def _load_step(
         return tl.load(row_ptrs[:, None] + offs_f[None, :], mask=mask, other=0.0)
     else:
         return load_rows(x, stride_n, stride_t, n, t, f, T, F, TMA, BLOCK_T, BLOCK_F)
+
+
+@triton.jit
+def _load_step_columns(
+    x,  # see `_load_step`
+    stride_n,
+    stride_t,
+    n,
+    t,
+    c,
+    f,
+    T,
+    F,
+    FLAT: tl.constexpr,
+    TMA: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+):
+    """The block of `_load_step`, transposed, for the reason `load_columns` gives."""
+    if FLAT:
+        offs_f = f + tl.arange(0, BLOCK_F)
+        row_ptrs = x + n * stride_n + t * stride_t
+        mask = (offs_f < F)[:, None] & (c != 0.0)[None, :]
+        return tl.load(row_ptrs[None, :] + offs_f[:, None], mask=mask, other=0.0)
+    else:
+        return load_columns(x, stride_n, stride_t, n, t, f, T, F, TMA, BLOCK_T, BLOCK_F)
 
 
 @triton.jit
@@ -148,12 +174,12 @@ def _weighted_tile(
     total = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
     for step in range(first, last):
         n, t, c = _step_of(step, c_ptr, stride_cn, N, T, FLAT, BLOCK_T)
-        b_rows = _load_step(b, stride_bn, stride_bt, n, t, c, p, T, P, FLAT, TMA, BLOCK_T, BLOCK_P)
+        b_columns = _load_step_columns(b, stride_bn, stride_bt, n, t, c, p, T, P, FLAT, TMA, BLOCK_T, BLOCK_P)
         a_rows = _load_step(a, stride_an, stride_at, n, t, c, d, T, D, FLAT, TMA, BLOCK_T, BLOCK_D)
         if FLAT:
             # W += (c b)ᵀ a
             x = a_rows.to(tl.float32)
-            cb = tl.trans(c[:, None] * b_rows.to(tl.float32))  # (BLOCK_P, BLOCK_T)
+            cb = c[None, :] * b_columns.to(tl.float32)  # (BLOCK_P, BLOCK_T)
             if SPLIT:
                 cb_hi = _to_bf16(cb, WIDEN)
                 cb_lo = _to_bf16(cb - cb_hi.to(tl.float32), WIDEN)
@@ -166,11 +192,11 @@ def _weighted_tile(
             else:
                 acc = tl.dot(cb, x, acc, input_precision="ieee")
         else:
-            # G[n] += bᵀ a
             if WIDEN:
-                b_rows = b_rows.to(tl.float32)
+                b_columns = b_columns.to(tl.float32)
                 a_rows = a_rows.to(tl.float32)
-            acc = tl.dot(tl.trans(b_rows), a_rows, acc, input_precision="ieee")
+            # G[n] += bᵀ a
+            acc = tl.dot(b_columns, a_rows, acc, input_precision="ieee")
             if (step + 1) % steps == 0 or step == last - 1:
                 # W += c G[n], or the share of G[n] that falls into this part
                 total += c * acc

@@ -1,5 +1,6 @@
 """The benchmarks' own code, on a CPU with tiny shapes: a lent GPU's minutes are not for its mistakes."""
 
+import argparse
 import importlib.util
 import json
 from dataclasses import replace
@@ -26,6 +27,7 @@ TINY = (
     layers.Layer("GPT-2 up", 3, 20, 24, 40, BF16),
     layers.Layer("GPT-2 up, fp32", 2, 20, 24, 40, FP32),
     layers.Layer("LoRA A × 64", 2, 20, 40, 8, BF16, factors=3),
+    layers.Layer("GPT-2 tokens", 2, 20, 24, 300, BF16, lookup=True),
 )
 
 
@@ -59,8 +61,8 @@ def test_the_peer_called_opacus_computes_what_opacus_does():
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_every_contender_agrees_with_fp64(dtype):
-    inputs = replace(TINY[0], dtype=dtype).inputs("cpu")
     for verb, named in contenders.CONTENDERS.items():
+        inputs = replace(TINY[0], dtype=dtype, lookup=verb == "lookup norm").inputs("cpu")
         expected = contenders.exact(verb, *inputs)
         for name, contender in named.items():
             assert contenders.error(verb, contender(*inputs), expected) <= contenders.TOLERANCE[name]
@@ -140,6 +142,40 @@ def test_the_parts_run(monkeypatch, tmp_path):
     assert min(ceilings[name] for name in ("copy", "bf16", "fp32")) > 0
 
 
+def test_what_is_worth_most_comes_first_and_is_not_measured_again(monkeypatch, tmp_path):
+    tiny = workloads.gpt("llama-1b", n=4, t=8, d=16, blocks=1, vocabulary=20, check=4, dtype=BF16)
+    monkeypatch.setattr(step, "WORKLOADS", {"llama-1b": tiny, "other": replace(tiny, name="other")})
+    monkeypatch.setattr(layers, "LAYERS", TINY)
+    assert gpu.run("first-kernels", tmp_path, "cpu", 100.0) == gpu.run("first-steps", tmp_path, "cpu", 100.0) == 0
+    kernels, steps = (rows.read(tmp_path / f"{name}.jsonl") for name in ("kernels", "step"))
+    assert {(row["layer"], row["contender"]) for row in kernels} == {
+        *((layer.name, name) for layer in TINY[:2] for name in ("dpfast", "cuBLAS")),
+        *(("GPT-2 tokens", name) for name in ("dpfast", "torch")),
+    }
+    for row in kernels:
+        if row["contender"] == "dpfast":
+            assert row["compared_with"]["torch" if row["verb"] == "lookup norm" else "cuBLAS"] > 0
+    assert [(row["workload"], row["leg"]) for row in steps] == [("llama-1b", leg) for leg in gpu.FIRST_LEGS]
+
+    assert gpu.run("kernels", tmp_path, "cpu", 100.0) == gpu.run("steps", tmp_path, "cpu", 100.0) == 0
+    cells = [(row["layer"], row["verb"], row["contender"]) for row in rows.read(tmp_path / "kernels.jsonl")]
+    assert len(set(cells)) == len(cells) == sum(len(list(kernel_table.cells(layer))) for layer in TINY)
+    own = [row["leg"] for row in rows.read(tmp_path / "step.jsonl") if row["workload"] == "llama-1b"]
+    assert set(own) == set(legs.LEGS) and own.count("dpfast one-pass") == 1
+
+
+def test_one_call_takes_the_parts_in_order_within_one_budget(monkeypatch, tmp_path):
+    given = []
+    monkeypatch.setattr(
+        gpu, "run_alone", lambda part, options, seconds: given.append((part, seconds)) or part == "steps"
+    )
+    options = argparse.Namespace(budget_seconds=100.0, out=tmp_path, device="cpu")
+    assert gpu.run_all(options) == 1
+    assert [part for part, _ in given] == list(gpu.PARTS)
+    assert given[0][1] <= 30 and given[1][1] <= 50 and given[2][1] <= 100
+    assert gpu.run_all(argparse.Namespace(budget_seconds=0.0)) == 0
+
+
 def test_smoke_runs_every_kernel(capsys):
     gpu.smoke("cpu", [BF16])
     said = capsys.readouterr().out
@@ -166,7 +202,7 @@ def test_the_tile_search_proposes_lines_that_the_table_reads(tmp_path):
 
 @pytest.mark.parametrize("arch", _tiles.ARCHES)
 def test_candidates_start_with_the_own_tile_and_fit_the_device(arch):
-    for verb, layer in ((verb, layer) for verb in layers.KERNEL for layer in layers.LAYERS):
+    for verb, layer in ((verb, layer) for verb in tile_search.CALLS for layer in layers.LAYERS if not layer.lookup):
         own = _tiles.tile(layers.KERNEL[verb], layer.T, layer.D, layer.P, layer.dtype, arch)
         found = tile_search.candidates(verb, layer, own, arch)
         assert found[0] == own
@@ -196,7 +232,7 @@ def test_the_report_writes_tables_and_a_roofline(tmp_path):
     made = report.documents(tmp_path, tmp_path)
     readme = made[tmp_path / "README.md"]
     assert "old" not in readme
-    assert "| GPT-2 qkv (8, 1024, 768, 2304) | 75 % | 75 % | 75 % | 75 % |" in readme
+    assert "| GPT-2 qkv (8, 1024, 768, 2304) | 75 % | 75 % | 75 % | 75 % | – |" in readme
     assert "nothing has been measured" not in readme
     assert "1.5 | 75 % | 2 (1e-06) |" in made[tmp_path / "docs" / "kernels.md"]
     assert set(report.stale(tmp_path, tmp_path)) == set(made)

@@ -8,6 +8,7 @@ of the proofs (docs/bounds.md), ``cost`` those of the choice of way.
 from dpfast.arithmetic import bounds, buffers, cost, ops, products, reference, sums
 from dpfast.arithmetic.backends import backend_report
 from dpfast.arithmetic.bounds import SquaredNorm
+from dpfast.arithmetic.kernel_norms import lookup_sq_norm
 from dpfast.arithmetic.precision import (
     accumulating_dtype,
     exact_arithmetic,
@@ -31,6 +32,7 @@ __all__ = [
     "exact_arithmetic",
     "exact_convolutions",
     "gram_tile",
+    "lookup_sq_norm",
     "ops",
     "product_report",
     "products",

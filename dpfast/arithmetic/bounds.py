@@ -107,6 +107,18 @@ def kernel_terms(terms: int, chain: int) -> float:
     return TENSOR_CORE * min(terms, chain) + -(-terms // chain)
 
 
+def run_error(sq_products: Tensor, *, positions: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """``‖Ĝ − G‖ ≤ u/(1 − Tu)·s`` for a table's rows, each a sum of some of T positions.
+
+    Args:
+        sq_products: ``s² = Σ_v m_v² k_v Σ_t ‖b_t‖²`` over rows v, each a sum of k_v positions, which m_v additions
+            round, (N,).
+        numel: entries of all positions.
+    """
+    relative = gamma(positions, dtype) / positions
+    return _SLOP * relative * sq_products.sqrt() + positions * smallest_normal(dtype) * numel**0.5
+
+
 def direct_error(
     row_products: Tensor, *, positions: int, numel: int, dtype: torch.dtype, kernel_chain: int | None = None
 ) -> Tensor:

@@ -62,6 +62,30 @@ def sq_norm(activations: Tensor, backprops: Tensor, way: str) -> SquaredNorm:
     )
 
 
+def lookup_sq_norm(indices: Tensor, backprops: Tensor, padding_idx: int | None) -> SquaredNorm:
+    """‖G_n‖² of a table whose row ``indices[n, t]`` gets ``backprops[n, t]`` (N, T, D), and its bound."""
+    function = _lookup_sq_norm_op if torch.compiler.is_compiling() else _lookup_sq_norm
+    return SquaredNorm(*function(indices, backprops, padding_idx))
+
+
+def _lookup_sq_norm(indices: Tensor, backprops: Tensor, padding_idx: int | None) -> tuple[Tensor, Tensor]:
+    kernels, _ = import_kernels()
+    _, t, d = backprops.shape
+    rows = backprops if backprops.stride(-1) == 1 or d <= 1 else backprops.contiguous()
+    sums = kernels.lookup_norm(indices, rows, padding_idx=padding_idx)
+    error = bounds.run_error(sums.sq_products.double(), positions=max(1, t), numel=t * d, dtype=torch.float32)
+    return bounds.dense(sums.sq_norm.double(), width=sums.width, numel=t * d, dtype=torch.float32, error=error)
+
+
+_lookup_sq_norm_op = torch.library.custom_op("dpfast::lookup_sq_norm", _lookup_sq_norm, mutates_args=())
+
+
+@_lookup_sq_norm_op.register_fake
+def _(indices: Tensor, backprops: Tensor, padding_idx: int | None) -> tuple[Tensor, Tensor]:
+    n = backprops.shape[0]
+    return backprops.new_empty(n, dtype=torch.float64), backprops.new_empty(n, dtype=torch.float64)
+
+
 class Direct(NamedTuple):
     """‖G_n‖², how far the computed G_n may be from the exact ones in L2 norm, (N,) fp64, and G (N, P, D) where kept."""
 

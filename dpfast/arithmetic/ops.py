@@ -153,7 +153,7 @@ def certified_grad_sample(
 ) -> tuple[Tensor, Tensor | ProductError, SquaredNorm | None]:
     """G (N, P, D) of (N, T, ·) inputs, how far it may be off in L2 norm, (N,) fp64, and its norm where it is known."""
     dtype = accumulating_dtype(activations, backprops)
-    if _runs_kernels(activations, backprops):
+    if runs_kernels(activations, backprops):
         _, t, d = activations.shape
         if kernel_norms.groups(t, d, backprops.shape[2]):
             (direct,) = grouped_direct([(activations, backprops)], keep=True)
@@ -169,20 +169,21 @@ def certified_blocks(activations: Tensor, backprops: Tensor) -> tuple[Iterator[T
     """As :func:`certified_grad_sample`, G in blocks of samples as they come; None where it is made in one go."""
     (n, _, d), p, dtype = activations.shape, backprops.shape[2], accumulating_dtype(activations, backprops)
     small = n * d * p * dtype.itemsize <= reference.KEPT_BLOCK
-    if small or activations.device.type != "cpu" or _runs_kernels(activations, backprops):
+    if small or activations.device.type != "cpu" or runs_kernels(activations, backprops):
         return None
     activations, backprops = activations.to(dtype), backprops.to(dtype)
     return reference.grad_sample_blocks(activations, backprops), ProductError.of(activations, backprops).bound()
 
 
-def _runs_kernels(activations: Tensor, backprops: Tensor) -> bool:
-    return choose_backend("auto", activations.device, activations.dtype, backprops.dtype) == "triton"
+def runs_kernels(*tensors: Tensor) -> bool:
+    """Whether "auto" takes the kernels for inputs such as these."""
+    return choose_backend("auto", tensors[0].device, *(x.dtype for x in tensors)) == "triton"
 
 
 def sum_excess(activations: Tensor, backprops: Tensor) -> float:
     """By how much, relatively, the products of a weighted sum may come out too large: kernels take a factor's product
     with 16-bit rows in two pieces of 16 bits; fp32 products may run in less where a global switch says so."""
-    if _runs_kernels(activations, backprops):
+    if runs_kernels(activations, backprops):
         return 2.0**-17 if min(activations.itemsize, backprops.itemsize) == 2 else 0.0
     return 0.0 if accumulating_dtype(activations, backprops) is torch.float64 else reduced_products()
 
@@ -190,7 +191,7 @@ def sum_excess(activations: Tensor, backprops: Tensor) -> float:
 def groups(activations: Tensor, backprops: Tensor) -> bool:
     """Whether such pairs (N, T, ·) are for :func:`grouped_direct`: thin ones, where kernels run."""
     _, t, d = activations.shape
-    return _runs_kernels(activations, backprops) and kernel_norms.groups(t, d, backprops.shape[2])
+    return runs_kernels(activations, backprops) and kernel_norms.groups(t, d, backprops.shape[2])
 
 
 def grouped_direct(pairs: Sequence[tuple[Tensor, Tensor]], *, keep: bool = False) -> list[Direct]:

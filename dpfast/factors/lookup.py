@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dpfast.arithmetic import SquaredNorm, accumulating_dtype, bounds, sums, towards_zero
+from dpfast.arithmetic import SquaredNorm, accumulating_dtype, bounds, lookup_sq_norm, ops, sums, towards_zero
 from dpfast.factors.dense import Dense, Factor
 
 
@@ -66,6 +66,8 @@ class Lookup:
         return values, sample
 
     def sq_norm(self) -> SquaredNorm:
+        if ops.runs_kernels(self.backprops):
+            return lookup_sq_norm(self.indices, self.backprops, self.padding_idx)
         values, sample = self.segments()
         dtype = values.dtype
         total = values.new_zeros(self.num_samples, dtype=torch.float64)

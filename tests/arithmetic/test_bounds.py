@@ -23,7 +23,9 @@ def test_against_exact_rationals():
         assert Fraction(way(a, b).upper.item()) >= exact
 
 
-def test_lookups_that_cancel():
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_lookups_that_cancel(backend, monkeypatch):
+    monkeypatch.setenv("DPFAST_BACKEND", backend)
     rows = hostile(3, 64, 5, 1e4, torch.float32, 0)
     factor = Lookup(torch.zeros(3, 64, dtype=torch.long), rows, 4)
     assert (factor.sq_norm().upper.sqrt() >= rows.double().sum(1).norm(dim=1)).all()

@@ -102,6 +102,22 @@ def test_lookup(n, middle, rows, d, padding, layout):
     assert torch.equal(backprops, before)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(3, 9, 5), (2, 3, 4, 40), (2, 0, 5), (0, 4, 5), (3, 5)])
+@pytest.mark.parametrize("padding_idx", [None, 2])
+def test_lookup_norms_by_kernels(shape, dtype, padding_idx, monkeypatch):
+    indices, backprops = torch.randint(0, 6, shape[:-1]), ordinary(*shape, seed=1).to(dtype)
+    by_reference = Lookup(indices, backprops, 6, padding_idx).sq_norm()
+    transposed = backprops.transpose(-1, 0).contiguous().transpose(-1, 0)  # its last stride is not 1
+    monkeypatch.setenv("DPFAST_BACKEND", "triton")
+    for rows in (backprops, transposed):
+        norm = Lookup(indices, rows, 6, padding_idx).sq_norm()
+        exact = exact_lookup(indices, backprops, 6, padding_idx).flatten(1).norm(dim=1)
+        assert relative_error(norm.value, by_reference.value) <= 1e-6
+        assert (norm.upper.sqrt() >= exact).all()
+        assert (norm.upper <= by_reference.upper * 1.0001).all()
+
+
 @pytest.mark.parametrize("shape", [(0, 3), (4,), (4, 3), (4, 3, 5), (4, 3, 5, 2), (4, 5000)])
 def test_dense(shape):
     values = ordinary(*shape, seed=0)

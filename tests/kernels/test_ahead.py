@@ -2,7 +2,9 @@
 
 For each row of the tile table and each of its architectures: it compiles, nothing spills (spill instructions are
 counted: with LOCAL:0 a kernel may still have some), shared memory and registers fit, 16-bit inputs go to the
-architecture's own tensor-core instruction and fp32 to none that rounds to TF32.
+architecture's own tensor-core instruction and fp32 to none that rounds to TF32. Where rows are read through pointers,
+the main loop copies both operands to shared memory asynchronously and holds none of them in registers. What a lane
+gets from another one is never the addend of a product.
 """
 
 import json
@@ -17,6 +19,7 @@ from pathlib import Path
 
 import pytest
 from kernel_cases import shapes_of_rows
+from listings import contracted_sums, copied_bytes, main_loop
 
 from dpfast.kernels import _tiles
 
@@ -143,12 +146,30 @@ def test_launch(name, reports):
         # Loads through descriptors where the row says so, and nowhere else.
         assert ("UTMALDG" in report["text"]) == job["tile"]["TMA"]
 
+    assert contracted_sums(report["text"], "amdgcn" if job["arch"] == "gfx942" else "sass") == []
+    assert contracted_sums(report["ptx"], "ptx") == []
+
     if job["verb"] == "row_sq_norm":
         return
+    if copies(job):
+        tile = job["tile"]
+        loop = main_loop(report["ptx"])
+        step = tile["BLOCK_T"] * (tile["BLOCK_D"] + tile["BLOCK_P"]) * (4 if job["dtype"] == "float32" else 2)
+        assert 32 * tile["num_warps"] * copied_bytes(loop) >= step
+        assert "ld.global" not in loop
+        if tile["layout"] == "per_sample":  # a flat sum's weighted operand is made in registers
+            assert "st.shared" not in loop
+            assert loop.count("bar.sync") <= 2
     if job["dtype"] == "float32":
         assert not re.search(ANY_TENSOR_CORE, report["text"])
     else:
         assert re.search(expected_instruction(job), report["text"])
+
+
+def copies(job):
+    """Whether both operands of a step are for cp.async, which copies 4 bytes at least: rows are even."""
+    by_pointers = job["arch"] != "gfx942" and not job["tile"]["TMA"] and job["verb"] != "gram_norm"
+    return by_pointers and (job["dtype"] == "float32" or job["D"] % 16 == job["P"] % 16 == 0)
 
 
 def expected_instruction(job):

@@ -24,6 +24,7 @@ from kernel_cases import (
     identical,
     wide,
 )
+from listings import contracted_sums
 
 from dpfast.kernels import grouped_norm, grouped_outer_norm
 from dpfast.kernels._tiles import Tile
@@ -192,6 +193,7 @@ def reports():
 def test_compiles_without_a_spill(arch, dtype, sizes, reports):
     report = reports[(arch, dtype, *sizes)]
     assert report["spills"] == report["spill_instructions"] == 0
+    assert contracted_sums(report["text"], "amdgcn" if arch == "gfx942" else "sass") == []
     assert report["shared_memory"] <= (64 if arch == "gfx942" else 99) * 1024
     if dtype == "bfloat16":
         assert re.search(TENSOR_CORES[arch], report["text"])

@@ -1,0 +1,25 @@
+"""Compiles lookup norms for GPUs that are not here: as ahead_worker.py."""
+
+import json
+import sys
+from dataclasses import asdict
+
+import torch
+from ahead_worker import recording  # first: it chooses the compiler before Triton is imported
+
+from dpfast.kernels import _launch, lookup_norm
+
+
+def compile_job(job):
+    indices = torch.empty((8, 1024), dtype=torch.int64, device="meta")
+    backprops = torch.empty((8, 1024, job["D"]), dtype=getattr(torch, job["dtype"]), device="meta")
+    with recording(job["arch"]) as launches:
+        lookup_norm(indices, backprops)
+    kernel, arguments, tile, _ = launches[0]
+    signature, constexprs, aligned = _launch.specialize(kernel, arguments)
+    return asdict(_launch.compile_ahead(kernel, signature, constexprs, _launch.TARGETS[job["arch"]], tile, aligned))
+
+
+if __name__ == "__main__":
+    for job in json.load(sys.stdin):
+        print(json.dumps(job | compile_job(job)), flush=True)
