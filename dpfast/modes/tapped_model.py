@@ -30,6 +30,7 @@ from dpfast.taps import (
     Activations,
     BroadcastMethod,
     DetachableParameters,
+    Probe,
     Record,
     Tap,
     TappedForward,
@@ -45,7 +46,7 @@ from dpfast.taps import (
     unfolded,
 )
 
-_OF_THIS_PROCESS = ("_guards", "_steps")
+_OF_THIS_PROCESS = ("_guards", "_steps", "_probe")
 """Attributes of a tapped model that copies and pickles leave out."""
 
 
@@ -76,6 +77,7 @@ class TappedModel:
         """What hangs on this model's own parameters and backward passes."""
         self._guards = Guards(self.model, self._is_fine)
         self._steps = Steps()
+        self._probe = Probe(self, self._taps)
 
     def add(self) -> None:
         """Raises StateError where the model is tapped already."""
@@ -153,8 +155,11 @@ class TappedModel:
             for x in leaves
             if isinstance(x, PackedSequence) or (isinstance(x, Tensor) and x.dim() > dim)
         )
+        size = next(sizes, None)
+        if size is not None:
+            self._probe.look((args, kwargs), leaves, size)
         _running.inputs = {_storage(x) for x in tensors}
-        _running.push(self, next(sizes, None))
+        _running.push(self, size)
 
     @never_compiled
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -324,8 +329,9 @@ class TappedModel:
     def factors(self, record: Record, activations: Activations, backprops: Any) -> Mapping[nn.Parameter, Factor]:
         """The rule's answer; its errors name the layer."""
         tap, rule = record.tap, record.rule
+        dim = record.samples_in(activations, backprops)
         if not record.as_is:
-            activations, backprops = batch_in_front(activations, backprops, record.tap.batch_dim)
+            activations, backprops = batch_in_front(activations, backprops, dim)
             if record.tap.folded and record.batch_size is not None:
                 activations, backprops = unfolded(activations, backprops, record.batch_size)
             rule = functorch.functorch if self.force_functorch or rule is None else rule

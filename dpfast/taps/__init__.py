@@ -10,6 +10,7 @@ from dpfast.taps.detached import DetachableParameters
 from dpfast.taps.layout import batch_in_front, batch_to_front, layouts, unfolded
 from dpfast.taps.node import Record
 from dpfast.taps.passes import in_backward, never_compiled, suspended, taps_suspended
+from dpfast.taps.probe import Probe
 from dpfast.taps.registry import (
     Activations,
     Rule,
@@ -35,6 +36,7 @@ __all__ = [
     "BroadcastMethod",
     "DetachableParameters",
     "Pieces",
+    "Probe",
     "Record",
     "Rule",
     "Tap",

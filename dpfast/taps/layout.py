@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from dpfast.taps.registry import Activations, find_batch_dim, folds_samples
+from dpfast.taps.registry import Activations, find_batch_dim, find_forward, find_rule, folds_samples
+
+Call = tuple[Sequence[Sequence[int]], Sequence[Sequence[int]]]
+"""The shapes of the tensors that one run of a module took, and of the floating-point ones that it gave."""
+
+Place = int | str | None
+"""The dimension of a module's samples; why there is none that could be taken; None: not known."""
+
+Places = Place | dict[Any, Place]
+"""The same for every kind of input, or by kinds."""
+
+# What torch itself has in dimension 0.
+_SAMPLES_FIRST = (nn.modules.conv._ConvNd, nn.GroupNorm, nn.modules.instancenorm._InstanceNorm, nn.EmbeddingBag)
 
 
 class Layout(NamedTuple):
@@ -19,6 +33,26 @@ class Layout(NamedTuple):
 
     batch_dim: int
     folded: bool
+
+
+class _Here(threading.local):
+    """The kind of input that each model was last called with in this thread."""
+
+    def __init__(self) -> None:
+        self.kinds: dict[int, Any] = {}
+
+
+_here = _Here()
+
+
+def note_kind(taps: object, kind: Any) -> None:
+    """The tapped model is being called with such inputs."""
+    _here.kinds[id(taps)] = kind
+
+
+def kind_here(taps: object) -> Any:
+    """The kind of input that the tapped model was last called with in this thread."""
+    return _here.kinds.get(id(taps))
 
 
 def layouts(model: nn.Module, batch_dim: int) -> list[tuple[str, nn.Module, Layout]]:
@@ -62,3 +96,39 @@ def unfolded(activations: Activations, backprops: Any, n: int) -> tuple[Activati
         return x.unflatten(0, (n, rows // n)) if isinstance(x, Tensor) and x.dim() and x.shape[0] == rows else x
 
     return activations.map(unfold), tuple(map(unfold, backprops))
+
+
+def place_of(module: nn.Module, batch_dim: int, call: Call, other: Call, sizes: Sequence[int]) -> Place:
+    """Where a module has its samples, from one run of it on a batch of each of two sizes.
+
+    Args:
+        batch_dim: where it is taken to have them. Rows there that are not just the samples (positions folded into
+            them) are left to those who count the rows.
+    """
+    pairs = [list(zip(one, two, strict=True)) for one, two in zip(call, other, strict=True)]
+    if any(len(one) != len(two) for some in pairs for one, two in some):
+        return None
+    inputs, outputs = ([_dims(one, two, sizes) for one, two in some] for some in pairs)
+    if find_forward(module) is not None:  # what is tapped are pieces of it, laid out as it says itself
+        own = 0 if getattr(module, "batch_first", True) else 1
+        if not inputs or inputs[0] == {own: True}:
+            return own
+        return f"its batch_first says that samples are in dimension {own} of its input, where they are not"
+    found = [dims for dims in outputs if dims]
+    if not found:
+        return "its output is the same whatever the batch, one for all samples" if outputs else None
+    if len({dim for dims in found for dim in dims}) > 1:
+        return "its output has the batch in several dimensions"
+    ((dim, exact),) = found[0].items()
+    if not exact:
+        return dim if dim == batch_dim else f"its output has samples folded into dimension {dim}"
+    if dim != 0 and isinstance(module, _SAMPLES_FIRST):
+        return f"its samples are in dimension {dim}, where {type(module).__name__} cannot have them"
+    if find_rule(module) is None and any(dims and dims != {dim: True} for dims in inputs):
+        return f"its output has samples in dimension {dim}, an input has them elsewhere"
+    return dim
+
+
+def _dims(one: Sequence[int], two: Sequence[int], sizes: Sequence[int]) -> dict[int, bool]:
+    """The dimensions that follow the batch, and whether each is just the samples."""
+    return {d: list(pair) == list(sizes) for d, pair in enumerate(zip(one, two, strict=True)) if pair[0] != pair[1]}

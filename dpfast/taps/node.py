@@ -12,8 +12,9 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from dpfast.arithmetic import exact_arithmetic
-from dpfast.errors import StateError
+from dpfast.errors import InputError, StateError
 from dpfast.factors import Factor
+from dpfast.taps.layout import Place, Places
 from dpfast.taps.passes import in_backward
 from dpfast.taps.registry import Activations, Rule
 from dpfast.taps.watch import Watch
@@ -70,9 +71,15 @@ class TappedLayer:
     def __init__(self, taps: Receiver, name: str, module: nn.Module, *, batch_dim: int, folded: bool):
         self.taps = taps
         self.batch_dim = batch_dim
+        self.places: dict[int | None, Places] = {}  # learned, by the rank of the output; None: of pieces
+        self.warned = False
         self.folded = folded
         self.module = module
         self.layer = f"{name} ({type(module).__name__})" if name else type(module).__name__
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A tap that an earlier version has pickled has learned nothing."""
+        self.__dict__.update({"places": {}, "warned": False, **state})
 
 
 class Record:
@@ -97,6 +104,7 @@ class Record:
         self.num_outputs = num_outputs
         self.fresh = fresh
         self.created_in = in_backward()
+        self.place: Place = None
         self.uses: Counter[int] | None = None
         self.watch: Watch | None = None  # where the module may have kept its outputs
         self.seen_by: object = None  # what the receiver notes of the backward pass that came by
@@ -112,6 +120,20 @@ class Record:
     def is_only_use(self, parameter: nn.Parameter) -> bool:
         """Whether the step has no other use of the parameter; False where that is not known."""
         return self.uses is not None and self.uses[id(parameter)] == 1
+
+    def samples_in(self, activations: Activations, backprops: tuple[Tensor, ...]) -> int:
+        """The dimension. Raises InputError where there is none that could be taken."""
+        if isinstance(self.place, str):
+            took, gave = (
+                ", ".join(str(tuple(x.shape)) for x in some if isinstance(x, Tensor))
+                for some in (activations, backprops)
+            )
+            raise InputError(
+                f"{self.tap.layer}: {self.place} (as forward passes on fake tensors of two batch sizes tell; it took "
+                f"{took or 'no tensor'} and gave {gave}). Every layer must see each sample once, in one dimension: "
+                "expand to the batch what the model broadcasts over its samples, or freeze the layer"
+            )
+        return self.tap.batch_dim if self.place is None else self.place
 
     def take_tensors(self) -> list[Tensor]:
         tensors = [self.leaves[i].detach() for i in self.tensor_places]

@@ -9,6 +9,7 @@ keeps the inputs through autograd's own saved tensors: activation checkpointing,
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,9 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from dpfast.errors import InputError, UnsupportedModuleError
+from dpfast.errors import DpfastWarning, InputError, UnsupportedModuleError
 from dpfast.factors import Factor
 from dpfast.taps.detached import detached_parameters
+from dpfast.taps.layout import Place, kind_here
 from dpfast.taps.node import Record, TapFunction, TappedLayer
 from dpfast.taps.passes import never_compiled, suspended
 from dpfast.taps.registry import (
@@ -31,6 +33,8 @@ from dpfast.taps.registry import (
     owned_modules,
 )
 from dpfast.taps.watch import Watch, may_keep_output
+
+_NOT_TOLD = "its samples are in different dimensions for different kinds of input, and it is not known which came in"
 
 
 class TappedForward:
@@ -59,8 +63,11 @@ class Tap(TappedLayer):
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's forward with its output tapped, or as it is where there is nothing to do."""
+        expanded = False
         if isinstance(self.module, nn.Embedding) and self.taps.inserts and not suspended():
-            args, kwargs = self._with_whole_batch(args, kwargs)
+            n = self.taps.batch_size()
+            if n is not None and n > 1 and self.module.weight.requires_grad:
+                args, kwargs, expanded = self.with_whole_batch(args, kwargs, n)
         if not self.active:
             return forward(*args, **kwargs)
         fault = find_fault(self.module)
@@ -86,28 +93,30 @@ class Tap(TappedLayer):
             indices, offsets = (*inputs[0], None)[:2]
             if offsets is not None:
                 self.taps.samples_are_bags(indices, offsets, len(offsets) - self.module.include_last_offset)
-        return self.tapped(output, inputs, parameters, fresh=fresh, rule=rule, watch=watch)
+        return self.tapped(output, inputs, parameters, fresh=fresh, rule=rule, watch=watch, expanded=expanded)
 
-    def _with_whole_batch(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """An input with a batch of one that the model broadcasts later (``position_ids``), expanded to the batch."""
-        n, dim = self.taps.batch_size(), self.batch_dim
+    def with_whole_batch(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], n: int
+    ) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
+        """An input with a batch of one that the model broadcasts later (``position_ids``), expanded to the batch;
+        and whether there was one."""
+        dim = self.batch_dim
         leaves, structure = tree_flatten((args, kwargs))
         tensors = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
-        if n is None or n == 1 or len(tensors) != 1 or not self.module.weight.requires_grad:
-            return args, kwargs
+        if len(tensors) != 1:
+            return args, kwargs, False
         x = leaves[tensors[0]]
-        ambiguous = x.dim() == 1 and x.shape[0] == n and n > 1 and not self.taps.is_input(x)
+        ambiguous = x.dim() == 1 and x.shape[0] == n and self.places.get(2) is None and not self.taps.is_input(x)
         if ambiguous and bool((x.diff() == 1).all()):
             raise InputError(
                 f"{self.layer}: its input {tuple(x.shape)} counts up by one and is as long as the batch: positions "
                 "that the model broadcasts, or samples? Give positions as (1, T), samples as an input of the model"
             )
         if x.dim() < 2 or x.dim() <= dim or x.shape[dim] != 1:
-            return args, kwargs
+            return args, kwargs, False
         leaves[tensors[0]] = x.expand(*x.shape[:dim], n, *x.shape[dim + 1 :])
-        return tree_unflatten(leaves, structure)
+        args, kwargs = tree_unflatten(leaves, structure)
+        return args, kwargs, True
 
     def _bound(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -128,6 +137,7 @@ class Tap(TappedLayer):
         rule: Rule | None,
         as_is: bool = False,
         watch: Watch | None = None,
+        expanded: bool = False,
     ) -> Any:
         """``output`` as it is, with its gradient caught.
 
@@ -138,6 +148,7 @@ class Tap(TappedLayer):
             rule: what makes factors of the tensors; None: autograd itself.
             as_is: the tensors come to the rule as they are, samples in any dimension.
             watch: looks out for what the forward may have kept.
+            expanded: the tap itself has given the input its batch.
         """
         leaves, structure = ([output], None) if isinstance(output, Tensor) else tree_flatten(output)
         places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point()]
@@ -154,12 +165,37 @@ class Tap(TappedLayer):
         if watch is not None:
             record.watch = watch
             tensors = watch.watched(tensors, not_its_own=(*record.leaves, *self.module._buffers.values()))
+        record.place = self.batch_dim if expanded else self._place(None if as_is else tensors[0], record)
         if record.created_in is None:  # a forward that is repeated in a backward pass has been counted
             record.uses = self.taps.count_uses(parameters)
         results = TapFunction.apply(record, *tensors, *parameters)  # type: ignore[no-untyped-call]  # torch's
         for i, result in zip(places, results, strict=True):
             leaves[i] = result
         return leaves[0] if structure is None else tree_unflatten(leaves, structure)
+
+    def _place(self, output: Tensor | None, record: Record) -> Place:
+        """Where the record's samples are, as far as that has been learned.
+
+        Args:
+            output: None for pieces, whose layout their forward knows.
+        """
+        n = record.batch_size
+        if n is None:  # the model's own forward does not run
+            return None
+        place = self.places.get(None if output is None else output.dim())
+        if isinstance(place, dict):
+            place = place.get(kind_here(self.taps), _NOT_TOLD) if record.created_in is None else _NOT_TOLD
+        if place is None and output is not None and n > 1 and not self.warned:
+            dim, shape = self.batch_dim, tuple(output.shape)
+            if n in (shape[:dim] + shape[dim + 1 :])[:-1]:
+                self.warned = True
+                warnings.warn(
+                    f"{self.layer}: its samples are taken to be in dimension {dim} of its output {shape}, of which "
+                    "another is as long; a run on fake tensors, which would tell, failed or did not reach it",
+                    DpfastWarning,
+                    stacklevel=2,
+                )
+        return place
 
 
 class Pieces:
