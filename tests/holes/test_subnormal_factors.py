@@ -9,6 +9,7 @@ from released import MARGIN, gradients, norm_over
 from torch import nn
 
 from dpfast import ConstantPerLayerClipper, GradSampleModuleFastGradientClipping, NormClipper
+from dpfast.arithmetic import towards_zero
 
 
 def one_weight(dtype: torch.dtype, **options) -> GradSampleModuleFastGradientClipping:
@@ -40,6 +41,26 @@ def test_factors_of_a_mean_are_rounded_once_with_n(samples, backprop):
     weights[0] = backprop  # the mean's 1/N is in it
     (model(inputs) * weights).sum().backward()
     assert norm_over(gradients(model), 1.0) <= 1.0 + MARGIN
+
+
+@pytest.mark.parametrize("share", [1.55, 1.9, 2.6, 6.7])
+@pytest.mark.parametrize("per_layer", [False, True])
+def test_subnormal_factors_of_fp32_weights(share, per_layer):
+    """C/norm is ``share`` times the smallest number of fp32: a sum in fp32 takes no more of it than that."""
+    limit = share * 2.0**-149 * 2.0**126
+    clipper = ConstantPerLayerClipper(limit) if per_layer else None
+    model = one_weight(torch.float32, loss_reduction="sum", norm_clipper=clipper, max_grad_norm=limit)
+    (model(torch.full((1, 1), 2.0**63)) * 2.0**63).sum().backward()
+    assert 0.5 <= norm_over(gradients(model), limit) <= 1.0 + MARGIN
+
+
+def test_rounding_towards_zero():
+    """Of numbers between two of fp32, of either sign, and of those that fp32 has or has not."""
+    tiny = 2.0**-149
+    values = [1.9 * tiny, 0.9 * tiny, -1.9 * tiny, 1.0 + 2.0**-24 + 2.0**-30, 0.5, 1e300, 0.0]
+    x = torch.tensor(values, dtype=torch.float64)
+    largest = torch.finfo(torch.float32).max
+    assert towards_zero(x, torch.float32).tolist() == [tiny, 0.0, -tiny, 1.0, 0.5, largest, 0.0]
 
 
 def test_a_clipper_without_clamp_gives_no_nan_for_gradients_of_zero():
