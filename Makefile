@@ -49,6 +49,8 @@ lint: $(READY)
 # For every edit: lint, types, and the tests that are not slow, with few random cases each. `make test` runs everything.
 # A test is slow that takes some seconds; every folder keeps tests that are not (tests/test_packaging.py holds that).
 SLOW := tests/arithmetic/test_bounds.py::test_the_kernels_bounds_hold_too \
+	tests/distributed/test_ddp.py \
+	tests/opacus/test_ddp.py \
 	tests/arithmetic/test_ops.py::test_verbs_equal_fp64 \
 	tests/examples/ \
 	tests/factors/test_waiting.py \

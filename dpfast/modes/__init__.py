@@ -6,7 +6,7 @@ and ``escaped_gradients`` are what they share; ``clippers`` says what is release
 """
 
 from dpfast.modes import autograd_grad_sample
-from dpfast.modes.accumulation import held_by
+from dpfast.modes.accumulation import Left, count_noised, held_by
 from dpfast.modes.clippers import (
     AutomaticClipper,
     ClipFactors,
@@ -31,12 +31,14 @@ __all__ = [
     "DroppedSamples",
     "GradSampleModule",
     "GradSampleModuleFastGradientClipping",
+    "Left",
     "NormClipper",
     "PerSampleGradientClipper",
     "Step",
     "TappedModel",
     "autograd_grad_sample",
     "check_threshold",
+    "count_noised",
     "create_norm_sample",
     "held_by",
     "safe_factors",

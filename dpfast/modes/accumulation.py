@@ -7,20 +7,25 @@ may have moved it.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 _NAME = "_dpfast_left"
+_STEPS = "_dpfast_noised_steps"
 
 
 @dataclass(frozen=True)
 class Left:
-    """``passes`` backward passes whose clipped sums a gradient holds, and the largest ``sensitivity`` of them."""
+    """``passes`` backward passes whose clipped sums a gradient holds, and the largest ``sensitivity`` of them;
+    ``of_rank``: of this rank's samples alone, where there are other ranks to add (``no_sync``). ``ranks``: how many the
+    sum is over."""
 
     passes: int
     sensitivity: float
+    of_rank: bool = False
+    ranks: int = 1
     version: int = -1
 
 
@@ -33,7 +38,12 @@ def held_by(parameters: Iterable[nn.Parameter]) -> Left | None:
     notes = [getattr(grad, _NAME) for grad in _noted(parameters)]
     if not notes:
         return None
-    return Left(max(note.passes for note in notes), max(note.sensitivity for note in notes))
+    return Left(
+        max(note.passes for note in notes),
+        max(note.sensitivity for note in notes),
+        of_rank=any(note.of_rank for note in notes),
+        ranks=max(note.ranks for note in notes),
+    )
 
 
 def left_in(parameters: Iterable[nn.Parameter]) -> Left | None:
@@ -51,8 +61,19 @@ def leave(parameters: Iterable[nn.Parameter], left: Left) -> None:
     """Notes on every gradient what it holds."""
     for p in parameters:
         if p.grad is not None:
-            setattr(p.grad, _NAME, Left(left.passes, left.sensitivity, p.grad._version))
+            setattr(p.grad, _NAME, replace(left, version=p.grad._version))
 
 
 def _noted(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     return [p.grad for p in parameters if p.grad is not None and hasattr(p.grad, _NAME)]
+
+
+def count_noised(parameters: Iterable[nn.Parameter], steps: int) -> None:
+    """An optimizer that shares its noise with other ranks has added it so many times; ranks must be at the same."""
+    for p in parameters:
+        setattr(p, _STEPS, steps)
+
+
+def noised(parameters: Iterable[nn.Parameter]) -> int:
+    """What :func:`count_noised` has counted."""
+    return max((getattr(p, _STEPS, 0) for p in parameters), default=0)

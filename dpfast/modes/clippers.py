@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dpfast.errors import InputError, StateError
 
@@ -217,3 +217,15 @@ def check_threshold(value: float, name: str = "max_grad_norm") -> float:
     if not (math.isfinite(number) and number > 0.0):
         raise InputError(f"{name}={value} must be a positive finite number")
     return number
+
+
+def check_clipper(norm_clipper: NormClipper | None, module: nn.Module, passes: int) -> None:
+    """Raises InputError where the clipper does not fit the module's parameters or the passes."""
+    if norm_clipper is None:
+        return
+    norm_clipper.for_parameters(sum(p.requires_grad for p in module.parameters()))
+    if passes == 2 and norm_clipper.is_per_layer:
+        raise InputError(
+            f"{type(norm_clipper).__name__} gives a sample one factor a parameter, and passes=2 can weight its "
+            "loss by a single one; use passes=1, or a flat clipper"
+        )

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dpfast.arithmetic import SquaredNorm, towards_zero
+from dpfast.distributed import DDPSums, find_wrapper, not_in
 from dpfast.errors import InputError, StateError
 from dpfast.factors import Dense, Factor, Waiting, merge, sq_norms
-from dpfast.modes.accumulation import Left, leave, left_in
+from dpfast.modes.accumulation import Left, leave, left_in, noised
 from dpfast.modes.clippers import (
     ClipFactors,
     ConstantFlatClipper,
     ConstantPerLayerClipper,
     NormClipper,
+    check_clipper,
     check_threshold,
     clip_factors,
     safe_factors,
 )
+from dpfast.modes.gathered import Gathered, added, clipped_total, rounding
 from dpfast.modes.grad_sample_module import GradSampleModule
 from dpfast.modes.nonfinite_samples import DroppedSamples
 from dpfast.modes.second_pass import FirstPass, SecondPass
-from dpfast.modes.steps import Step
+from dpfast.modes.steps import Step, check_own
 
 
 def create_norm_sample(*, param: nn.Parameter, grad_sample: Tensor, max_batch_len: int) -> None:
@@ -86,6 +90,9 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
     (tensor([6.0000, 6.0000, 6.0000, 6.0000]), tensor(4.))
     """
 
+    _over_ranks: DDPSums | None = None
+    _left: Left | None = None  # what was in p.grad, where there are other ranks
+
     def __init__(
         self,
         m: nn.Module,
@@ -102,7 +109,7 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
         check_threshold(max_grad_norm)
         if passes not in (1, 2):
             raise InputError(f"passes={passes} must be 1 (book-keeping) or 2 (ghost clipping)")
-        _check_clipper(norm_clipper, m, passes)
+        check_clipper(norm_clipper, m, passes)
         super().__init__(
             m,
             batch_first=batch_first,
@@ -174,7 +181,7 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
 
     @norm_clipper.setter
     def norm_clipper(self, norm_clipper: NormClipper | None) -> None:
-        _check_clipper(norm_clipper, self._module, self.passes)
+        check_clipper(norm_clipper, self._module, self.passes)
         self._norm_clipper = norm_clipper
 
     @property
@@ -192,10 +199,30 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
 
     # --- mode: keep each factor, take the norms at the end, then the sums; at once where nothing has to wait ---
 
+    def on_forward(self) -> None:
+        """Finds the DistributedDataParallel that is to carry the sums.
+
+        Raises:
+            StateError: a wrapper of torch.distributed in which norms or sums would be wrong. InputError: a DDP that
+                cannot carry them.
+        """
+        wrapper = find_wrapper(self._module)
+        if wrapper is not None and wrapper.kind != "DDP":
+            raise StateError(not_in(wrapper, type(self).__name__))
+        if wrapper is None:
+            self._over_ranks = None
+            return
+        if self._over_ranks is None or not self._over_ranks.is_of(wrapper.module):
+            self._over_ranks = DDPSums(wrapper.module, self._module.parameters(), self._is_private)
+        self._over_ranks.on_forward()
+
+    def _is_private(self) -> bool:
+        return self._tapped is not None and self._tapped.is_catching()
+
     def on_factor(self, step: Step, parameter: nn.Parameter, factor: Factor, only_use: bool) -> None:
         if not step.gathered:
             self._start_step()
-        entry = step.gathered.setdefault(parameter, _Gathered())
+        entry = step.gathered.setdefault(parameter, Gathered())
         if step.second is not None:
             first = step.second.first
             weights = first.weights if parameter.dtype is torch.float64 else first.single
@@ -220,7 +247,7 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
             entry.factors.append(factor.kept())
         if clips_alone and entry.closed:
             limit = self._norm_clipper.flat_values[self._places[parameter]]  # type: ignore[union-attr]  # clips_alone
-            norm = entry.norm.upper.sqrt() * (self._scale(step) * (1.0 + _rounding(parameter)))
+            norm = entry.norm.upper.sqrt() * (self._scale(step) * (1.0 + rounding(parameter)))
             factors = safe_factors((limit / norm).clamp(max=1.0), norm, limit)
             entry.clip(factor, factors * self._scale(step))
 
@@ -230,6 +257,7 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
         if step.second is not None:
             self._finish_second(step, step.second)
             return
+        check_own(self._module, step.gathered)
         if step.waiting is not None:
             step.waiting.take()
         scale, clipper = self._scale(step), self._clipper()
@@ -243,14 +271,14 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
         if clipper.is_per_layer:
             unused = torch.zeros_like(self._norms.upper)
             norms = [
-                unused if e is None else e.norm.upper.to(unused.device).sqrt() * (scale * (1.0 + _rounding(p)))
+                unused if e is None else e.norm.upper.to(unused.device).sqrt() * (scale * (1.0 + rounding(p)))
                 for p, e in zip(self._places, entries, strict=True)
             ]
             factors = clip_factors(clipper, norms)
             self._clip_factors = towards_zero(torch.stack(factors) if factors else unused, torch.float32)
             coefficients = [f * scale for f in factors]
         else:
-            norms = [self._norms.upper.sqrt() * (1.0 + max(map(_rounding, self._places), default=0.0))]
+            norms = [self._norms.upper.sqrt() * (1.0 + max(map(rounding, self._places), default=0.0))]
             factors = clip_factors(clipper, norms)
             self._clip_factors = towards_zero(factors[0], torch.float32)
             double = factors[0] * scale
@@ -262,13 +290,13 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
             self._first = step.first
             self._first.weights, self._first.single = double, single
             self._leave_norm_samples(entries, scale)
+            if self._over_ranks is not None:
+                self._over_ranks.keep_promises()
             return
-        for entry, own in zip(entries, coefficients, strict=True):
-            if entry is not None and entry.total is None:
-                entry.clip(entry.factors.pop(), own)
-        self._leave_sums(entries)
+        of = dict(zip(self._places, zip(entries, coefficients, strict=True), strict=True))
+        self._leave_sums(lambda p: clipped_total(*of.pop(p)))
 
-    def _leave_norm_samples(self, entries: list[_Gathered | None], scale: float) -> None:
+    def _leave_norm_samples(self, entries: list[Gathered | None], scale: float) -> None:
         """``p._norm_sample`` (N,), where Opacus's ghost clipping has it: the norms as computed, one op for all."""
         unused = torch.zeros_like(self._last_norms().value)
         squares = [unused if e is None else e.norm.value.to(unused.device) for e in entries]
@@ -289,96 +317,72 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
             self._at_fault.add(torch.where(at_fault, torch.nan, second.first.weights))
             for entry in step.gathered.values():
                 entry.total = entry.total.masked_fill(at_fault.to(entry.total.device), 0.0)
-        before = self._left_before()
-        for p in self._places:
-            if p in step.gathered:
-                _add_to_grad(p, step.gathered[p].total)
-        self._note(before)
+        self._leave_sums(lambda p: step.gathered[p].total if p in step.gathered else None)
 
     def _start_step(self) -> None:
         """What is trainable may change between steps."""
         trainable = [p for p in self._module.parameters() if p.requires_grad]
         self._places = {p: i for i, p in enumerate(trainable)}
         self._clipper().for_parameters(len(trainable))
+        if self._over_ranks is not None:  # by the end of the pass DDP may have put other tensors into p.grad
+            self._left = left_in(trainable)
 
     def _name(self, parameter: nn.Parameter) -> str:
         return next((n for n, p in self._module.named_parameters() if p is parameter), "?")
 
-    def _leave_sums(self, entries: list[_Gathered | None]) -> None:
-        """``p.grad += Σ_n c_n g_n`` for every trainable parameter; they are all there, so none is half done."""
+    def _leave_sums(self, total: Callable[[nn.Parameter], Tensor | None]) -> None:
+        """``p.grad += Σ_n c_n g_n`` for every trainable parameter, over the samples of all ranks where there are some.
+
+        Args:
+            total: the sum over this rank's samples, None where the step has not used the parameter; asked once.
+        """
         before = self._left_before()
-        for p, entry in zip(self._places, entries, strict=True):
-            if entry is not None:
-                _add_to_grad(p, entry.total)
-            elif p.grad is None:
-                p.grad = torch.zeros_like(p)
-        self._note(before)
+        ranks = self._over_ranks
+        if ranks is None or not ranks.crosses:
+            totals = [total(p) for p in self._places]  # all of them first, so that none is half done
+            for p, own in zip(self._places, totals, strict=True):
+                if own is not None:
+                    p.grad = added(p.grad, own, p.dtype)
+                elif p.grad is None:
+                    p.grad = torch.zeros_like(p)
+            self._note(before, of_rank=ranks is not None)
+            return
+        add_first = before is not None and before.of_rank
+        of_all = {p: p.grad.clone() for p in self._places if p.grad is not None and not add_first}
+
+        def of_rank(p: nn.Parameter) -> Tensor | None:
+            own = total(p)
+            if not add_first or p.grad is None:
+                return own
+            return p.grad if own is None else p.grad + own
+
+        ranks.reduce(
+            list(self._places),
+            of_rank,
+            lambda p, over_ranks: added(of_all.get(p), over_ranks, p.dtype),
+            lambda: self._note(before, ranks=ranks.number),
+            self._clipper().sensitivity,
+            type(self._clipper()).__name__,
+            self.loss_reduction,
+            noised(self._places),
+        )
 
     def _left_before(self) -> Left | None:
         """What earlier passes have left in ``p.grad``, to which another sum may be added."""
-        before = left_in(self._places)
+        before = left_in(self._places) if self._over_ranks is None else self._left
         if before is not None:
             self.check_accumulation()
+            if self._over_ranks is not None and not self._over_ranks.crosses and not before.of_rank:
+                raise StateError(
+                    "p.grad holds the sum of all ranks, and this backward pass, under no_sync(), that of one; step and "
+                    "zero_grad() between them"
+                )
         return before
 
-    def _note(self, before: Left | None) -> None:
+    def _note(self, before: Left | None, **of: Any) -> None:
         """One sum more is in ``p.grad``."""
         passes, sensitivity = (before.passes, before.sensitivity) if before is not None else (0, 0.0)
-        leave(self._places, Left(passes + 1, max(sensitivity, self.sensitivity)))
-
-
-class _Gathered:
-    """What a step knows of one parameter."""
-
-    def __init__(self) -> None:
-        self.factors: list[Factor] = []
-        self.norm: Any = None  # a SquaredNorm, once it has been taken
-        self.closed = False  # whether the norm has been taken, or waits to be, for good
-        self.total: Any = None  # a Tensor, once it is clipped
-
-    def receive(self, result: Dense | SquaredNorm) -> None:
-        """What became of a factor that waited."""
-        if isinstance(result, Dense):
-            self.factors.append(result)
-        else:
-            self.norm = result
-
-    def add(self, total: Tensor) -> None:
-        """The clipped sum of one use more."""
-        self.total = total if self.total is None else self.total + total
-
-    def clip(self, factor: Factor, coefficients: Tensor) -> None:
-        """Takes the clipped sum; what the factor keeps is freed with it."""
-        self.total = factor.weighted_sum(coefficients.to(self.norm.upper.device))
-
-
-def _add_to_grad(parameter: nn.Parameter, total: Tensor) -> None:
-    """``p.grad += total``, rounded once: to fp16 towards zero, because gradients below its normal numbers are common
-    and there nothing bounds what rounding to nearest adds; otherwise to nearest."""
-    if parameter.dtype is torch.float16:
-        before = 0.0 if parameter.grad is None else parameter.grad
-        parameter.grad = towards_zero(total + before, torch.float16)
-    elif parameter.grad is None:
-        parameter.grad = total.to(parameter.dtype)
-    else:
-        parameter.grad += total
-
-
-def _rounding(parameter: nn.Parameter) -> float:
-    """By how much, relatively, :func:`_add_to_grad` may make a clipped sum larger, where that counts: in bf16."""
-    return torch.finfo(torch.bfloat16).eps / 2 if parameter.dtype is torch.bfloat16 else 0.0
-
-
-def _check_clipper(norm_clipper: NormClipper | None, module: nn.Module, passes: int) -> None:
-    """Raises InputError where the clipper does not fit the module's parameters or the passes."""
-    if norm_clipper is None:
-        return
-    norm_clipper.for_parameters(sum(p.requires_grad for p in module.parameters()))
-    if passes == 2 and norm_clipper.is_per_layer:
-        raise InputError(
-            f"{type(norm_clipper).__name__} gives a sample one factor a parameter, and passes=2 can weight its "
-            "loss by a single one; use passes=1, or a flat clipper"
-        )
+        leave(self._places, Left(passes + 1, max(sensitivity, self.sensitivity), **of))
 
 
 def _total_norm(norms: list[SquaredNorm], scale: float) -> SquaredNorm:

@@ -9,10 +9,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from dpfast.distributed import find_wrapper, not_in
 from dpfast.errors import DpfastWarning, InputError, StateError, UnsupportedModuleError
 from dpfast.factors import Dense, Factor, OuterProduct, PatchProduct
 from dpfast.modes.nonfinite_samples import DroppedSamples
-from dpfast.modes.steps import Step
+from dpfast.modes.steps import Step, check_own
 from dpfast.modes.tapped_model import TappedModel
 from dpfast.rules import functorch
 from dpfast.taps import Activations, batch_to_front, registry
@@ -199,6 +200,12 @@ class GradSampleModule(nn.Module):
 
     # --- mode: materialize each factor as it comes ---
 
+    def on_forward(self) -> None:
+        """Raises StateError where a wrapper of torch.distributed would make something else of the gradients."""
+        wrapper = find_wrapper(self._module)
+        if wrapper is not None:
+            raise StateError(not_in(wrapper, type(self).__name__))
+
     def on_factor(self, step: Step, parameter: nn.Parameter, factor: Factor, only_use: bool) -> Tensor | None:
         scale = self._scale(step)
         grad_sample = factor.materialize(scale=scale)
@@ -210,6 +217,7 @@ class GradSampleModule(nn.Module):
         return total
 
     def on_finish(self, step: Step) -> None:
+        check_own(self._module, step.gathered)
         if any(getattr(p, "grad_sample", None) is not None for p in step.gathered):
             self.check_accumulation()
         if step.sums_differ:  # nobody waits for the device

@@ -9,12 +9,13 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from dpfast.errors import StateError
 from dpfast.factors import Factor
 from dpfast.modes.second_pass import FirstPass, SecondPass
 from dpfast.taps import in_backward
@@ -73,6 +74,9 @@ class Mode(Protocol):
     """
 
     passes: int
+
+    def on_forward(self) -> None:
+        """A forward pass of the model begins in one of several processes. Raises where that cannot be right."""
 
     def on_factor(self, step: Step, parameter: nn.Parameter, factor: Factor, only_use: bool) -> Tensor | None:
         """A use of the parameter has been differentiated; ``only_use``: the step has no other one. Returns its ordinary
@@ -136,3 +140,16 @@ class Steps:
     def forget_uses(self) -> None:
         """This thread's step is over."""
         self._uses.pop(threading.get_ident(), None)
+
+
+def check_own(model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
+    """Raises StateError where taps have caught gradients of parameters that are not the model's (any more): something
+    has taken other tensors' place for the time of the pass, and what was caught would be lost."""
+    own = set(model.parameters())
+    others = [p for p in parameters if p not in own]
+    if others:
+        raise StateError(
+            f"{len(others)} parameters of this backward pass are not the model's, the first {tuple(others[0].shape)}: "
+            "they were swapped while it ran (fully_shard? a parametrization?), and their gradients would be lost; "
+            "unshard the model, or use DistributedDataParallel"
+        )

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from dpfast.arithmetic import exact_arithmetic
+from dpfast.distributed import in_process_group
 from dpfast.errors import DpfastError, InputError, StateError, UnsupportedModuleError
 from dpfast.factors import Factor
 from dpfast.modes.escaped_gradients import Guards
@@ -146,6 +147,8 @@ class TappedModel:
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if suspended():
             return
+        if self.enabled and in_process_group():
+            self.mode.on_forward()
         self.guard_parameters()
         dim = self.batch_dim
         leaves = tree_leaves((args, kwargs), is_leaf=lambda x: isinstance(x, PackedSequence))
@@ -225,6 +228,11 @@ class TappedModel:
     def active(self) -> bool:
         """Whether taps catch what comes by: hooks are on, or a second backward pass repeats one that was tapped."""
         return self.enabled or self._steps.second()
+
+    def is_catching(self) -> bool:
+        """Whether the backward pass that runs in this thread is one of the mode's."""
+        step = self._steps.here()
+        return step is not None and not step.ordinary
 
     def _on_output_grad(self, output: Output, grad: Tensor) -> Tensor | None:
         """Returns what goes on in the gradient's place, if anything."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import opacus
+import torch.distributed as dist
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from opacus.validators import ModuleValidator
@@ -13,6 +14,7 @@ from opacus.validators.errors import IllegalModuleConfigurationError, Unsupporte
 from torch import nn, optim
 from torch.utils.data import DataLoader
 
+from dpfast.distributed import PoissonBatches, SharedSecret
 from dpfast.errors import InputError, StateError
 from dpfast.modes import ConstantPerLayerClipper, GradSampleModule, GradSampleModuleFastGradientClipping
 from dpfast.opacus.losses import ClippedLoss
@@ -62,6 +64,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
     """
 
     _module: GradSampleModuleFastGradientClipping | None = None  # while make_private runs
+    _dealt_out = False  # whether, meanwhile, batches come from one draw for all ranks
 
     def make_private(
         self,
@@ -117,6 +120,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
         if "wrap_model" in options and not hasattr(opacus.grad_sample, "GradSampleHooks"):
             del arguments["wrap_model"]  # Opacus 1.5.4 does not know it; we do
         self._wrap_model = wrap_model
+        self._dealt_out = True
         try:
             module, optimizer, data_loader = super().make_private(**arguments)
             if grad_sample_mode != "dpfast_two_pass":
@@ -124,7 +128,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
             criterion = ClippedLoss(module, optimizer, arguments["criterion"], loss_reduction)
             return module, optimizer, criterion, data_loader
         finally:
-            self._module = None
+            self._module, self._dealt_out = None, False
 
     def make_private_with_epsilon(
         self, *, criterion: Any = None, grad_sample_mode: str = "dpfast", **options: Any
@@ -135,6 +139,25 @@ class PrivacyEngine(opacus.PrivacyEngine):
         return super().make_private_with_epsilon(criterion=criterion, grad_sample_mode=grad_sample_mode, **options)
 
     # --- what Opacus's make_private calls ---
+
+    def _prepare_data_loader(
+        self, data_loader: DataLoader[Any], *, poisson_sampling: bool, distributed: bool, **options: Any
+    ) -> DataLoader[Any]:
+        deal_out = self._dealt_out and distributed and poisson_sampling
+        loader = super()._prepare_data_loader(
+            data_loader, poisson_sampling=poisson_sampling, distributed=distributed and not deal_out, **options
+        )
+        if deal_out:
+            secret = SharedSecret.agreed(self.secure_rng if self.secure_mode else data_loader.generator)
+            # Opacus's own samplers leave out empty batches, each on its rank, and the others would wait for ever.
+            # In the attributes' dict, because a DataLoader has no other way to another sampler.
+            vars(loader)["batch_sampler"] = PoissonBatches(
+                len(loader.dataset),
+                1 / len(data_loader),
+                secret,
+                steps=len(data_loader),
+            )
+        return loader
 
     def _prepare_model(
         self,
@@ -151,7 +174,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
             return super()._prepare_model(
                 module, max_grad_norm=max_grad_norm, grad_sample_mode=grad_sample_mode, **given, **options
             )
-        validate(module)
+        validate(module, in_ddp=grad_sample_mode != "dpfast_materialize")
         cls = GradSampleModule if grad_sample_mode == "dpfast_materialize" else GradSampleModuleFastGradientClipping
         passes: dict[str, Any] = (
             {"passes": 2 if grad_sample_mode == "dpfast_two_pass" else 1} if cls is not GradSampleModule else {}
@@ -184,7 +207,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
         grad_sample_mode: str = "hooks",
         **options: Any,
     ) -> Any:
-        given = {
+        given: dict[str, Any] = {
             "noise_multiplier": noise_multiplier,
             "expected_batch_size": expected_batch_size,
             "loss_reduction": loss_reduction,
@@ -202,6 +225,10 @@ class PrivacyEngine(opacus.PrivacyEngine):
             )
         if isinstance(optimizer, opacus.optimizers.DPOptimizer):
             optimizer = optimizer.original_optimizer
+        if isinstance(self._module._module, nn.parallel.DistributedDataParallel):  # p.grad is the sum over all ranks
+            given["expected_batch_size"] = expected_batch_size * dist.get_world_size()
+            given["secret"] = None if self.secure_mode else SharedSecret.agreed(noise_generator)
+            distributed, noise_generator = False, None
         if clipping == "per_layer":
             clipper = _per_layer_clipper(self._module, optimizer, max_grad_norm)  # type: ignore[arg-type]  # as checked
             self._module.norm_clipper = clipper
@@ -223,8 +250,11 @@ class PrivacyEngine(opacus.PrivacyEngine):
         )
 
 
-def validate(module: nn.Module) -> None:
+def validate(module: nn.Module, *, in_ddp: bool = True) -> None:
     """What Opacus refuses, except layers that dpfast has a rule for (nn.MultiheadAttention, nn.LSTM, ...).
+
+    Args:
+        in_ddp: whether the mode works under DistributedDataParallel.
 
     Raises:
         UnsupportedModuleError: Opacus's, with all faults.
@@ -235,11 +265,11 @@ def validate(module: nn.Module) -> None:
         ours = find_rule(m) is not None or find_forward(m) is not None
         if trainable and type(m) in ModuleValidator.VALIDATORS and not ours:
             errors.extend(ModuleValidator.VALIDATORS[type(m)](m))
-    if isinstance(module, nn.parallel.DistributedDataParallel):
+    if isinstance(module, nn.parallel.DistributedDataParallel) and not in_ddp:
         errors.append(
             UnsupportedModuleError(
-                "DistributedDataParallel averages gradients before they have noise; wrap the module in opacus's "
-                f"{DifferentiallyPrivateDistributedDataParallel.__name__}"
+                "DistributedDataParallel has no part for p.grad_sample; take grad_sample_mode='dpfast', or wrap "
+                f"the module in opacus's {DifferentiallyPrivateDistributedDataParallel.__name__}"
             )
         )
     if errors:

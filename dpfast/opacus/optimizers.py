@@ -10,12 +10,15 @@ from opacus.optimizers.ddpoptimizer_fast_gradient_clipping import DistributedDPO
 from opacus.optimizers.optimizer import _check_processed_flag, _generate_noise, _mark_as_processed
 from torch import Tensor, optim
 
+from dpfast.distributed import SharedSecret
 from dpfast.errors import InputError, StateError
 from dpfast.modes import (
     ConstantFlatClipper,
     ConstantPerLayerClipper,
     GradSampleModuleFastGradientClipping,
+    Left,
     check_threshold,
+    count_noised,
     held_by,
 )
 
@@ -24,7 +27,7 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
     """``DPOptimizerFastGradientClipping`` with the same noise from the same generator, in fewer passes over memory.
 
     Takes clipped sums from ``p.grad``: dpfast's one-pass and two-pass modules leave them there, and Opacus's loss of
-    ghost clipping does. Args: as Opacus's class.
+    ghost clipping does.
 
     The sum is ``p.grad`` itself where one backward pass makes a step, not a deep copy of it. The noise is Opacus's
     (``secure_mode`` too), drawn parameter by parameter in its order; it is added and divided by the batch size for
@@ -32,11 +35,29 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
     None after a skipped step, so a forgotten ``zero_grad`` adds nothing twice), and a parameter that the step did not
     use gets noise all the same.
 
+    Under DistributedDataParallel a dpfast module leaves the sum over all ranks, so every rank must add the same noise
+    and divide by the expected batch of all of them.
+
+    Args:
+        secret: the ranks' :class:`dpfast.distributed.SharedSecret`, from which noise is drawn in the place of
+            ``generator``. Others: as Opacus's class.
+
     Raises:
-        StateError: ``step()`` where no parameter has a gradient.
+        StateError: ``step()`` where no parameter has a gradient, where gradients are sums over ranks and there is no
+            ``secret``, or where they are still this rank's alone (``no_sync``). InputError: ``secret`` in secure mode.
     """
 
     _passes = 0
+
+    def __init__(self, optimizer: optim.Optimizer, *, secret: SharedSecret | None = None, **options: Any):
+        if secret is not None and options.get("secure_mode"):
+            raise InputError(
+                "secure_mode draws noise that no other rank can draw; use Opacus's "
+                "DifferentiallyPrivateDistributedDataParallel, where the first rank alone adds it"
+            )
+        self._secret = secret
+        self.noised_steps = 0
+        super().__init__(optimizer, **options)
 
     @property
     def accumulated_iterations(self) -> int:
@@ -51,12 +72,26 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
         if params and all(p.grad is None for p in params):
             raise StateError("no parameter has a gradient: no backward pass since the last step")
         left = held_by(params)
+        self._check_ranks(left)
         if left is not None:
             self._passes = max(self._passes, left.passes)
         for p in params:
             grad = torch.zeros_like(p) if p.grad is None else p.grad
             p.grad = None
             p.summed_grad = grad if p.summed_grad is None else p.summed_grad.add_(grad)
+
+    def _check_ranks(self, left: Left | None) -> None:
+        if left is not None and left.of_rank:
+            raise StateError(
+                "p.grad holds clipped gradients of this rank alone: the last backward pass was under no_sync(); take "
+                "one without it before step()"
+            )
+        if left is not None and left.ranks > 1 and self._secret is None:
+            raise StateError(
+                f"p.grad holds the sum over {left.ranks} ranks, which must all add the same noise: give the optimizer "
+                "secret=dpfast.distributed.SharedSecret.agreed() and the expected batch size of all ranks, or have "
+                "dpfast.opacus.PrivacyEngine make it of a model in DistributedDataParallel"
+            )
 
     @torch.no_grad()
     def add_noise(self) -> None:
@@ -65,6 +100,10 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
         params = self.params
         for p in params:
             _check_processed_flag(p.summed_grad)
+        if self._secret is not None and params:
+            self.generator = self._secret.generator("noise", self.noised_steps, device=params[0].device)
+            self.noised_steps += 1
+            count_noised(params, self.noised_steps)
         std = getattr(self, "_adjusted_noise_multiplier", self.noise_multiplier) * self.max_grad_norm
         noised = [self._noise(p.summed_grad, std) for p in params]
         if params:

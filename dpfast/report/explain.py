@@ -108,6 +108,9 @@ class _Nothing:
 
     passes = 1
 
+    def on_forward(self) -> None:
+        pass
+
     def on_factor(self, step: Step, parameter: nn.Parameter, factor: Factor, only_use: bool) -> None:
         pass
 

@@ -1,0 +1,80 @@
+"""Poisson batches over several ranks: one draw a step for all of them, dealt out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import Sampler
+
+from dpfast.distributed.secret import SharedSecret
+from dpfast.errors import InputError, StateError
+
+
+class PoissonBatches(Sampler[list[int]]):
+    """Batch sampler: each step takes each sample independently with probability ``sample_rate``, and each sample that
+    was taken goes to one rank.
+
+    All ranks make the same draw from the shared secret and the step's number, so together they take exactly the batch
+    that one process would. Their parts differ by one sample at most. A part may be empty, and is given all the same:
+    every rank takes every step, or the others would wait for it for ever.
+
+    Args:
+        num_samples: of the data set. sample_rate: q, in (0, 1]. secret: the same on all ranks.
+        steps: in one iteration; ``round(1 / sample_rate)`` if None, as in Opacus.
+        rank, ranks: this rank's number and how many there are; of the default process group if None.
+
+    Attributes:
+        step: of the next draw. Set it to go on where a run has stopped.
+
+    Raises:
+        InputError: ``sample_rate`` or ``num_samples`` out of range.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        sample_rate: float,
+        secret: SharedSecret,
+        *,
+        steps: int | None = None,
+        rank: int | None = None,
+        ranks: int | None = None,
+    ):
+        if not 0.0 < sample_rate <= 1.0 or num_samples < 1:
+            raise InputError(f"sample_rate={sample_rate} must be in (0, 1], and num_samples={num_samples} at least 1")
+        self.num_samples = num_samples
+        self.sample_rate = sample_rate
+        self.steps = round(1.0 / sample_rate) if steps is None else steps
+        self.step = 0
+        self._secret = secret
+        self._rank = dist.get_rank() if rank is None else rank
+        self._ranks = dist.get_world_size() if ranks is None else ranks
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for _ in range(self.steps):
+            step, self.step = self.step, self.step + 1
+            yield self.batch(step)
+
+    def batch(self, step: int) -> list[int]:
+        """This rank's part of one step's draw, as indices into the data set."""
+        generator = self._secret.generator("sample", step)
+        taken = torch.rand(self.num_samples, generator=generator, dtype=torch.float64) < self.sample_rate
+        mine: list[int] = taken.nonzero().flatten()[self._rank :: self._ranks].tolist()
+        return mine
+
+    @property
+    def drop_last(self) -> bool:
+        """Only who would deal batches out once more asks for it (``accelerate.prepare`` on the loader).
+
+        Raises:
+            StateError: always.
+        """
+        raise StateError(
+            "these Poisson batches have been dealt out to the ranks already; do not give their loader to "
+            "accelerate.prepare() (or take its sampler into another one)"
+        )

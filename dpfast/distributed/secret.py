@@ -1,0 +1,68 @@
+"""Random numbers that all ranks agree on, from a secret that they share and a counter."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dpfast.errors import InputError
+
+_BYTES = 32
+_STATE_WORDS = 624
+_BEFORE_THE_WORDS = 24
+"""Of a CPU generator's state: its seed and two counters, then MT19937's words in 64 bits each."""
+
+
+class SharedSecret:
+    """A secret of 256 bits; whoever knows it knows the noise. Never print, log or store it.
+
+    Random numbers come from generators that are seeded with all of it and with what they are for, so ranks that ask for
+    the same get the same, whatever else they have drawn; nothing but a step number has to be kept to go on.
+
+    Args:
+        secret: 32 bytes, the same on all ranks; :meth:`agreed` makes one.
+
+    Raises:
+        InputError: another length.
+    """
+
+    def __init__(self, secret: bytes):
+        if len(secret) != _BYTES:
+            raise InputError(f"a secret has {_BYTES} bytes, not {len(secret)}; SharedSecret.agreed() makes one")
+        self._secret = bytes(secret)
+
+    def __repr__(self) -> str:
+        return "SharedSecret(...)"
+
+    @classmethod
+    def agreed(cls, generator: torch.Generator | None = None, group: Any = None) -> SharedSecret:
+        """The first rank's, sent to all of ``group``; from the operating system, or from that rank's ``generator``
+        where a run must be repeatable."""
+        if generator is None:
+            secret = os.urandom(_BYTES)
+        else:
+            device = generator.device
+            secret = bytes(torch.randint(256, (_BYTES,), generator=generator, device=device).tolist())
+        if dist.is_available() and dist.is_initialized():
+            box = [secret]
+            dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0) if group is not None else 0, group=group)
+            secret = box[0]
+        return cls(secret)
+
+    def generator(self, *what: str | int, device: torch.device | str = "cpu") -> torch.Generator:
+        """A new generator for ``what``: on a CPU its whole state comes from the secret (a seed has 32 bits of effect
+        there), on a GPU a seed of 63 bits does."""
+        label = repr(what).encode()
+        stream = hashlib.shake_256(self._secret + label).digest(4 * _STATE_WORDS)
+        generator = torch.Generator(device)
+        generator.manual_seed(int.from_bytes(stream[:8], "little") >> 1)
+        if generator.device.type == "cpu":
+            state = generator.get_state()
+            words = torch.frombuffer(bytearray(stream), dtype=torch.int32).long() & 0xFFFFFFFF
+            state[_BEFORE_THE_WORDS : _BEFORE_THE_WORDS + 8 * _STATE_WORDS] = words.view(torch.uint8)
+            generator.set_state(state)
+        return generator

@@ -1,0 +1,81 @@
+"""Which of torch.distributed's wrappers stands around a model, or inside it."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+class Wrapper(NamedTuple):
+    """What was found.
+
+    Attributes:
+        kind: "DDP" right around the model or right inside, "nested DDP", "FSDP2", "FSDP1" or "DTensor".
+        module: the wrapper, or the module it was found at. name: of that module in the model; "" where it is outside.
+    """
+
+    kind: str
+    module: Any
+    name: str
+
+
+def in_process_group() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def find_wrapper(model: nn.Module) -> Wrapper | None:
+    """Asked while a forward pass of the model, or of what is around it, runs."""
+    outside = DistributedDataParallel._active_ddp_module
+    for name, module in model.named_modules():
+        if isinstance(module, DistributedDataParallel):
+            return Wrapper("DDP" if module is model else "nested DDP", module, name)
+        kind = _sharded(module)
+        if kind is not None:
+            return Wrapper(kind, module, name)
+    if outside is not None:
+        return Wrapper("DDP", outside, "")
+    taken = _imported("FullyShardedDataParallel") is not None and next(model.parameters(), None) is None
+    return Wrapper("FSDP1", model, "") if taken else None  # around the model, its parameters are FSDP1's now
+
+
+def _imported(name: str) -> Any:
+    """That class of torch.distributed.fsdp, where it is imported."""
+    return getattr(sys.modules.get("torch.distributed.fsdp"), name, None)
+
+
+def _sharded(module: nn.Module) -> str | None:
+    """Whether the module's parameters are, or will be, parts of whole ones. Classes that are not imported are not
+    there."""
+    for name, kind in (("FSDPModule", "FSDP2"), ("FullyShardedDataParallel", "FSDP1")):
+        cls = _imported(name)
+        if cls is not None and isinstance(module, cls):
+            return kind
+    tensor: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    if tensor is not None and any(isinstance(p, tensor) for p in module._parameters.values()):
+        return "DTensor"
+    return None
+
+
+_ONE_PASS = "GradSampleModuleFastGradientClipping"
+
+_REMEDIES = {
+    "DDP": "DistributedDataParallel leaves {mode} wrong gradients: it sums ordinary ones, before they are clipped. Use "
+    f"{_ONE_PASS}, or Opacus's DifferentiallyPrivateDistributedDataParallel with its optimizer",
+    "nested DDP": "{at} is a DistributedDataParallel inside the model of {mode}; wrap the whole model in one, or none",
+    "FSDP2": "{at} was given to fully_shard: {mode} would take norms of a part of the parameters alone, so samples "
+    "would go beyond C. Use DistributedDataParallel",
+    "FSDP1": "{at} is a FullyShardedDataParallel, whose flat parameters have no per-sample gradients in {mode}; use "
+    "DistributedDataParallel",
+    "DTensor": "{at} holds DTensor parameters (tensor parallel): {mode} would take norms of a part of the parameters "
+    "alone, so samples would go beyond C. Use DistributedDataParallel",
+}
+
+
+def not_in(wrapper: Wrapper, mode: str) -> str:
+    """Why that mode refuses it, and what to use."""
+    at = f"{wrapper.name or 'the model'} ({type(wrapper.module).__name__})"
+    return _REMEDIES[wrapper.kind].format(at=at, mode=mode)
