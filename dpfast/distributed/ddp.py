@@ -120,18 +120,9 @@ class DDPSums:
         then: Callable[[], None],
         *settings: object,
     ) -> None:
-        """Leaves sums over all ranks in ``p.grad``.
-
-        Args:
-            parameters: all that are trainable. total: this rank's part, asked once for each, in the order of DDP's
-                buckets; None for zeros. settled: what ``p.grad`` is to be, of the sum over ranks, in p's dtype.
-            then: called when every ``p.grad`` is there, which is after the backward pass's other callbacks.
-            settings: what all ranks must have alike.
-
-        Raises:
-            StateError: a parameter is in no bucket; ranks do not have the same settings. ``p.grad`` is left alone,
-                unless it is a view of DDP's buckets.
-        """
+        """As :class:`dpfast.distributed.Sums` says; ``total`` is asked in the order of DDP's buckets, and ``then``
+        called after the backward pass's other callbacks. ``p.grad`` is left alone where it raises, unless it is a view
+        of DDP's buckets."""
         promised = self._take_promised()
         missing = set(parameters).difference(*self._layout)
         if missing:

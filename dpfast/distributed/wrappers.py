@@ -14,7 +14,7 @@ class Wrapper(NamedTuple):
     """What was found.
 
     Attributes:
-        kind: "DDP" right around the model or right inside, "nested DDP", "FSDP2", "FSDP1" or "DTensor".
+        kind: "DDP" right around the model or right inside, "nested DDP", "FSDP2", "FSDP2 around", "FSDP1" or "DTensor".
         module: the wrapper, or the module it was found at. name: of that module in the model; "" where it is outside.
     """
 
@@ -23,13 +23,27 @@ class Wrapper(NamedTuple):
     name: str
 
 
+def is_shard(p: Any) -> bool:
+    """Whether it is a DTensor."""
+    tensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return tensor is not None and isinstance(p, tensor)
+
+
+def local(x: Any) -> Any:
+    """This rank's part of a DTensor; any other tensor itself."""
+    return x.to_local() if is_shard(x) else x
+
+
 def in_process_group() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def find_wrapper(model: nn.Module) -> Wrapper | None:
-    """Asked while a forward pass of the model, or of what is around it, runs."""
+def find_wrapper(model: nn.Module, around: nn.Module) -> Wrapper | None:
+    """Asked while a forward pass of the model, or of what is around it, runs; ``around``: dpfast's own module."""
     outside = DistributedDataParallel._active_ddp_module
+    kind = _sharded(around)
+    if kind is not None:
+        return Wrapper(kind, around, "")
     for name, module in model.named_modules():
         if isinstance(module, DistributedDataParallel):
             return Wrapper("DDP" if module is model else "nested DDP", module, name)
@@ -54,10 +68,7 @@ def _sharded(module: nn.Module) -> str | None:
         cls = _imported(name)
         if cls is not None and isinstance(module, cls):
             return kind
-    tensor: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-    if tensor is not None and any(isinstance(p, tensor) for p in module._parameters.values()):
-        return "DTensor"
-    return None
+    return "DTensor" if any(map(is_shard, module._parameters.values())) else None
 
 
 _ONE_PASS = "GradSampleModuleFastGradientClipping"
@@ -68,6 +79,8 @@ _REMEDIES = {
     "nested DDP": "{at} is a DistributedDataParallel inside the model of {mode}; wrap the whole model in one, or none",
     "FSDP2": "{at} was given to fully_shard: {mode} would take norms of a part of the parameters alone, so samples "
     "would go beyond C. Use DistributedDataParallel",
+    "FSDP2 around": "a module around {at} was given to fully_shard, and {mode} cannot see its units; give the model "
+    "itself to fully_shard, before or after it is wrapped",
     "FSDP1": "{at} is a FullyShardedDataParallel, whose flat parameters have no per-sample gradients in {mode}; use "
     "DistributedDataParallel",
     "DTensor": "{at} holds DTensor parameters (tensor parallel): {mode} would take norms of a part of the parameters "

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from dpfast.distributed import local
+
 _NAME = "_dpfast_left"
 _STEPS = "_dpfast_noised_steps"
 
@@ -51,7 +53,7 @@ def left_in(parameters: Iterable[nn.Parameter]) -> Left | None:
     parameters = list(parameters)
     grads = _noted(parameters)
     if all(grad._version != getattr(grad, _NAME).version for grad in grads):
-        nonzero = [grad.any() for grad in grads]  # asked only where something has written to all of them
+        nonzero = [local(grad).any() for grad in grads]  # asked only where something has written to all of them
         if not nonzero or not torch.stack([x.to(nonzero[0].device) for x in nonzero]).any():
             return None
     return held_by(parameters)

@@ -36,7 +36,11 @@ class Guards:
             modules.extend(module._modules.values())
             for p in module._parameters.values():
                 if p is not None and p.requires_grad and p not in self._handles:
-                    self._handles[p] = _register_first(p, partial(self._refuse, p))
+                    self.guard(p)
+
+    def guard(self, parameter: nn.Parameter) -> None:
+        """One that is not the model's own, but stands in for one while a pass runs."""
+        self._handles[parameter] = _register_first(parameter, partial(self._refuse, parameter))
 
     def drop(self) -> None:
         """Lets ordinary gradients reach the parameters."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dpfast.arithmetic import SquaredNorm, towards_zero
-from dpfast.distributed import DDPSums, find_wrapper, not_in
+from dpfast.distributed import Sums, local, not_in, sums_of
 from dpfast.errors import InputError, StateError
 from dpfast.factors import Dense, Factor, Waiting, merge, sq_norms
 from dpfast.modes.accumulation import Left, leave, left_in, noised
@@ -90,7 +90,7 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
     (tensor([6.0000, 6.0000, 6.0000, 6.0000]), tensor(4.))
     """
 
-    _over_ranks: DDPSums | None = None
+    _over_ranks: Sums | None = None
     _left: Left | None = None  # what was in p.grad, where there are other ranks
 
     def __init__(
@@ -200,24 +200,22 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
     # --- mode: keep each factor, take the norms at the end, then the sums; at once where nothing has to wait ---
 
     def on_forward(self) -> None:
-        """Finds the DistributedDataParallel that is to carry the sums.
+        """Finds the DDP or FSDP2 that is to carry the sums.
 
         Raises:
-            StateError: a wrapper of torch.distributed in which norms or sums would be wrong. InputError: a DDP that
-                cannot carry them.
+            StateError: a wrapper of torch.distributed in which norms or sums would be wrong. InputError,
+                UnsupportedModuleError: a DDP, or shards, that cannot carry them.
         """
-        wrapper = find_wrapper(self._module)
-        if wrapper is not None and wrapper.kind != "DDP":
+        wrapper = self._wrapper()
+        if wrapper is not None and wrapper.kind not in ("DDP", "FSDP2"):
             raise StateError(not_in(wrapper, type(self).__name__))
         if wrapper is None:
             self._over_ranks = None
             return
         if self._over_ranks is None or not self._over_ranks.is_of(wrapper.module):
-            self._over_ranks = DDPSums(wrapper.module, self._module.parameters(), self._is_private)
+            assert self._tapped is not None
+            self._over_ranks = sums_of(wrapper, self._module, self._tapped)
         self._over_ranks.on_forward()
-
-    def _is_private(self) -> bool:
-        return self._tapped is not None and self._tapped.is_catching()
 
     def on_factor(self, step: Step, parameter: nn.Parameter, factor: Factor, only_use: bool) -> None:
         if not step.gathered:
@@ -257,7 +255,7 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
         if step.second is not None:
             self._finish_second(step, step.second)
             return
-        check_own(self._module, step.gathered)
+        check_own(self._places, step.gathered)
         if step.waiting is not None:
             step.waiting.take()
         scale, clipper = self._scale(step), self._clipper()
@@ -321,7 +319,8 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
 
     def _start_step(self) -> None:
         """What is trainable may change between steps."""
-        trainable = [p for p in self._module.parameters() if p.requires_grad]
+        assert self._tapped is not None
+        trainable = dict.fromkeys(self._tapped.own(p) for p in self._module.parameters() if p.requires_grad)
         self._places = {p: i for i, p in enumerate(trainable)}
         self._clipper().for_parameters(len(trainable))
         if self._over_ranks is not None:  # by the end of the pass DDP may have put other tensors into p.grad
@@ -348,7 +347,7 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
             self._note(before, of_rank=ranks is not None)
             return
         add_first = before is not None and before.of_rank
-        of_all = {p: p.grad.clone() for p in self._places if p.grad is not None and not add_first}
+        of_all = {p: local(p.grad).clone() for p in self._places if p.grad is not None and not add_first}
 
         def of_rank(p: nn.Parameter) -> Tensor | None:
             own = total(p)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from dpfast.distributed import find_wrapper, not_in
+from dpfast.distributed import Wrapper, find_wrapper, not_in
 from dpfast.errors import DpfastWarning, InputError, StateError, UnsupportedModuleError
 from dpfast.factors import Dense, Factor, OuterProduct, PatchProduct
 from dpfast.modes.nonfinite_samples import DroppedSamples
@@ -202,9 +202,16 @@ class GradSampleModule(nn.Module):
 
     def on_forward(self) -> None:
         """Raises StateError where a wrapper of torch.distributed would make something else of the gradients."""
-        wrapper = find_wrapper(self._module)
+        wrapper = self._wrapper()
         if wrapper is not None:
             raise StateError(not_in(wrapper, type(self).__name__))
+
+    def _wrapper(self) -> Wrapper | None:
+        assert self._tapped is not None
+        found = find_wrapper(self._module, self)
+        if found is None and self._tapped.has_stand_ins():
+            return Wrapper("FSDP2 around", self._module, "")
+        return found
 
     def on_factor(self, step: Step, parameter: nn.Parameter, factor: Factor, only_use: bool) -> Tensor | None:
         scale = self._scale(step)
@@ -217,7 +224,7 @@ class GradSampleModule(nn.Module):
         return total
 
     def on_finish(self, step: Step) -> None:
-        check_own(self._module, step.gathered)
+        check_own(self._module.parameters(), step.gathered)
         if any(getattr(p, "grad_sample", None) is not None for p in step.gathered):
             self.check_accumulation()
         if step.sums_differ:  # nobody waits for the device

@@ -142,14 +142,13 @@ class Steps:
         self._uses.pop(threading.get_ident(), None)
 
 
-def check_own(model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
+def check_own(own: Iterable[nn.Parameter], parameters: Iterable[nn.Parameter]) -> None:
     """Raises StateError where taps have caught gradients of parameters that are not the model's (any more): something
     has taken other tensors' place for the time of the pass, and what was caught would be lost."""
-    own = set(model.parameters())
-    others = [p for p in parameters if p not in own]
+    others = set(parameters).difference(own)
     if others:
         raise StateError(
-            f"{len(others)} parameters of this backward pass are not the model's, the first {tuple(others[0].shape)}: "
+            f"{len(others)} parameters of this backward pass are not the model's, one {tuple(others.pop().shape)}: "
             "they were swapped while it ran (fully_shard? a parametrization?), and their gradients would be lost; "
             "unshard the model, or use DistributedDataParallel"
         )

@@ -6,7 +6,6 @@ In the backward pass each tap hands (activations, backprops) to its module's rul
 from __future__ import annotations
 
 import sys
-import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -23,9 +22,11 @@ from dpfast.distributed import in_process_group
 from dpfast.errors import DpfastError, InputError, StateError, UnsupportedModuleError
 from dpfast.factors import Factor
 from dpfast.modes.escaped_gradients import Guards
+from dpfast.modes.running import running, storage
 from dpfast.modes.scalar_loss import check_losses
 from dpfast.modes.second_pass import FirstPass, Output, SecondPass
 from dpfast.modes.steps import Mode, Step, Steps
+from dpfast.modes.swapped import SwappedParameters
 from dpfast.rules import functorch
 from dpfast.taps import (
     Activations,
@@ -47,7 +48,7 @@ from dpfast.taps import (
     unfolded,
 )
 
-_OF_THIS_PROCESS = ("_guards", "_steps", "_probe")
+_OF_THIS_PROCESS = ("_guards", "_steps", "_probe", "_swapped")
 """Attributes of a tapped model that copies and pickles leave out."""
 
 
@@ -77,6 +78,7 @@ class TappedModel:
     def _for_this_process(self) -> None:
         """What hangs on this model's own parameters and backward passes."""
         self._guards = Guards(self.model, self._is_fine)
+        self._swapped = SwappedParameters(self._guards.guard)
         self._steps = Steps()
         self._probe = Probe(self, self._taps)
 
@@ -94,6 +96,7 @@ class TappedModel:
         for name, module, layout in layouts(self.model, self.batch_dim):
             if module._parameters:
                 module._parameters = DetachableParameters(module._parameters)
+                self._swapped.watch(module._parameters)
                 self._parameter_owners.append(module)
             if id(module) not in inner and _has_something_to_tap(module):
                 tap = Tap(self, name, module, **layout._asdict())
@@ -161,8 +164,8 @@ class TappedModel:
         size = next(sizes, None)
         if size is not None:
             self._probe.look((args, kwargs), leaves, size)
-        _running.inputs = {_storage(x) for x in tensors}
-        _running.push(self, size)
+        running.inputs = {storage(x) for x in tensors}
+        running.push(self, size)
 
     @never_compiled
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -170,7 +173,7 @@ class TappedModel:
         region inside starts a backward pass of its own."""
         if suspended():
             return
-        batch_size = _running.pop(self)
+        batch_size = running.pop(self)
         if not (self.enabled and torch.is_grad_enabled()) or in_backward() is not None:
             return
         for leaf in tree_leaves(output):
@@ -183,19 +186,19 @@ class TappedModel:
         step = None if in_backward() is None else self._steps.repeating(in_backward())
         if step is not None:
             step.repeats = True
-        sizes = _running.sizes.get(id(self))
+        sizes = running.sizes.get(id(self))
         if sizes:
             return sizes[-1]
         return None if step is None else step.batch_size
 
     def is_input(self, x: Tensor) -> bool:
         """Whether ``x`` is, or is a view of, a tensor that the model was last called with in this thread."""
-        return _storage(x) in _running.inputs
+        return storage(x) in running.inputs
 
     def samples_are_bags(self, indices: Tensor, offsets: Tensor, bags: int) -> None:
         """All bags of an EmbeddingBag in one row: the batch is the bags, where the model was called with their
         offsets and what was taken for the batch is the length of that row or of the offsets."""
-        sizes = _running.sizes.get(id(self))
+        sizes = running.sizes.get(id(self))
         if sizes and sizes[-1] in (len(indices), len(offsets)) and self.is_input(offsets):
             sizes[-1] = bags
 
@@ -229,7 +232,15 @@ class TappedModel:
         """Whether taps catch what comes by: hooks are on, or a second backward pass repeats one that was tapped."""
         return self.enabled or self._steps.second()
 
-    def is_catching(self) -> bool:
+    def own(self, parameter: nn.Parameter) -> nn.Parameter:
+        """The model's own, where this one stands in for it (FSDP2)."""
+        return self._swapped.own(parameter)
+
+    def has_stand_ins(self) -> bool:
+        """Whether parameters are parted, or others stand in for them."""
+        return self._swapped.any_of(self.model.parameters())
+
+    def withholds(self) -> bool:
         """Whether the backward pass that runs in this thread is one of the mode's."""
         step = self._steps.here()
         return step is not None and not step.ordinary
@@ -319,7 +330,7 @@ class TappedModel:
                 )
             if self.observe is not None:
                 self.observe(record, parameter, factor)
-            gradient = self.mode.on_factor(step, parameter, factor, record.is_only_use(parameter))
+            gradient = self.mode.on_factor(step, self.own(parameter), factor, record.is_only_use(parameter))
             if gradient is not None:
                 step.give(parameter, gradient)
                 ordinary[parameter] = gradient
@@ -363,31 +374,3 @@ def _forget_compiled_code() -> None:
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None and hasattr(dynamo, "reset"):
         dynamo.reset()
-
-
-def _storage(x: Tensor) -> int:
-    try:
-        return x.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):  # a tensor subclass without storage of its own
-        return id(x)
-
-
-class _Running(threading.local):
-    """The batch sizes of the forward passes that run in this thread, innermost last."""
-
-    def __init__(self) -> None:
-        self.sizes: dict[int, list[int | None]] = {}
-        self.inputs: set[int] = set()
-
-    def push(self, model: TappedModel, size: int | None) -> None:
-        self.sizes.setdefault(id(model), []).append(size)
-
-    def pop(self, model: TappedModel) -> int | None:
-        sizes = self.sizes[id(model)]
-        size = sizes.pop()
-        if not sizes:
-            del self.sizes[id(model)]
-        return size
-
-
-_running = _Running()

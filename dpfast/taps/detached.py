@@ -26,7 +26,21 @@ _detached = _Detached()
 class DetachableParameters(dict[str, Any]):
     """A module's ``_parameters``. Within :func:`detached_parameters` the module's own code, which asks by name, gets
     its parameters without their history, in that thread alone; whoever iterates (``parameters()``, ``state_dict()``,
-    an optimizer, another thread's backward pass) gets the parameters themselves."""
+    an optimizer, another thread's backward pass) gets the parameters themselves.
+
+    Attributes:
+        on_change: called with (self, name, value) when another value is put in. Copies do not have it.
+    """
+
+    on_change: Callable[[DetachableParameters, str, Any], None] | None = None
+
+    def __reduce__(self) -> Any:
+        return DetachableParameters, (dict(self),)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        if self.on_change is not None:
+            self.on_change(self, name, value)
 
     def __getitem__(self, name: str) -> Any:
         value = super().__getitem__(name)

@@ -1,0 +1,203 @@
+"""FSDP2 (``fully_shard``): each rank keeps a part of every parameter, and of its clipped sum.
+
+Norms need nothing from other ranks: FSDP gathers a unit's parameters for its forward and its backward, and each rank
+takes the gradients of its own samples. FSDP scatters a unit's gradients as soon as its backward is over; clipped sums
+are known at the end of the pass, so they go unit by unit then, in the order of the backward, each while the next one's
+are computed: as many collectives as without privacy, and the full sums of two units alive at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from dpfast.distributed.agreement import DISAGREEMENT, agreement, ranks_agree
+from dpfast.errors import StateError, UnsupportedModuleError
+
+_LEAST_IN_FLIGHT = 2
+
+
+class ShardedSums:
+    """The clipped sums of a model whose parameters ``fully_shard`` has taken.
+
+    Args:
+        model: every trainable parameter of it belongs to an FSDP unit. own: gives a parameter's shard in the place of
+            the whole one that stands there while a pass runs. root: the outermost unit, around the model or inside.
+
+    Raises:
+        UnsupportedModuleError: a trainable parameter is in no unit, or is sharded otherwise than in dimension 0 over
+            one dimension of a mesh (and replicated over another one at most).
+    """
+
+    def __init__(self, model: nn.Module, own: Callable[[nn.Parameter], nn.Parameter], root: nn.Module):
+        self._model, self._own, self._root = model, own, root
+        self._units = list(_units(model, own, root))
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+    def is_of(self, module: nn.Module) -> bool:
+        """Whether the units are still these."""
+        return self._root is module
+
+    @property
+    def crosses(self) -> bool:
+        """Whether the sums of this backward pass are to cross ranks: always."""
+        return True
+
+    @property
+    def number(self) -> int:
+        """Of ranks."""
+        first: Any = next((p for unit in self._units for p in unit), None)
+        return 1 if first is None else int(first.device_mesh.size())
+
+    def on_forward(self) -> None:
+        """Raises StateError where FSDP was told to keep whole gradients (``set_requires_gradient_sync(False)``)."""
+        for module in {self._root, *self._model.modules()}:
+            if not isinstance(module, FSDPModule):
+                continue
+            for group in getattr(module._get_fsdp_state(), "_fsdp_param_groups", ()):  # nothing public tells
+                if not group.reduce_grads:
+                    raise StateError(
+                        "set_requires_gradient_sync(False) keeps whole gradients on each rank; accumulate with it on: "
+                        "a step's clipped sums are reduced in every backward pass"
+                    )
+
+    def keep_promises(self) -> None:
+        """None were made."""
+
+    def reduce(
+        self,
+        parameters: Sequence[nn.Parameter],
+        total: Callable[[nn.Parameter], Tensor | None],
+        settled: Callable[[nn.Parameter, Tensor], Tensor],
+        then: Callable[[], None],
+        *settings: object,
+    ) -> None:
+        """As :class:`dpfast.distributed.Sums` says; ``total`` is asked unit by unit in the order of the backward, and
+        ``p.grad`` is this rank's part, a DTensor as the parameter."""
+        wanted = set(parameters)
+        names = {self._own(p): name for name, p in self._model.named_parameters()}
+        units = [[p for p in unit if p in wanted] for unit in self._units]
+        units = [unit for unit in units if unit]
+        same = agreement(*settings, [names.get(p) for p in parameters])
+        flying: list[_Flight] = []
+        landed: dict[nn.Parameter, Tensor] = {}
+        agree = None
+        for i, unit in enumerate(units):
+            flying.append(_scattered(unit, total, same if i == len(units) - 1 else None))
+            if len(flying) == _LEAST_IN_FLIGHT:
+                landed.update(flying.pop(0).land())
+        for flight in flying:
+            landed.update(flight.land())
+            agree = ranks_agree(flight.output[-len(same) :], self.number)
+        if agree is not None and agree.device.type == "cpu" and not agree:
+            raise StateError(DISAGREEMENT)
+        p: Any
+        for p, own in landed.items():
+            local = settled(p, own)
+            if agree is not None and agree.device.type != "cpu":
+                local = local.masked_fill(~agree.to(local.device), torch.nan)
+            p.grad = DTensor.from_local(
+                local, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+            )
+        then()
+
+
+class _Flight(NamedTuple):
+    """One unit's sums on their way: ``output`` is this rank's part when the work is done."""
+
+    unit: list[Any]
+    input: Tensor
+    output: Tensor
+    work: Any
+
+    def land(self) -> dict[nn.Parameter, Tensor]:
+        self.work.wait()
+        mesh = self.unit[0].device_mesh
+        if mesh.ndim == 2:
+            dist.all_reduce(self.output, group=mesh.get_group(0))
+        parts, start = {}, 0
+        for p in self.unit:
+            local = p.to_local()
+            parts[p] = self.output[start : start + local.numel()].view(local.shape)
+            start += _rows(p) * p[:1].numel() if p.dim() else 1
+        return parts
+
+
+def _rows(p: Any) -> int:
+    """Of a part, the last ones of which may be shorter or empty."""
+    ranks = p.device_mesh.size(p.device_mesh.ndim - 1)
+    return -(-p.shape[0] // ranks)
+
+
+def _scattered(unit: list[Any], total: Callable[[nn.Parameter], Tensor | None], more: Tensor | None) -> _Flight:
+    mesh = unit[0].device_mesh
+    ranks = mesh.size(mesh.ndim - 1)
+    dtype = torch.float32
+    for p in unit:
+        dtype = torch.promote_types(dtype, p.dtype)
+    sizes = [_rows(p) * p.shape[1:].numel() for p in unit]
+    device = unit[0].device
+    whole = torch.empty(ranks, sum(sizes) + (0 if more is None else len(more)), dtype=dtype, device=device)
+    start = 0
+    for p, size in zip(unit, sizes, strict=True):
+        own = total(p)
+        place = whole[:, start : start + size]
+        if own is None:
+            place.zero_()
+        else:
+            rows = own.reshape(p.shape[0], -1)
+            place.copy_(F.pad(rows, (0, 0, 0, ranks * _rows(p) - len(rows))).view(ranks, size))
+        start += size
+    if more is not None:
+        whole[:, start:] = more
+    output = whole.new_empty(whole.shape[1])
+    work = dist.reduce_scatter_tensor(output, whole.view(-1), group=mesh.get_group(mesh.ndim - 1), async_op=True)
+    return _Flight(unit, whole, output, work)
+
+
+def _units(
+    model: nn.Module, get: Callable[[nn.Parameter], nn.Parameter], root: nn.Module
+) -> Iterator[list[nn.Parameter]]:
+    """The trainable parameters of each unit, in the order of a backward pass."""
+    of_unit: dict[int, list[nn.Parameter]] = {id(root): []}
+    seen: set[nn.Parameter] = set()
+
+    def visit(module: nn.Module, name: str, unit: int | None) -> None:
+        if isinstance(module, FSDPModule):
+            unit = id(module)
+            of_unit.setdefault(unit, [])
+        for own, whole in module._parameters.items():
+            p = None if whole is None else get(whole)
+            if p is not None and p.requires_grad and p not in seen:
+                seen.add(p)
+                _check(p, f"{name}.{own}".lstrip("."), unit)
+                of_unit[unit].append(p)  # type: ignore[index]  # as checked
+        for child, inner in module._modules.items():
+            if inner is not None:
+                visit(inner, f"{name}.{child}", unit)
+
+    visit(model, "", id(root) if root not in set(model.modules()) else None)
+    return reversed(of_unit.values())
+
+
+def _check(p: Any, name: str, unit: int | None) -> None:
+    if unit is None or not isinstance(p, DTensor):
+        raise UnsupportedModuleError(
+            f"parameter {name} {tuple(p.shape)} is trainable and in no unit of fully_shard; call fully_shard on the "
+            "whole model as well, or freeze it"
+        )
+    replicated, sharded = p.placements[:-1], p.placements[-1]
+    if len(replicated) > 1 or not all(isinstance(x, Replicate) for x in replicated) or sharded != Shard(0):
+        raise UnsupportedModuleError(
+            f"parameter {name} {tuple(p.shape)} has placements {p.placements}; clipped sums are reduced for Shard(0) "
+            "alone, or (Replicate(), Shard(0)). Leave out shard_placement_fn; tensor parallel is not supported"
+        )

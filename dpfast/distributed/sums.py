@@ -1,0 +1,71 @@
+"""What carries a model's clipped sums over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from dpfast.distributed.wrappers import Wrapper
+
+
+class Sums(Protocol):
+    """Carries clipped sums over the ranks of one wrapper of torch.distributed."""
+
+    @property
+    def crosses(self) -> bool:
+        """Whether the sums of the backward pass that runs are to cross ranks."""
+
+    @property
+    def number(self) -> int:
+        """Of ranks."""
+
+    def is_of(self, wrapper: Any) -> bool:
+        """Whether it was made for that wrapper."""
+
+    def on_forward(self) -> None:
+        """A forward pass begins. Raises StateError where its sums could not be carried."""
+
+    def keep_promises(self) -> None:
+        """The backward pass is over and leaves no sums (the first of two)."""
+
+    def reduce(
+        self,
+        parameters: Sequence[nn.Parameter],
+        total: Callable[[nn.Parameter], Tensor | None],
+        settled: Callable[[nn.Parameter, Tensor], Tensor],
+        then: Callable[[], None],
+        *settings: object,
+    ) -> None:
+        """Leaves the sums over all ranks in ``p.grad``.
+
+        Args:
+            parameters: all that are trainable. total: this rank's sum, asked once for each; None for zeros. settled:
+                what ``p.grad``, or this rank's part of it, is to be, of the sum over ranks, in p's dtype.
+            then: called when every ``p.grad`` is there. settings: what all ranks must have alike.
+
+        Raises:
+            StateError: the pass cannot be carried, or ranks do not have the same settings.
+        """
+
+
+class Tapped(Protocol):
+    """What is asked of a tapped model."""
+
+    def withholds(self) -> bool:
+        """Whether the backward pass that runs in this thread is one whose sums come at its end."""
+
+    def own(self, parameter: nn.Parameter) -> nn.Parameter:
+        """The model's own, where this one stands in for it while a pass runs."""
+
+
+def sums_of(wrapper: Wrapper, model: nn.Module, tapped: Tapped) -> Sums:
+    """For a DDP or FSDP2 that was found. Its errors are those of the classes."""
+    if wrapper.kind == "FSDP2":
+        from dpfast.distributed.fsdp import ShardedSums
+
+        return ShardedSums(model, tapped.own, wrapper.module)
+    from dpfast.distributed.ddp import DDPSums
+
+    return DDPSums(wrapper.module, model.parameters(), tapped.withholds)

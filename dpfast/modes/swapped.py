@@ -1,0 +1,52 @@
+"""Parameters that others stand in for while a pass runs (FSDP2 puts whole ones where a rank keeps parts)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from dpfast.distributed import is_shard
+from dpfast.taps import DetachableParameters
+
+
+class SwappedParameters:
+    """Which of the model's own parameters each one stands in for.
+
+    Args:
+        guard: called with each parameter that comes in.
+    """
+
+    def __init__(self, guard: Callable[[nn.Parameter], None]):
+        self._guard = guard
+        self._homes: dict[tuple[int, str], nn.Parameter] = {}
+        self._own: Any = WeakIdKeyDictionary()
+
+    def watch(self, parameters: DetachableParameters) -> None:
+        """From here on every parameter that is put there is seen."""
+        for name, p in parameters.items():
+            self._seen(parameters, name, p)
+        parameters.on_change = self._seen
+
+    def own(self, parameter: nn.Parameter) -> nn.Parameter:
+        """The model's own, which is the parameter itself unless it stands in for one."""
+        found: nn.Parameter = self._own.get(parameter, parameter) if self._own else parameter
+        return found
+
+    def any_of(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Whether one of them stands in for another now, or has been parted from the whole one."""
+        return any(is_shard(p) or (self._own and p in self._own) for p in parameters)
+
+    def _seen(self, place: DetachableParameters, name: str, p: Any) -> None:
+        if not isinstance(p, nn.Parameter):
+            return
+        if is_shard(p):
+            self._homes[id(place), name] = p
+            return
+        home = self._homes.get((id(place), name))
+        if home is not None and p not in self._own:
+            self._own[p] = home
+            if p.requires_grad:
+                self._guard(p)
