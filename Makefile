@@ -50,6 +50,7 @@ lint: $(READY)
 # A test is slow that takes some seconds; every folder keeps tests that are not (tests/test_packaging.py holds that).
 SLOW := tests/arithmetic/test_bounds.py::test_the_kernels_bounds_hold_too \
 	tests/distributed/test_ddp.py \
+	tests/distributed/test_fsdp.py \
 	tests/opacus/test_ddp.py \
 	tests/arithmetic/test_ops.py::test_verbs_equal_fp64 \
 	tests/examples/ \

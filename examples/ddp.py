@@ -8,6 +8,7 @@ Each step is one Poisson draw over both processes. Prints loss, ε and tokens a 
 import argparse
 import time
 import warnings
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -45,8 +46,9 @@ class CharacterModel(nn.Module):
         return self.head(self.blocks(self.tokens(x) + self.positions(places), mask=mask, is_causal=True))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(wrap: Callable[[nn.Module], nn.Module] = DistributedDataParallel) -> None:
+    """Trains; ``wrap`` makes the model one of several processes."""
+    parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=3)
     epochs = parser.parse_args().epochs
     warnings.filterwarnings("ignore", module="opacus")
@@ -58,7 +60,7 @@ def main() -> None:
     windows = codes.unfold(0, LENGTH + 1, 1)  # each is one sample: a toy's unit of privacy
     data = TensorDataset(windows[:, :-1].contiguous(), windows[:, 1:].contiguous())
 
-    model = DistributedDataParallel(CharacterModel(len(letters)))
+    model = wrap(CharacterModel(len(letters)))
     engine = PrivacyEngine()
     model, optimizer, loader = engine.make_private(
         module=model,

@@ -3,7 +3,7 @@
 from dpfast.distributed.sampling import PoissonBatches
 from dpfast.distributed.secret import SharedSecret
 from dpfast.distributed.sums import Sums, sums_of
-from dpfast.distributed.wrappers import Wrapper, find_wrapper, in_process_group, is_shard, local, not_in
+from dpfast.distributed.wrappers import Wrapper, find_wrapper, in_process_group, is_shard, local, not_in, shard_of
 
 __all__ = [
     "PoissonBatches",
@@ -15,5 +15,6 @@ __all__ = [
     "is_shard",
     "local",
     "not_in",
+    "shard_of",
     "sums_of",
 ]

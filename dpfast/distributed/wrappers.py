@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -32,6 +33,14 @@ def is_shard(p: Any) -> bool:
 def local(x: Any) -> Any:
     """This rank's part of a DTensor; any other tensor itself."""
     return x.to_local() if is_shard(x) else x
+
+
+def shard_of(parameters: Iterable[Any]) -> int:
+    """Which part of the parameters this rank keeps; replicas have the same. 0 where it has all of them."""
+    for p in parameters:
+        if is_shard(p):
+            return int(p.device_mesh.get_coordinate()[-1])
+    return 0
 
 
 def in_process_group() -> bool:
@@ -71,20 +80,19 @@ def _sharded(module: nn.Module) -> str | None:
     return "DTensor" if any(map(is_shard, module._parameters.values())) else None
 
 
-_ONE_PASS = "GradSampleModuleFastGradientClipping"
-
 _REMEDIES = {
     "DDP": "DistributedDataParallel leaves {mode} wrong gradients: it sums ordinary ones, before they are clipped. Use "
-    f"{_ONE_PASS}, or Opacus's DifferentiallyPrivateDistributedDataParallel with its optimizer",
+    "GradSampleModuleFastGradientClipping (grad_sample_mode='dpfast'), or Opacus's "
+    "DifferentiallyPrivateDistributedDataParallel with its optimizer",
     "nested DDP": "{at} is a DistributedDataParallel inside the model of {mode}; wrap the whole model in one, or none",
-    "FSDP2": "{at} was given to fully_shard: {mode} would take norms of a part of the parameters alone, so samples "
-    "would go beyond C. Use DistributedDataParallel",
+    "FSDP2": "{at} was given to fully_shard, and {mode} has no gradients of whole parameters; use "
+    "GradSampleModuleFastGradientClipping (grad_sample_mode='dpfast'), and give the whole model to fully_shard as well",
     "FSDP2 around": "a module around {at} was given to fully_shard, and {mode} cannot see its units; give the model "
     "itself to fully_shard, before or after it is wrapped",
     "FSDP1": "{at} is a FullyShardedDataParallel, whose flat parameters have no per-sample gradients in {mode}; use "
-    "DistributedDataParallel",
+    "fully_shard or DistributedDataParallel",
     "DTensor": "{at} holds DTensor parameters (tensor parallel): {mode} would take norms of a part of the parameters "
-    "alone, so samples would go beyond C. Use DistributedDataParallel",
+    "alone, so samples would go beyond C. Use fully_shard or DistributedDataParallel",
 }
 
 

@@ -7,14 +7,13 @@ from typing import Any
 
 import opacus
 import torch.distributed as dist
-from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from opacus.validators import ModuleValidator
 from opacus.validators.errors import IllegalModuleConfigurationError, UnsupportedModuleError
 from torch import nn, optim
 from torch.utils.data import DataLoader
 
-from dpfast.distributed import PoissonBatches, SharedSecret
+from dpfast.distributed import PoissonBatches, SharedSecret, find_wrapper, not_in
 from dpfast.errors import InputError, StateError
 from dpfast.modes import ConstantPerLayerClipper, GradSampleModule, GradSampleModuleFastGradientClipping
 from dpfast.opacus.losses import ClippedLoss
@@ -174,7 +173,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
             return super()._prepare_model(
                 module, max_grad_norm=max_grad_norm, grad_sample_mode=grad_sample_mode, **given, **options
             )
-        validate(module, in_ddp=grad_sample_mode != "dpfast_materialize")
+        validate(module, over_ranks=grad_sample_mode != "dpfast_materialize")
         cls = GradSampleModule if grad_sample_mode == "dpfast_materialize" else GradSampleModuleFastGradientClipping
         passes: dict[str, Any] = (
             {"passes": 2 if grad_sample_mode == "dpfast_two_pass" else 1} if cls is not GradSampleModule else {}
@@ -225,7 +224,8 @@ class PrivacyEngine(opacus.PrivacyEngine):
             )
         if isinstance(optimizer, opacus.optimizers.DPOptimizer):
             optimizer = optimizer.original_optimizer
-        if isinstance(self._module._module, nn.parallel.DistributedDataParallel):  # p.grad is the sum over all ranks
+        wrapper = find_wrapper(self._module._module, self._module)
+        if wrapper is not None:  # p.grad is the sum over all ranks
             given["expected_batch_size"] = expected_batch_size * dist.get_world_size()
             given["secret"] = None if self.secure_mode else SharedSecret.agreed(noise_generator)
             distributed, noise_generator = False, None
@@ -250,11 +250,11 @@ class PrivacyEngine(opacus.PrivacyEngine):
         )
 
 
-def validate(module: nn.Module, *, in_ddp: bool = True) -> None:
+def validate(module: nn.Module, *, over_ranks: bool = True) -> None:
     """What Opacus refuses, except layers that dpfast has a rule for (nn.MultiheadAttention, nn.LSTM, ...).
 
     Args:
-        in_ddp: whether the mode works under DistributedDataParallel.
+        over_ranks: whether the mode leaves sums over ranks, under DistributedDataParallel and fully_shard.
 
     Raises:
         UnsupportedModuleError: Opacus's, with all faults.
@@ -265,13 +265,11 @@ def validate(module: nn.Module, *, in_ddp: bool = True) -> None:
         ours = find_rule(m) is not None or find_forward(m) is not None
         if trainable and type(m) in ModuleValidator.VALIDATORS and not ours:
             errors.extend(ModuleValidator.VALIDATORS[type(m)](m))
-    if isinstance(module, nn.parallel.DistributedDataParallel) and not in_ddp:
-        errors.append(
-            UnsupportedModuleError(
-                "DistributedDataParallel has no part for p.grad_sample; take grad_sample_mode='dpfast', or wrap "
-                f"the module in opacus's {DifferentiallyPrivateDistributedDataParallel.__name__}"
-            )
-        )
+    inner = module._module if isinstance(module, GradSampleModule) else module
+    wrapper = find_wrapper(inner, module)
+    whole = wrapper is not None and wrapper.kind in ("DDP", "FSDP2") and wrapper.module in (inner, module)
+    if wrapper is not None and not (over_ranks and whole):
+        errors.append(UnsupportedModuleError(not_in(wrapper, "this grad_sample_mode")))
     if errors:
         raise UnsupportedModuleError(errors)
 

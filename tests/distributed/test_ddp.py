@@ -143,11 +143,6 @@ def test_nothing_is_silent(ranks, order, what):
         (("joined",), "StateError: .*join"),
         (("tp",), r"StateError: 0 \(Linear\) holds DTensor"),
         *((("fsdp1", order, originals), "Error: ") for order in ORDERS for originals in (False, True)),
-        *(
-            (("fsdp2", cls, order), "StateError: .*fully_shard")
-            for cls in ("GradSampleModule", "GradSampleModuleFastGradientClipping")
-            for order in ("before", "after", "after the first step")
-        ),
     ],
 )
 def test_what_cannot_work_is_refused(ranks, what, message):

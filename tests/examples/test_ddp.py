@@ -1,4 +1,4 @@
-"""The example of two processes runs with the command that its first lines give."""
+"""The examples of two processes run with the command that their first lines give."""
 
 import os
 import re
@@ -10,11 +10,20 @@ import pytest
 
 pytest.importorskip("opacus")
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "ddp.py"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
-def test_two_processes_train(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLE)]
+@pytest.mark.parametrize("example", ["ddp.py", "fsdp2.py"])
+def test_two_processes_train(tmp_path, example):
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(EXAMPLES / example),
+    ]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
         [*command, "--epochs", "2"], cwd=tmp_path, env=env, capture_output=True, encoding="utf-8", timeout=300

@@ -10,7 +10,7 @@ from torch import nn
 
 import dpfast
 from dpfast.errors import StateError
-from dpfast.opacus import DPOptimizerFast
+from dpfast.opacus import DPOptimizerFast, optimizers
 
 
 def model_with_gradients(dtype=torch.float32, width=5):
@@ -160,3 +160,14 @@ def test_a_sum_is_used_once():
     optimizer.step()
     with pytest.raises(ValueError, match="zero_grad"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("extra", [-1, 0, 1, 15, 16, 17])
+@pytest.mark.parametrize("pieces", [1, 2, 3])
+def test_noise_by_pieces_is_that_of_the_whole(pieces, extra):
+    """torch draws sixteen at a time, and the last sixteen once more where they do not come out even."""
+    model = nn.ParameterDict({"p": nn.Parameter(torch.zeros(pieces * optimizers._PIECE + extra))})
+    model["p"].grad = torch.zeros_like(model["p"])
+    optimizer_of(DPOptimizerFast, model, sigma=0.5, seed=3, loss_reduction="sum").pre_step()
+    whole = torch.normal(0.0, 1.0, model["p"].shape, generator=torch.Generator().manual_seed(3))
+    assert torch.equal(model["p"].grad, whole)

@@ -175,23 +175,6 @@ def nested():
     dpfast.GradSampleModuleFastGradientClipping(model)(torch.randn(4, 12))
 
 
-def fully_sharded(cls, order, functional=False):
-    from torch.distributed.fsdp import fully_shard
-
-    model = Mlp()
-    options = {} if cls is dpfast.GradSampleModule else {"max_grad_norm": C}
-    if order == "before":
-        fully_shard(model)
-    module = cls(model, loss_reduction="sum", **options)
-    if order == "after":
-        fully_shard(model)
-    if order == "after the first step":
-        losses(module, torch.randn(4, 12), torch.zeros(4).long()).sum().backward()
-        module.zero_grad()
-        fully_shard(model)
-    losses(module, torch.randn(4, 12), torch.zeros(4).long()).sum().backward()
-
-
 def hooks_off():
     """Ordinary gradients as DDP gives them, hooks switched off before the forward or behind it; then a private step."""
     found = []
@@ -279,9 +262,6 @@ def main():
     found["other trainable"] = attempt(other_trainable)
     found["hook"] = attempt(with_hook)
     found["nested"] = attempt(nested)
-    for cls in (dpfast.GradSampleModule, dpfast.GradSampleModuleFastGradientClipping):
-        for order in ("before", "after", "after the first step"):
-            found["fsdp2", cls.__name__, order] = attempt(fully_sharded, cls, order)
     found["tp"] = attempt(tensor_parallel)
     found["hooks off"] = attempt(hooks_off)
     found["joined"] = attempt(joined)
