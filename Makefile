@@ -51,6 +51,7 @@ lint: $(READY)
 SLOW := tests/arithmetic/test_bounds.py::test_the_kernels_bounds_hold_too \
 	tests/distributed/test_ddp.py \
 	tests/distributed/test_fsdp.py \
+	tests/distributed/test_killed.py \
 	tests/opacus/test_ddp.py \
 	tests/arithmetic/test_ops.py::test_verbs_equal_fp64 \
 	tests/examples/ \
