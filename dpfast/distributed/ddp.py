@@ -124,7 +124,8 @@ class DDPSums:
         called after the backward pass's other callbacks. ``p.grad`` is left alone where it raises, unless it is a view
         of DDP's buckets."""
         promised = self._take_promised()
-        missing = set(parameters).difference(*self._layout)
+        wanted = set(parameters)
+        missing = wanted.difference(*self._layout)
         if missing:
             names = [self._names.get(p, "?") for p in parameters if p in missing]
             raise StateError(
@@ -137,7 +138,7 @@ class DDPSums:
             last = i == len(self._layout) - 1
             flat, views = _room(bucket, promised[i][0] if promised else None, same if last else None)
             for p, view in zip(bucket, views, strict=True):
-                own = total(p)
+                own = total(p) if p in wanted else None  # frozen since DDP was made, it has a place all the same
                 view.zero_() if own is None else view.copy_(own.view_as(p))
             sent.append((views, dist.all_reduce(flat, group=self._group(), async_op=True)))
         for _, work in sent:
@@ -148,8 +149,10 @@ class DDPSums:
             raise StateError(DISAGREEMENT)
         grads = {}
         for i, (bucket, (views, _)) in enumerate(zip(self._layout, sent, strict=True)):
-            places = promised[i][0].gradients() if promised else map(torch.empty_like, bucket)
+            places = _views(promised[i][0], bucket) if promised else [torch.empty_like(p) for p in bucket]
             for p, view, place in zip(bucket, views, places, strict=True):
+                if p not in wanted:
+                    continue
                 grad = settled(p, view)
                 # Nobody waits for a GPU: what disagrees becomes NaN.
                 grads[p] = place.copy_(grad if on_cpu else grad.masked_fill(disagree, torch.nan))
@@ -177,9 +180,19 @@ def _room(parameters: Sequence[nn.Parameter], bucket: Any, more: Tensor | None) 
     hold it. 16-bit sums cross in fp32 and are rounded once, at the end."""
     dtype = torch.promote_types(parameters[0].dtype, torch.float32)
     if more is None and bucket is not None and bucket.buffer().dtype == dtype:
-        return bucket.buffer(), bucket.gradients()
+        return bucket.buffer(), _views(bucket, parameters)
     sizes = [p.numel() for p in parameters]
     more = torch.zeros(0) if more is None else more
     flat = torch.empty(sum(sizes) + len(more), dtype=dtype, device=parameters[0].device)
     flat[sum(sizes) :] = more
     return flat, [part.view_as(p) for p, part in zip(parameters, flat[: sum(sizes)].split(sizes), strict=True)]
+
+
+def _views(bucket: Any, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """The part of DDP's bucket that is each parameter's, where it has its entries in the order of the parameter's own
+    memory (channels last), which ``bucket.gradients()`` does not say."""
+    views = []
+    for p, part in zip(parameters, bucket.gradients(), strict=True):
+        dense = torch.empty_like(p).stride() == p.stride()
+        views.append(part.as_strided(p.shape, p.stride()) if dense else part)
+    return views

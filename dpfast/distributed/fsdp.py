@@ -128,7 +128,7 @@ class _Flight(NamedTuple):
         for p in self.unit:
             local = p.to_local()
             parts[p] = self.output[start : start + local.numel()].view(local.shape)
-            start += _rows(p) * p[:1].numel() if p.dim() else 1
+            start += _rows(p) * p.shape[1:].numel()
         return parts
 
 

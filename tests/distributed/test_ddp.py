@@ -68,6 +68,22 @@ def test_without_zero_grad_sums_add_up(ranks, order, way):
 
 
 @pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("way", WAYS)
+def test_convolutions_in_channels_last(ranks, order, way):
+    """DDP's buckets have entries in the order of the parameter's memory."""
+    for rank in ranks:
+        assert_close(rank[order, way, "channels last"][0], exact_sum("channels last"))
+
+
+def test_a_parameter_frozen_since_ddp_was_made(ranks):
+    model, x, y = case("mlp")
+    model[0].weight.requires_grad = False
+    exact = clipped_sum(loop_over_samples(model, summed_loss, x, y), C)
+    for rank in ranks:
+        assert_close(rank["frozen later"], exact)
+
+
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("split", SPLITS)
 def test_unequal_and_empty_parts(ranks, order, split):
     for number, rank in enumerate(ranks):

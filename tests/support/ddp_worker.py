@@ -26,6 +26,10 @@ COUNT = Counter()
 
 def case(kind, dtype=torch.float32):
     torch.manual_seed(0)
+    if kind == "channels last":
+        layers = (nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 6, 3), nn.Flatten(), nn.Linear(6 * 4, 5))
+        model = nn.Sequential(*layers).to(memory_format=torch.channels_last)
+        return model, torch.randn(N, 3, 6, 6), torch.randint(0, 5, (N,))
     if kind == "mlp":
         return Mlp().to(dtype), torch.randn(N, 12).to(dtype), torch.randint(0, 5, (N,))
     model = (Tied() if kind == "tied" else Transformer()).to(dtype)
@@ -156,6 +160,17 @@ def no_sync_after_sync():
         losses(call, part(x), part(y)).sum().backward()
 
 
+def frozen_later():
+    """The gradients of what is still trainable."""
+    model, x, y = case("mlp")
+    call, _, _ = wrapped(model)
+    for _ in range(2):
+        call.zero_grad()
+        losses(call, part(x), part(y)).sum().backward()
+        model[0].weight.requires_grad = False
+    return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+
+
 def other_trainable():
     model = nn.ModuleDict({"a": Mlp(), "b": nn.Linear(5, 5)})
     model["a"] = dpfast.GradSampleModuleFastGradientClipping(model["a"])
@@ -239,6 +254,7 @@ def main():
                 found[order, way, accumulate] = attempt(
                     sums, "tied", order=order, steps=2, accumulate=accumulate, **ddp
                 )
+            found[order, way, "channels last"] = attempt(sums, "channels last", order=order, steps=3, **ddp)
             found[order, way, "added up"] = attempt(sums, "mlp", order=order, steps=3, zero=False, **ddp)
         for split in SPLITS:
             found[order, split] = attempt(sums, "transformer", order=order, split=split, steps=2)
@@ -258,6 +274,7 @@ def main():
             found["fsdp1", order, originals] = attempt(fsdp1, order, use_orig_params=originals)
     found["plain"] = {way: plain("tied", **ddp) for way, ddp in WAYS.items()}
     found["disagreement"] = disagreement()
+    found["frozen later"] = attempt(frozen_later)
     found["mixed"] = attempt(no_sync_after_sync)
     found["other trainable"] = attempt(other_trainable)
     found["hook"] = attempt(with_hook)
