@@ -145,8 +145,21 @@ class Traffic(NamedTuple):
     written: int
 
 
-def issued(verb: str, N: int, T: int, D: int, P: int, tile: Tile, *, itemsize: int = 2, splits: int = 1) -> Traffic:
+def issued(
+    verb: str,
+    N: int,
+    T: int,
+    D: int,
+    P: int,
+    tile: Tile,
+    *,
+    itemsize: int = 2,
+    splits: int = 1,
+    row_products: bool = False,
+) -> Traffic:
     """What one launch loads and stores, without bias and bounds: `bytes_moved`, times what its tile reads again.
+
+    An outer product with row products reads each row once more, if sizes allow loads of 16 bytes; where T is not split.
 
     Every program loads each block of its operands once; what several programs load, the caches may serve. A result is
     fp32. `splits` is the number of parts of a weighted sum's reduction. A grouped norm's wide operand goes by BLOCK_D.
@@ -164,6 +177,10 @@ def issued(verb: str, N: int, T: int, D: int, P: int, tile: Tile, *, itemsize: i
         tiles = N * _ceil(max(D, P), D_) // D_
         return Traffic(tiles * _ceil(T, T_) * (D_ + P_) * itemsize, 8 * tiles)
     tiles = _ceil(D, D_) // D_ * (_ceil(P, P_) // P_)
+    if row_products:
+        sums = issued(verb, N, T, D, P, tile, itemsize=itemsize)
+        read = N * _ceil(T, T_) * (_ceil(D, D_) + _ceil(P, P_)) * itemsize
+        return Traffic(sums.read + read, sums.written + N * _ceil(T, T_) // T_ * 4)
     if verb == "outer_product":
         return Traffic(N * tiles * _ceil(T, T_) * (D_ + P_) * itemsize, N * tiles * D_ * P_ * 4)
     if verb == "outer_norm":

@@ -22,6 +22,7 @@ from .outer_product import outer
 class OuterNormResult(NamedTuple):
     sq_norm: torch.Tensor
     bias_sq_norm: torch.Tensor | None
+    row_products: torch.Tensor | None
 
 
 def outer_norm(
@@ -29,6 +30,7 @@ def outer_norm(
     backprops: torch.Tensor,
     *,
     bias: bool = False,
+    row_products: bool = False,
     tile: _tiles.Tile | None = None,
 ) -> OuterNormResult:
     """Squared norms of a linear layer's per-sample gradients, taken directly.
@@ -38,6 +40,8 @@ def outer_norm(
         activations: (N, T, D), bf16, fp16 or fp32, unit last stride.
         backprops: (N, T, P), likewise; a mixed pair is copied to fp32 first.
         bias: also return the bias's.
+        row_products: also return Σ_t ‖a[n, t]‖ ‖b[n, t]‖, which bounds their rounding; a square that underflows makes
+            none smaller.
         tile: instead of the table's.
     Returns: (N,) fp32 each, fresh; None where not asked for.
     Raises: ValueError where dtype, shape or layout is none of the above.
@@ -46,5 +50,5 @@ def outer_norm(
         split.
     Edge cases: N = 0 is empty; T = 0 gives zeros.
     """
-    result = outer("outer_norm", activations, backprops, False, bias, True, 1.0, torch.float32, tile)
-    return OuterNormResult(result.sq_norm, result.bias_sq_norm)
+    result = outer("outer_norm", activations, backprops, False, bias, True, row_products, 1.0, torch.float32, tile)
+    return OuterNormResult(result.sq_norm, result.bias_sq_norm, result.row_products)

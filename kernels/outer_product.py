@@ -1,11 +1,14 @@
-"""Per-sample gradients of a linear layer, with their norms and the bias's in the same pass.
+"""Per-sample gradients of a linear layer, with their norms, the bias's and what bounds their rounding in the same pass.
 
     G[n] = s Σ_t b[n, t] a[n, t]ᵀ     (P, D)
     g[n] = s Σ_t b[n, t]              (P,)
+    S[n] = Σ_t ‖a[n, t]‖ ‖b[n, t]‖
 
 Tiling: one program a tile of BLOCK_P × BLOCK_D of one sample's G, the tiles of a sample next to each other
 so that its rows stay in the L2 cache. A program walks T in steps of BLOCK_T, each one `tl.dot`. With a bias,
-BLOCK_P-wide column sums follow as further programs of the sample, so that no tile of G waits for them.
+BLOCK_P-wide column sums follow as further programs of the sample, so that no tile of G waits for them. So do the row
+products of S, ROWS positions a program: in the tiles' programs every row would be squared once a tile, and on sm_90
+fetched from shared memory for it; here it is read once more, while the sample's tiles keep it in the L2 cache.
 Where a sample has few tiles and many positions, T is split into parts (`_tiles.split`): each part leaves its
 tiles in a workspace, and `_partials.add_parts` adds them.
 Order of addition: chains of `_tiles.CHAIN` positions, each in one fp32 accumulator (tensor cores cut off what
@@ -107,13 +110,47 @@ def column_sums(
     return tl.sum(acc, axis=0)
 
 
+@triton.jit
+def row_products(
+    a,  # (N, T, D), see `load_rows`
+    b,  # (N, T, P)
+    stride_an,
+    stride_at,
+    stride_bn,
+    stride_bt,
+    n,
+    t,
+    T,
+    D,
+    P,
+    TMA: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """Σ ‖a[n, t]‖ ‖b[n, t]‖ over BLOCK_T positions. Every square counts 2⁻¹²⁶ more, which it may have lost to
+    underflow, so no norm is smaller for that and no product of two underflows."""
+    sq_a = tl.zeros((BLOCK_T, BLOCK_D), tl.float32) + tl.cdiv(D, BLOCK_D) * 2.0**-126
+    for d in range(0, D, BLOCK_D):
+        x = load_rows(a, stride_an, stride_at, n, t, d, T, D, TMA, BLOCK_T, BLOCK_D).to(tl.float32)
+        sq_a += x * x
+    sq_b = tl.zeros((BLOCK_T, BLOCK_P), tl.float32) + tl.cdiv(P, BLOCK_P) * 2.0**-126
+    for p in range(0, P, BLOCK_P):
+        y = load_rows(b, stride_bn, stride_bt, n, t, p, T, P, TMA, BLOCK_T, BLOCK_P).to(tl.float32)
+        sq_b += y * y
+    norms = rounded_product(tl.sqrt(tl.sum(sq_a, axis=1)), tl.sqrt(tl.sum(sq_b, axis=1)))
+    products = tl.where(t + tl.arange(0, BLOCK_T) < T, norms, 0.0)
+    return tl.sum(products, axis=0)
+
+
 @triton.jit(do_not_specialize=["T", "first_n", "parts", "part"])
 def _outer_kernel(
     a,  # activations (N, T, D), see `load_rows`
     b,  # backprops (N, T, P)
     out_ptr,  # (N · parts, P, D)
     bias_ptr,  # (N · parts, P)
-    partials_ptr,  # partial squared norms (N · parts, programs of a part)
+    partials_ptr,  # partial squared norms (N · parts, programs of a part but those of row products)
+    products_ptr,  # partial sums of row products, of all samples (N · parts, cdiv(part, ROWS))
     stride_an,
     stride_at,
     stride_bn,
@@ -123,11 +160,12 @@ def _outer_kernel(
     P,
     first_n,
     parts,
-    part,  # positions, a multiple of CHAIN
+    part,  # positions; where there are several, a multiple of CHAIN
     scale,
     WRITE: tl.constexpr,
     BIAS: tl.constexpr,
     NORM: tl.constexpr,
+    ROWS: tl.constexpr,  # row products of a program; 0: none
     CHAIN: tl.constexpr,
     TMA: tl.constexpr,
     WIDEN: tl.constexpr,
@@ -138,9 +176,13 @@ def _outer_kernel(
     # locate
     tiles_d = tl.cdiv(D, BLOCK_D)
     tiles = tl.cdiv(P, BLOCK_P) * tiles_d
-    programs = tiles
+    slots = tiles  # of partial squared norms
     if BIAS:
-        programs += tl.cdiv(P, BLOCK_P)
+        slots += tl.cdiv(P, BLOCK_P)
+    programs = slots
+    if ROWS:
+        blocks = tl.cdiv(part, ROWS)
+        programs += blocks
     pid = tl.program_id(0)
     row = pid // programs  # of the outputs
     pid_tile = pid % programs
@@ -165,7 +207,17 @@ def _outer_kernel(
             mask = (offs_p < P)[:, None] & (offs_d < D)[None, :]
             tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
         if NORM:
-            tl.store(partials_ptr + row * programs + pid_tile, sum_tile(rounded_product(acc, acc)))
+            tl.store(partials_ptr + row * slots + pid_tile, sum_tile(rounded_product(acc, acc)))
+    elif pid_tile >= slots:  # never where there are no row products
+        if ROWS:
+            block = pid_tile - slots
+            # fmt: off
+            products = row_products(
+                a, b, stride_an, stride_at, stride_bn, stride_bt, n, first_t + block * ROWS, T, D, P,
+                TMA, ROWS, BLOCK_D, BLOCK_P,
+            )
+            # fmt: on
+            tl.store(products_ptr + (row + first_n * parts) * blocks + block, products)
     elif BIAS:
         p = (pid_tile - tiles) * BLOCK_P
         sums = scale * column_sums(b, stride_bn, stride_bt, n, p, first_t, last_t, T, P, TMA, BLOCK_T, BLOCK_P)
@@ -173,7 +225,7 @@ def _outer_kernel(
             offs_p = p + tl.arange(0, BLOCK_P)
             tl.store(bias_ptr + row * P + offs_p, sums.to(bias_ptr.dtype.element_ty), mask=offs_p < P)
         if NORM:
-            tl.store(partials_ptr + row * programs + pid_tile, tl.sum(rounded_product(sums, sums), axis=0))
+            tl.store(partials_ptr + row * slots + pid_tile, tl.sum(rounded_product(sums, sums), axis=0))
 
 
 class OuterProductResult(NamedTuple):
@@ -181,6 +233,7 @@ class OuterProductResult(NamedTuple):
     bias_grad_sample: torch.Tensor | None
     sq_norm: torch.Tensor | None
     bias_sq_norm: torch.Tensor | None
+    row_products: torch.Tensor | None
 
 
 def outer_product(
@@ -189,28 +242,31 @@ def outer_product(
     *,
     bias: bool = False,
     norm: bool = False,
+    row_products: bool = False,
     scale: float = 1.0,
     out_dtype: torch.dtype = torch.float32,
     tile: _tiles.Tile | None = None,
 ) -> OuterProductResult:
     """Per-sample gradients of a linear layer.
 
-    Maths: grad_sample[n] = s Σ_t b[n, t] a[n, t]ᵀ, bias_grad_sample[n] = s Σ_t b[n, t].
+    Maths: grad_sample[n] = s Σ_t b[n, t] a[n, t]ᵀ, bias_grad_sample[n] = s Σ_t b[n, t],
+        row_products[n] = Σ_t ‖a[n, t]‖ ‖b[n, t]‖, without s.
     Args:
         activations: (N, T, D), bf16, fp16 or fp32, unit last stride.
         backprops: (N, T, P), likewise; a mixed pair is copied to fp32 first.
         bias: also return the bias's gradients.
         norm: also return squared norms, taken before rounding to `out_dtype`.
+        row_products: also return these; a square that underflows makes none smaller.
         scale: s, applied to the fp32 sums; N where the loss was a mean over samples.
         tile: instead of the table's.
-    Returns: grad_sample (N, P, D) and bias_grad_sample (N, P) in `out_dtype`, sq_norm and bias_sq_norm (N,)
-        fp32; None where not asked for. All fresh.
+    Returns: grad_sample (N, P, D) and bias_grad_sample (N, P) in `out_dtype`, sq_norm, bias_sq_norm and row_products
+        (N,) fp32; None where not asked for. All fresh.
     Raises: ValueError where dtype, shape or layout is none of the above.
     Numerics: fp32 accumulation, one rounding to `out_dtype`; IEEE products of fp32.
     Cost: 2·N·T·D·P FLOPs; writes N·P·D. Where T is split, a workspace of at most `_tiles.WORKSPACE_BYTES`.
     Edge cases: N = 0 is empty; T = 0 gives zeros.
     """
-    return outer("outer_product", activations, backprops, True, bias, norm, scale, out_dtype, tile)
+    return outer("outer_product", activations, backprops, True, bias, norm, row_products, scale, out_dtype, tile)
 
 
 def outer(
@@ -220,6 +276,7 @@ def outer(
     write: bool,
     bias: bool,
     norm: bool,
+    row_products: bool,
     scale: float,
     out_dtype: torch.dtype,
     tile: _tiles.Tile | None,
@@ -238,6 +295,7 @@ def outer(
             sums.to(out_dtype) if write and bias else None,
             torch.zeros(N, dtype=torch.float32, device=device) if norm else None,
             sums.square().sum(1) if bias and norm else None,
+            torch.zeros(N, dtype=torch.float32, device=device) if row_products else None,
         )
     arch = arch_of(activations)
     if tile is None:
@@ -245,8 +303,14 @@ def outer(
     parts, part = _tiles.split(tile, T, D, P, arch)
     tiles_p = triton.cdiv(P, tile.BLOCK_P)
     tiles = tiles_p * triton.cdiv(D, tile.BLOCK_D)
-    programs = tiles + (tiles_p if bias else 0)
+    slots = tiles + (tiles_p if bias else 0)
     a, b, described = row_sources(tile, (activations, tile.BLOCK_D), (backprops, tile.BLOCK_P))
+    part = part if parts > 1 else T
+    # By sizes, not by strides: the order of addition is a sample's own. More rows that are loaded by element spill.
+    step = 16 // activations.element_size() if tile.TMA else 16
+    rows = 4 if D % step or P % step else tile.BLOCK_T
+    blocks = triton.cdiv(part, rows)
+    programs = slots + (blocks if row_products else 0)
 
     def start(first: int, count: int, out, bias_out, partials, scale: float) -> None:
         launch(
@@ -259,6 +323,7 @@ def outer(
             out_ptr=out,
             bias_ptr=bias_out,
             partials_ptr=partials,
+            products_ptr=products,
             stride_an=activations.stride(0),
             stride_at=activations.stride(1),
             stride_bn=backprops.stride(0),
@@ -273,6 +338,7 @@ def outer(
             WRITE=out is not None,
             BIAS=bias,
             NORM=partials is not None,
+            ROWS=rows if row_products else 0,
             CHAIN=_tiles.CHAIN if T > _tiles.CHAIN else 0,
             TMA=described,
             WIDEN=widens(_outer_kernel),
@@ -286,9 +352,10 @@ def outer(
 
     out = empty(N, P, D, dtype=out_dtype) if write else None
     bias_out = empty(N, P, dtype=out_dtype) if write and bias else None
+    products = empty(N, parts * blocks) if row_products else None
     if parts == 1:
         run = tiles
-        partials = empty(N, programs) if norm else None
+        partials = empty(N, slots) if norm else None
         start(0, N, out, bias_out, partials, float(scale))
     else:
         run = part_blocks(P * D)
@@ -303,4 +370,5 @@ def outer(
             if bias:
                 add_parts(bias_workspace, parts, scale, bias_out, partials, first, count, run)
     norms = sum_partials(partials, run) if norm else (None,)
-    return OuterProductResult(out, bias_out, norms[0], norms[1] if bias and norm else None)
+    summed = None if products is None else sum_partials(products, parts * blocks)[0]
+    return OuterProductResult(out, bias_out, norms[0], norms[1] if bias and norm else None, summed)

@@ -20,9 +20,11 @@ from dpfast.arithmetic.precision import (
 )
 from dpfast.arithmetic.products import product_report
 from dpfast.arithmetic.reference_norms import ProductError, gram_tile
+from dpfast.arithmetic.row_norms import RowNorms
 
 __all__ = [
     "ProductError",
+    "RowNorms",
     "SquaredNorm",
     "accumulating_dtype",
     "backend_report",

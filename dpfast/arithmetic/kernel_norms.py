@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dpfast.arithmetic import bounds, precision
 from dpfast.arithmetic.bounds import SquaredNorm
+from dpfast.arithmetic.row_norms import taken_once
 
 _TILE_SUM = 512  # a kernel sums a tile of at most 256 by 256 entries row by row, then the rows
 _PARTS_SUM = 1024  # where T is split, the squares of so many entries of the added parts in one go
@@ -28,22 +29,14 @@ def import_kernels() -> tuple[Any, str | None]:
 
 def sq_norm(activations: Tensor, backprops: Tensor, way: str) -> SquaredNorm:
     """The kernels' sums, made into a norm and its bound."""
+    if way == "direct":
+        return direct(activations, backprops).norm
     kernels, _ = import_kernels()
     (_, t, d), p = activations.shape, backprops.shape[-1]
-    if way == "direct" and groups(t, d, p):
-        return grouped([(activations, backprops)])[0].norm
-    sq_a, sq_b = kernels.row_sq_norm(activations).double(), kernels.row_sq_norm(backprops).double()
     if way == "rank_one":
-        return bounds.rank_one(sq_a.sum(-1), sq_b.sum(-1), d=d, p=p, width=max(d, p), dtype=torch.float32)
-    lost = precision.smallest_normal(torch.float32)  # of each square that underflows
-    norm_a, norm_b = (sq_a + d * lost).sqrt(), (sq_b + p * lost).sqrt()
-    row_products = (norm_a * norm_b).sum(-1)
-    if way == "direct":
-        total = kernels.outer_norm(activations, backprops).sq_norm.double()
-        error = bounds.direct_error(
-            row_products, positions=t, numel=p * d, dtype=torch.float32, kernel_chain=kernels.CHAIN
-        )
-        return bounds.dense(total, width=_PARTS_SUM, numel=p * d, dtype=torch.float32, error=error)
+        sq_a, sq_b = (kernels.row_sq_norm(x).double().sum(-1) for x in (activations, backprops))
+        return bounds.rank_one(sq_a, sq_b, d=d, p=p, width=max(d, p), dtype=torch.float32)
+    norm_a, norm_b = row_norm(activations), row_norm(backprops)
     sums = kernels.gram_norm(
         activations, backprops, row_norm_activations=norm_a.float(), row_norm_backprops=norm_b.float()
     )
@@ -54,12 +47,24 @@ def sq_norm(activations: Tensor, backprops: Tensor, way: str) -> SquaredNorm:
         sums.bound_product.double(),
         sum_a=norm_a.sum(-1),
         sum_b=norm_b.sum(-1),
-        row_products=row_products,
+        row_products=(norm_a * norm_b).sum(-1),
         shape=(t, d, p),
         row=_TILE_SUM,
         dtype=torch.float32,
         kernel_chain=kernels.CHAIN,
     )
+
+
+def row_norm(x: Tensor) -> Tensor:
+    """L2 norms of the rows of what a layer saw, (N, T) fp64, each taken once a step; see ``row_norms``."""
+    return taken_once(_row_norm, x)
+
+
+def _row_norm(x: Tensor) -> Tensor:
+    kernels, _ = import_kernels()
+    lost = precision.smallest_normal(torch.float32)  # of each square that underflows
+    norms: Tensor = (kernels.row_sq_norm(x).double() + x.shape[-1] * lost).sqrt()
+    return norms
 
 
 def lookup_sq_norm(indices: Tensor, backprops: Tensor, padding_idx: int | None) -> SquaredNorm:
@@ -92,6 +97,22 @@ class Direct(NamedTuple):
     norm: SquaredNorm
     error: Tensor
     grad_sample: Tensor | None
+
+
+def direct(activations: Tensor, backprops: Tensor, *, keep: bool = False) -> Direct:
+    """The norm from the gradient itself, its error from row norms that are taken in the same launch."""
+    kernels, _ = import_kernels()
+    (_, t, d), p = activations.shape, backprops.shape[-1]
+    if groups(t, d, p):
+        return grouped([(activations, backprops)], keep=keep)[0]
+    if keep:
+        sums = kernels.outer_product(activations, backprops, norm=True, row_products=True)
+    else:
+        sums = kernels.outer_norm(activations, backprops, row_products=True)
+    products = sums.row_products.double()
+    error = bounds.direct_error(products, positions=t, numel=p * d, dtype=torch.float32, kernel_chain=kernels.CHAIN)
+    norm = bounds.dense(sums.sq_norm.double(), width=_PARTS_SUM, numel=p * d, dtype=torch.float32, error=error)
+    return Direct(norm, error, sums.grad_sample if keep else None)
 
 
 def groups(t: int, d: int, p: int) -> bool:

@@ -11,14 +11,18 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from dpfast.arithmetic import cost, custom_ops, kernel_norms, reference, reference_norms
+from dpfast.arithmetic import cost, custom_ops, kernel_norms, reference, reference_norms, sums
 from dpfast.arithmetic.backends import Backend, choose_backend
 from dpfast.arithmetic.bounds import SquaredNorm
 from dpfast.arithmetic.custom_ops import unit_last_stride
-from dpfast.arithmetic.kernel_norms import Direct, import_kernels
+from dpfast.arithmetic.kernel_norms import Direct
 from dpfast.arithmetic.precision import accumulating_dtype, exact_arithmetic, reduced_products
 from dpfast.arithmetic.reference_norms import ProductError
 from dpfast.errors import InputError
+
+_WORTH_A_KERNEL = 2**14
+"""Entries of a sample from which row norms that nothing else is taken with have a launch of the kernel; it reads 16-bit
+rows once, where torch writes them in fp32 first."""
 
 _FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -154,12 +158,9 @@ def certified_grad_sample(
     """G (N, P, D) of (N, T, ·) inputs, how far it may be off in L2 norm, (N,) fp64, and its norm where it is known."""
     dtype = accumulating_dtype(activations, backprops)
     if runs_kernels(activations, backprops):
-        _, t, d = activations.shape
-        if kernel_norms.groups(t, d, backprops.shape[2]):
-            (direct,) = grouped_direct([(activations, backprops)], keep=True)
-            return direct.grad_sample, direct.error, direct.norm  # type: ignore[return-value]  # it is kept
-        error = ProductError.of(activations, backprops, import_kernels()[0].CHAIN)
-        return grad_sample(activations, backprops), error, None
+        with exact_arithmetic():
+            direct = kernel_norms.direct(unit_last_stride(activations), unit_last_stride(backprops), keep=True)
+        return direct.grad_sample, direct.error, direct.norm  # type: ignore[return-value]  # it is kept
     activations, backprops = activations.to(dtype), backprops.to(dtype)  # once for both
     with exact_arithmetic():
         return reference.grad_sample(activations, backprops), ProductError.of(activations, backprops), None
@@ -173,6 +174,16 @@ def certified_blocks(activations: Tensor, backprops: Tensor) -> tuple[Iterator[T
         return None
     activations, backprops = activations.to(dtype), backprops.to(dtype)
     return reference.grad_sample_blocks(activations, backprops), ProductError.of(activations, backprops).bound()
+
+
+def row_norm(x: Tensor) -> Tensor:
+    """Upper bounds, but for their own rounding, of the L2 norms of the rows of what a layer saw, (N, T) in fp64; each
+    taken once a step, see ``row_norms``. For error terms only."""
+    if torch.compiler.is_compiling():
+        return sums.row_norm(x)
+    if x.shape[1] * x.shape[2] >= _WORTH_A_KERNEL and runs_kernels(x):
+        return kernel_norms.row_norm(unit_last_stride(x))
+    return sums.row_norm(x, once=True)
 
 
 def runs_kernels(*tensors: Tensor) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 from dpfast.arithmetic import bounds, products, reference, sums
 from dpfast.arithmetic.bounds import SquaredNorm
 from dpfast.arithmetic.precision import accumulating_dtype
+from dpfast.arithmetic.row_norms import taken_once
 
 
 def rank_one_sq_norm(activations: Tensor, backprops: Tensor) -> SquaredNorm:
@@ -32,22 +33,21 @@ class ProductError(NamedTuple):
     """What the norms of a's and b's rows may have lost; the two numbers of ``bounds.direct_terms``."""
 
     @classmethod
-    def of(cls, activations: Tensor, backprops: Tensor, kernel_chain: int | None = None) -> ProductError:
-        """With ``kernel_chain``: the kernels', see :func:`bounds.direct_error`."""
+    def of(cls, activations: Tensor, backprops: Tensor) -> ProductError:
+        """Of the reference's gradients of these inputs."""
         terms = bounds.direct_terms(
             positions=activations.shape[1],
             numel=activations.shape[2] * backprops.shape[2],
             dtype=accumulating_dtype(activations, backprops),
-            kernel_chain=kernel_chain,
         )
-        norm_a, norm_b = sums.raw_row_norm(activations), sums.raw_row_norm(backprops)
+        norm_a, norm_b = (taken_once(sums.raw_row_norm, x) for x in (activations, backprops))
         lost = (sums.lost_to_underflow(activations), sums.lost_to_underflow(backprops))
         return cls(norm_a, norm_b, (*lost, *terms))
 
     def bound(self) -> Tensor:
         """(N,) fp64."""
         lost_a, lost_b, relative, least = self.terms
-        row_products = (self.norm_a.double().add_(lost_a) * self.norm_b.double().add_(lost_b)).sum(-1)
+        row_products = (sums.no_smaller(self.norm_a, lost_a) * sums.no_smaller(self.norm_b, lost_b)).sum(-1)
         return row_products.mul_(relative).add_(least)
 
 
@@ -74,7 +74,7 @@ def gram_sq_norm(activations: Tensor, backprops: Tensor) -> SquaredNorm:
     dtype = accumulating_dtype(activations, backprops)
     activations, backprops = activations.to(dtype), backprops.to(dtype)
     n, t, d = activations.shape
-    norm_a, norm_b = sums.row_norm(activations), sums.row_norm(backprops)
+    norm_a, norm_b = sums.row_norm(activations, once=True), sums.row_norm(backprops, once=True)
     missing = -t % products.BATCH_INVARIANT_FROM
     if missing:  # rows of zeros, so that no tile is narrower than what products.batched needs
         activations, backprops = (F.pad(x, (0, 0, 0, missing)) for x in (activations, backprops))

@@ -10,15 +10,21 @@ from torch import Tensor
 from dpfast.arithmetic import bounds
 from dpfast.arithmetic.bounds import SquaredNorm
 from dpfast.arithmetic.precision import accumulating_dtype, smallest_normal
+from dpfast.arithmetic.row_norms import taken_once
 
 SUM_BLOCK = 1024
 """The longest run of terms that one fp32 sum of squares adds up (see ``bounds``)."""
 
 
-def row_norm(x: Tensor) -> Tensor:
+def row_norm(x: Tensor, *, once: bool = False) -> Tensor:
     """L2 norms along the last dimension for error bounds, in fp64; no fp32 sum is longer than ``SUM_BLOCK`` terms, and
-    squares that underflow make none too small."""
-    return raw_row_norm(x).double().add_(lost_to_underflow(x))
+    squares that underflow make none too small. ``once``: of what a layer saw, see ``row_norms``."""
+    return no_smaller(taken_once(raw_row_norm, x) if once else raw_row_norm(x), lost_to_underflow(x))
+
+
+def no_smaller(raw: Tensor, lost: float) -> Tensor:
+    """Norms in fp64 with what underflow may have taken from them; a new tensor."""
+    return raw.to(torch.float64, copy=True).add_(lost)
 
 
 def raw_row_norm(x: Tensor) -> Tensor:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from dpfast.arithmetic import ProductError, SquaredNorm, accumulating_dtype, bounds, reference, sums
+from dpfast.arithmetic import ProductError, SquaredNorm, accumulating_dtype, bounds, ops, reference, sums
 
 
 class Factor(Protocol):
@@ -41,12 +41,17 @@ class Dense:
 
     Args:
         values: (N, *shape). Kept, not copied; never written to.
-        error: how far ``values`` may be from the exact gradients, in L2 norm, (N,) fp64, or what it follows from; None:
-            not at all.
+        error: how far ``values`` may be from the exact gradients, in L2 norm, (N,) fp64, or what it follows from, or
+            what gives it: who wants neither a norm nor to keep the gradients does not need it. None: not at all.
         norm: their norms, where these are known already.
     """
 
-    def __init__(self, values: Tensor, error: Tensor | ProductError | None = None, norm: SquaredNorm | None = None):
+    def __init__(
+        self,
+        values: Tensor,
+        error: Tensor | ProductError | Callable[[], Tensor] | None = None,
+        norm: SquaredNorm | None = None,
+    ):
         self.values = values
         self._error = error
         self._norm = norm
@@ -69,8 +74,15 @@ class Dense:
     @property
     def error(self) -> Tensor | None:
         """(N,) fp64."""
-        if isinstance(self._error, ProductError):
-            self._error = self._error.bound()
+        error = self._settled()
+        if isinstance(error, ProductError):
+            error = self._error = error.bound()
+        return error
+
+    def _settled(self) -> Tensor | ProductError | None:
+        """The error, or what it follows from; nothing is held any longer for it to be given."""
+        if self._error is not None and not isinstance(self._error, (Tensor, ProductError)):
+            self._error = self._error()
         return self._error
 
     def likeness(self) -> tuple[list[Tensor], Any] | None:
@@ -78,9 +90,10 @@ class Dense:
         known."""
         if self._norm is not None:
             return None
-        if isinstance(self._error, ProductError):
-            return [self.values, self._error.norm_a, self._error.norm_b], self._error.terms
-        return [self.values] if self._error is None else [self.values, self._error], None
+        error = self._settled()
+        if isinstance(error, ProductError):
+            return [self.values, error.norm_a, error.norm_b], error.terms
+        return [self.values] if error is None else [self.values, error], None
 
     @classmethod
     def stacked(cls, factors: Sequence[Dense]) -> Dense:
@@ -97,6 +110,7 @@ class Dense:
         return self
 
     def kept(self) -> Factor:
+        self._settled()
         return self
 
 
@@ -147,8 +161,11 @@ def row_sum(backprops: Tensor) -> Dense:
     rows = backprops.flatten(1, -2) if backprops.dim() > 2 else backprops.unsqueeze(1)
     if rows.shape[1] == 1:
         return Dense(rows.squeeze(1).to(accumulating_dtype(rows)))
-    row_norms = sums.row_norm(rows).sum(-1)
-    error = bounds.chain_error(row_norms, terms=rows.shape[1], numel=rows.shape[2], dtype=accumulating_dtype(rows))
+
+    def error() -> Tensor:
+        row_norms = ops.row_norm(rows).sum(-1)
+        return bounds.chain_error(row_norms, terms=rows.shape[1], numel=rows.shape[2], dtype=accumulating_dtype(rows))
+
     return Dense(reference.bias_grad_sample(rows), error=error)
 
 

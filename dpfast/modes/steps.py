@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from dpfast.arithmetic import RowNorms
 from dpfast.errors import StateError
 from dpfast.factors import Factor
 from dpfast.modes.second_pass import FirstPass, SecondPass
@@ -41,6 +42,7 @@ class Step:
         self.first_layer = ""
         self.gathered: dict[nn.Parameter, Any] = {}
         self.waiting: Any = None  # what the mode takes together
+        self.row_norms = RowNorms()  # of what its layers saw
         self.given: dict[tuple[int | None, int], list[Tensor]] = {}  # by pass and parameter's id: ordinary gradients
         self.sums_differ: list[Tensor] = []  # (), of gradients that came otherwise than they were given
 

@@ -284,7 +284,7 @@ class TappedModel:
                 f"that dimension (samples folded into positions, or split into several rows, would not be clipped as "
                 "one); reshape before the layer, set batch_first, or pass the model a tensor of the batch first"
             )
-        with torch.no_grad(), exact_arithmetic():
+        with torch.no_grad(), exact_arithmetic(), step.row_norms:
             self.mode.on_finish(step)
 
     def _step_of(self, record: Record) -> Step:
@@ -310,7 +310,8 @@ class TappedModel:
         if of_two is not None:
             of_two.probes.take(record, activations, backprops, whole=step.repeats)
             record.seen_by = step.first or record.seen_by
-        factors = self.factors(record, activations, backprops)
+        with step.row_norms:
+            factors = self.factors(record, activations, backprops)
         forgotten = [p for p in record.parameters if p not in factors]
         if forgotten:
             names = [name for name, p in self.model.named_parameters() if any(p is f for f in forgotten)]
@@ -330,7 +331,8 @@ class TappedModel:
                 )
             if self.observe is not None:
                 self.observe(record, parameter, factor)
-            gradient = self.mode.on_factor(step, self.own(parameter), factor, record.is_only_use(parameter))
+            with step.row_norms:
+                gradient = self.mode.on_factor(step, self.own(parameter), factor, record.is_only_use(parameter))
             if gradient is not None:
                 step.give(parameter, gradient)
                 ordinary[parameter] = gradient

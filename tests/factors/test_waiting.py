@@ -10,6 +10,7 @@ from torch import nn
 
 import dpfast
 from dpfast.arithmetic import ops
+from dpfast.arithmetic.kernel_norms import import_kernels
 from dpfast.factors import Dense, OuterProduct, waiting
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -48,7 +49,7 @@ def kernels_run(monkeypatch):
 @pytest.fixture
 def launches(monkeypatch, kernels_run):
     """The names of the kernels that are started."""
-    ops.import_kernels()
+    import_kernels()
     from dpfast.kernels import _launch
 
     started, launch = [], _launch.launch

@@ -46,6 +46,8 @@ def record(job, tile):
     a = torch.empty((N, T, D), dtype=dtype, device="meta")
     b = torch.empty((N, T, P), dtype=dtype, device="meta")
     verb, options = job["verb"], {"bias": job["options"]}
+    if verb in ("outer_product", "outer_norm"):
+        options["row_products"] = job["options"]
     if verb == "outer_product":
         options["norm"] = job["options"]
     if verb == "gram_norm" and job["options"]:

@@ -1,4 +1,4 @@
-"""Lookup norms by the emulator of PTX that `make emulate` runs, which has the cases of the other kernels itself.
+"""Lookup norms and row products by the emulator of PTX that `make emulate` runs, which has the other cases itself.
 
     python tests/kernels/emulated.py FOLDER_OF_THE_EMULATOR --arch 80
 
@@ -15,7 +15,8 @@ import run
 import torch
 from test_lookup_norm import lookups, oracle
 
-from dpfast.kernels import lookup_norm
+from dpfast.kernels import lookup_norm, outer_norm, outer_product
+from dpfast.kernels._tiles import Tile
 from dpfast.kernels.lookup_norm import row_tile
 
 # (N, T, D), how many rows the table has, dtype, layout of the backprops, padding_idx
@@ -30,6 +31,48 @@ CASES = [
     ((2, 21, 768), 5, torch.bfloat16, "one_position", None),
     ((2, 17, 48), 4, torch.bfloat16, "far_both", 3),
 ]
+
+
+# (N, T, D, P), dtype, layouts of activations and backprops, tile
+PRODUCTS = [
+    ((3, 37, 50, 70), torch.bfloat16, ("padded", "time_first"), Tile(16, 16, 32, 0, 4, 2, "test")),
+    ((2, 70, 64, 144), torch.float16, ("padded8", "contiguous"), Tile(32, 64, 128, 0, 4, 3, "test")),
+    ((2, 50, 47, 61), torch.float32, ("padded", "padded"), None),
+    ((2, 130, 128, 256), torch.bfloat16, ("contiguous", "contiguous"), None),
+    ((2, 130, 128, 256), torch.bfloat16, ("time_first", "contiguous"), None),
+    ((2, 40, 48, 64), torch.float32, ("contiguous", "contiguous"), None),
+    ((3, 300, 48, 64), torch.bfloat16, ("contiguous", "contiguous"), Tile(32, 64, 64, 0, 4, 3, "test", PART=128)),
+    ((2, 17, 48, 32), torch.bfloat16, ("far_both", "far_both"), Tile(32, 64, 64, 64, 4, 3, "test", TMA=True)),
+    ((1, 1, 1, 1), torch.float32, ("contiguous", "contiguous"), None),
+]
+
+
+def products_pass(emulator, sizes, dtype, layouts, tile):
+    emulator.reset()
+    emulator.strict.clear()
+    N, T, D, P = sizes
+    a, b = (
+        run.make(emulator, N, T, D, dtype, layouts[0], seed=1),
+        run.make(emulator, N, T, P, dtype, layouts[1], seed=2),
+    )
+    exact = (a.double().norm(dim=2) * b.double().norm(dim=2)).sum(1)
+    gradients = torch.einsum("ntp,ntd->npd", b.double(), a.double())
+    squares = torch.einsum("ntp,ntd->npd", b.double().abs(), a.double().abs()).square().sum((1, 2))
+    errors = []
+    for launcher, options in ((outer_norm, {}), (outer_product, {"bias": True, "norm": True})):
+        with device.emulating(emulator):
+            found = launcher(a, b, row_products=True, tile=tile, **options)
+        errors.append(((found.row_products.double() - exact).abs() / exact).max().item())
+        errors.append(((found.sq_norm.double() - gradients.square().sum((1, 2))).abs() / squares).max().item())
+    right = max(errors) <= 8e-6 and not emulator.findings
+    print(
+        f"{'PASS' if right else 'FAIL'} row_products {sizes} {dtype} {' '.join(layouts)} |"
+        f" {' '.join(emulator.launches)} | {max(errors):.1e}",
+        *emulator.findings,
+        sep="\n     " if emulator.findings else "",
+        flush=True,
+    )
+    return right
 
 
 def passes(emulator, sizes, entries, dtype, layout, padding_idx):
@@ -61,5 +104,6 @@ if __name__ == "__main__":
     parser.add_argument("--arch", type=int, default=80)
     options = parser.parse_args()
     results = [passes(device.Emulator(options.arch), *case) for case in CASES]
+    results += [products_pass(device.Emulator(options.arch), *case) for case in PRODUCTS]
     print(f"{sum(results)} passed, {len(results) - sum(results)} failed")
     sys.exit(not all(results))

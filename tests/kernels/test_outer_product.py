@@ -100,10 +100,11 @@ def test_empty_dims(shape):
 
 def test_a_sample_is_bitwise_the_same_in_any_batch():
     a, b = (x.tensor for x in ordinary((BF16, BF16), N=5))
-    whole = outer_product(a, b, bias=True, norm=True)
+    options = {"bias": True, "norm": True, "row_products": True}
+    whole = outer_product(a, b, **options)
     permutation = torch.tensor([3, 0, 4, 1, 2], device=DEVICE)
-    permuted = outer_product(a[permutation], b[permutation], bias=True, norm=True)
-    alone = [outer_product(a[n : n + 1].clone(), b[n : n + 1].clone(), bias=True, norm=True) for n in range(5)]
+    permuted = outer_product(a[permutation], b[permutation], **options)
+    alone = [outer_product(a[n : n + 1].clone(), b[n : n + 1].clone(), **options) for n in range(5)]
     for field, expected in whole._asdict().items():
         assert identical(getattr(permuted, field), expected[permutation])
         assert identical(torch.cat([getattr(one, field) for one in alone]), expected)
@@ -118,7 +119,7 @@ def test_positions_in_parts(dtype):
     pair = ordinary((dtype, dtype), N=3, T=300, D=40, P=72)
     assert _tiles.split(LONG, 300, 40, 72, "interpreter") == (2, 256)
     G, g, _, _ = oracle(*pair)
-    options = {"bias": True, "norm": True, "scale": 3.0, "tile": LONG}
+    options = {"bias": True, "norm": True, "row_products": True, "scale": 3.0, "tile": LONG}
     result = call(outer_product, *pair, **options)
     assert_close(result.grad_sample, 3.0 * G, tolerance=1e-6)
     assert_close(result.bias_grad_sample, 3.0 * g, tolerance=1e-6)

@@ -193,6 +193,18 @@ def test_interpreted_launches_move_the_bytes_of_the_model(T, D, P, dtype, layout
         assert counter.lanes_read + counter.lanes_written >= least, verb
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="counts what the interpreter does")
+def test_row_products_cost_one_more_read_of_the_rows():
+    samples, T, D, P = 3, 70, 64, 160
+    a, b = torch.randn(samples, T, D), torch.randn(samples, T, P)
+    tile = _tiles.Tile(16, 32, 64, 32, 4, 1, "test")
+    for verb in ("outer_product", "outer_norm"):
+        with counting() as counter, mock.patch.object(_partials, "launch"):
+            getattr(kernels, verb)(a, b, row_products=True, tile=tile)
+        expected = _launch.issued(verb, samples, T, D, P, tile, itemsize=4, row_products=True)
+        assert (counter.read, counter.written) == expected, verb
+
+
 JOBS = jobs()
 
 
