@@ -123,22 +123,24 @@ def row_products(
     T,
     D,
     P,
+    lost_a,
+    lost_b,
     TMA: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """Σ ‖a[n, t]‖ ‖b[n, t]‖ over BLOCK_T positions. Every square counts 2⁻¹²⁶ more, which it may have lost to
-    underflow, so no norm is smaller for that and no product of two underflows."""
-    sq_a = tl.zeros((BLOCK_T, BLOCK_D), tl.float32) + tl.cdiv(D, BLOCK_D) * 2.0**-126
+    """Σ ‖a[n, t]‖ ‖b[n, t]‖ over BLOCK_T positions."""
+    sq_a = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
     for d in range(0, D, BLOCK_D):
         x = load_rows(a, stride_an, stride_at, n, t, d, T, D, TMA, BLOCK_T, BLOCK_D).to(tl.float32)
         sq_a += x * x
-    sq_b = tl.zeros((BLOCK_T, BLOCK_P), tl.float32) + tl.cdiv(P, BLOCK_P) * 2.0**-126
+    sq_b = tl.zeros((BLOCK_T, BLOCK_P), tl.float32)
     for p in range(0, P, BLOCK_P):
         y = load_rows(b, stride_bn, stride_bt, n, t, p, T, P, TMA, BLOCK_T, BLOCK_P).to(tl.float32)
         sq_b += y * y
-    norms = rounded_product(tl.sqrt(tl.sum(sq_a, axis=1)), tl.sqrt(tl.sum(sq_b, axis=1)))
+    norm_a = tl.sqrt(tl.sum(sq_a, axis=1) + lost_a)
+    norms = rounded_product(norm_a, tl.sqrt(tl.sum(sq_b, axis=1) + lost_b))
     products = tl.where(t + tl.arange(0, BLOCK_T) < T, norms, 0.0)
     return tl.sum(products, axis=0)
 
@@ -162,6 +164,8 @@ def _outer_kernel(
     parts,
     part,  # positions; where there are several, a multiple of CHAIN
     scale,
+    lost_a,  # what squares of a row may lose to underflow: so no row norm comes out smaller, and no product underflows
+    lost_b,
     WRITE: tl.constexpr,
     BIAS: tl.constexpr,
     NORM: tl.constexpr,
@@ -214,7 +218,7 @@ def _outer_kernel(
             # fmt: off
             products = row_products(
                 a, b, stride_an, stride_at, stride_bn, stride_bt, n, first_t + block * ROWS, T, D, P,
-                TMA, ROWS, BLOCK_D, BLOCK_P,
+                lost_a, lost_b, TMA, ROWS, BLOCK_D, BLOCK_P,
             )
             # fmt: on
             tl.store(products_ptr + (row + first_n * parts) * blocks + block, products)
@@ -335,6 +339,8 @@ def outer(
             parts=parts,
             part=part,
             scale=scale,
+            lost_a=D * 2.0**-126,
+            lost_b=P * 2.0**-126,
             WRITE=out is not None,
             BIAS=bias,
             NORM=partials is not None,
