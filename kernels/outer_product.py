@@ -21,6 +21,7 @@ Reference: `einsum("ntp,ntd->npd", b, a)`. Source: Goodfellow, Efficient per-exa
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -308,11 +309,13 @@ def outer(
     tiles_p = triton.cdiv(P, tile.BLOCK_P)
     tiles = tiles_p * triton.cdiv(D, tile.BLOCK_D)
     slots = tiles + (tiles_p if bias else 0)
-    a, b, described = row_sources(tile, (activations, tile.BLOCK_D), (backprops, tile.BLOCK_P))
-    part = part if parts > 1 else T
     # By sizes, not by strides: the order of addition is a sample's own. More rows that are loaded by element spill.
     step = 16 // activations.element_size() if tile.TMA else 16
-    rows = 4 if D % step or P % step else tile.BLOCK_T
+    rows = tile.BLOCK_T
+    if row_products and (D % step or P % step):
+        rows, tile = 4, replace(tile, TMA=False)  # a single row of any size can be described, but in blocks of BLOCK_T
+    a, b, described = row_sources(tile, (activations, tile.BLOCK_D), (backprops, tile.BLOCK_P))
+    part = part if parts > 1 else T
     blocks = triton.cdiv(part, rows)
     programs = slots + (blocks if row_products else 0)
 
