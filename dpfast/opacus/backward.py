@@ -11,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from opacus.grad_sample import GradSampleModuleFastGradientClipping as OpacusGhostModule
+from opacus.utils.adaptive_clipping.adaptive_clipping_utils import DPTensorFastGradientAdaptiveClipping
 from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
@@ -22,9 +24,10 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.nn.modules._functions import BackwardHookFunction
 
 from dpfast.arithmetic import towards_zero
-from dpfast.errors import StateError
+from dpfast.errors import InputError, StateError
 from dpfast.factors import Factor
-from dpfast.opacus.clip_factors import get_clipping_coef, get_norm_sample
+from dpfast.modes import GradSampleModule
+from dpfast.opacus.clip_factors import get_adapted_clipping_coef, get_clipping_coef, get_norm_sample
 from dpfast.opacus.two_passes import one_a_sample, reduced, second_pass, two_passes
 
 _KEPT: dict[nn.Parameter, list[Factor]] = {}
@@ -49,7 +52,7 @@ def run(loss: DPTensorFastGradientClipping) -> None:
     if DPTensorFastGradientClipping.backward is _backward:
         _backward(loss)
     else:
-        two_passes(loss)
+        two_passes(loss, loss.module.get_clipping_coef)
 
 
 def keep(parameter: nn.Parameter, factor: Factor) -> Factor:
@@ -68,19 +71,38 @@ def _backward(self: DPTensorFastGradientClipping) -> None:
     Raises:
         InputError: the losses are not one a sample, (N,).
     """
+    _clip(self, self.module.get_clipping_coef)
+
+
+def _adaptive_backward(self: DPTensorFastGradientAdaptiveClipping) -> None:
+    """The same with Opacus's adaptive C, which moves between norms and factors.
+
+    Raises:
+        InputError: the losses are not one a sample, (N,), or the module is dpfast's own.
+    """
+    if isinstance(self.module, GradSampleModule):
+        raise InputError(
+            f"{type(self).__name__} moves max_grad_norm once the norms are known, and {type(self.module).__name__} of "
+            "dpfast has clipped by then; wrap the model in Opacus's (grad_sample_mode='ghost'), or set max_grad_norm "
+            "between steps"
+        )
+    _clip(self, partial(get_adapted_clipping_coef, self))
+
+
+def _clip(self: DPTensorFastGradientClipping, factors_of: Callable[[], Tensor]) -> None:
     module, losses = self.module, one_a_sample(self.loss_per_sample)
     loss, graph = reduced(self), None
     if loss.grad_fn is not None and _is_opacus(module):
         graph = _survey(loss.grad_fn, set(module._module.parameters()))
     if graph is None:
-        two_passes(self)
+        two_passes(self, factors_of)
         return
     parameters = _all_from_rules(graph, module, losses)
     with _keeping(parameters or ()) as kept:
         torch.autograd.grad(loss, graph.lowest, retain_graph=parameters is None)
     _check_complete(module, kept)
     self.optimizer.zero_grad()
-    factors = module.get_clipping_coef()
+    factors = factors_of()
     if parameters is not None:
         _leave_sums(kept, factors)
     else:
@@ -219,6 +241,7 @@ class _Place:
 
 _PLACES = (
     _Place(DPTensorFastGradientClipping, "backward", _backward),
+    _Place(DPTensorFastGradientAdaptiveClipping, "backward", _adaptive_backward),
     _Place(OpacusGhostModule, "get_norm_sample", get_norm_sample),
     _Place(OpacusGhostModule, "get_clipping_coef", get_clipping_coef),
 )

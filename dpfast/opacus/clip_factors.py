@@ -10,12 +10,20 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from opacus.utils.adaptive_clipping.adaptive_clipping_utils import DPTensorFastGradientAdaptiveClipping
 from torch import Tensor
 
 from dpfast.arithmetic import towards_zero
 from dpfast.modes import ClipFactors, DroppedSamples, safe_factors
 
 _NOT_FINITE = "{count} of {n} samples have a gradient norm that is inf or NaN; their clip factor is 0"
+
+_NOISE_MULTIPLIER = next(
+    name
+    for name in ("_adjusted_noise_multiplier", "noise_multiplier")  # the latter in Opacus 1.5
+    if name in DPTensorFastGradientAdaptiveClipping.backward.__code__.co_names
+)
+"""Where Opacus's adaptive clipping leaves the multiplier of the step's noise."""
 
 _DROPPED: WeakKeyDictionary[Any, DroppedSamples] = WeakKeyDictionary()
 """What was dropped by each module of Opacus's."""
@@ -45,10 +53,28 @@ def get_clipping_coef(module: Any) -> Tensor:
     Raises:
         InputError: when they are multiplied with losses of any shape but (N,).
     """
+    return _factors(module, module.get_norm_sample(), added=1e-6)
+
+
+def get_adapted_clipping_coef(loss: Any) -> Tensor:
+    """The factors of Opacus's adaptive clipping, ``min(1, C / norm)`` (N,) for the C that it makes of the norms and of
+    noise; lowered as those of :func:`get_clipping_coef`. C and the noise's multiplier stay where Opacus leaves them.
+
+    Raises:
+        as :func:`get_clipping_coef`.
+    """
+    module, optimizer = loss.module, loss.optimizer
     norms = module.get_norm_sample()
+    limit, noise_multiplier = loss._update_clip_and_noise(norms)
+    module.max_grad_norm = optimizer.max_grad_norm = limit
+    setattr(optimizer, _NOISE_MULTIPLIER, noise_multiplier)
+    return _factors(module, norms, added=0.0)
+
+
+def _factors(module: Any, norms: Tensor, *, added: float) -> Tensor:
     _DROPPED.setdefault(module, DroppedSamples(_NOT_FINITE)).add(norms.unsqueeze(0))
     double, limit = norms.double(), module.max_grad_norm
-    factors = safe_factors((limit / (double + 1e-6)).clamp(max=1.0), double, limit)
+    factors = safe_factors((limit / (double + added)).clamp(max=1.0), double, limit)
     return towards_zero(factors, norms.dtype).as_subclass(ClipFactors)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
 
@@ -34,11 +35,15 @@ def reduced(loss: DPTensorFastGradientClipping) -> Tensor:
     return loss.loss_per_sample.mean() if loss.loss_reduction == "mean" else loss.loss_per_sample.sum()
 
 
-def two_passes(loss: DPTensorFastGradientClipping) -> None:
-    """The norms, then :func:`second_pass`."""
+def two_passes(loss: DPTensorFastGradientClipping, factors: Callable[[], Tensor]) -> None:
+    """The norms, then :func:`second_pass`.
+
+    Args:
+        factors: what the norms make of the samples' clip factors.
+    """
     reduced(loss).backward(retain_graph=True)
     loss.optimizer.zero_grad()
-    second_pass(loss.module, loss.loss_per_sample, loss.module.get_clipping_coef())
+    second_pass(loss.module, loss.loss_per_sample, factors())
 
 
 def second_pass(module: Any, losses: Tensor, factors: Tensor) -> None:

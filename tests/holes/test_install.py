@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from opacus.grad_sample import GradSampleModuleFastGradientClipping as OpacusGhostModule
 from opacus.optimizers import DPOptimizerFastGradientClipping
+from opacus.utils.adaptive_clipping.adaptive_clipping_utils import DPTensorFastGradientAdaptiveClipping
 from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
 from released import MARGIN, gradients, norm_over
 from torch import nn
@@ -203,3 +204,64 @@ def test_a_loss_of_shape_n_by_1_is_an_error_with_our_engine_in_mode_ghost(instal
     optimizer.zero_grad()
     with pytest.raises(DpfastError, match=r"\(4, 1\)"):
         criterion(model(torch.full((4, 3), 10.0)), torch.zeros(4, 1)).backward()
+
+
+def adaptive(model: nn.Module, module=None, max_grad_norm: float = 1.0):
+    """Opacus's adaptive clipping; the threshold it has moved to is ``optimizer.max_grad_norm``."""
+    module = OpacusGhostModule(model, max_grad_norm=max_grad_norm) if module is None else module
+    optimizer = DPOptimizerFastGradientClipping(
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        noise_multiplier=0.1,
+        max_grad_norm=max_grad_norm,
+        expected_batch_size=1,
+        loss_reduction="mean",
+    )
+
+    def backward(losses):
+        DPTensorFastGradientAdaptiveClipping(
+            module, optimizer, losses, min_clipbound=1e-3, initial_noise_multiplier=0.1
+        ).backward()
+
+    return module, optimizer, backward
+
+
+@pytest.mark.parametrize("last", [nn.Identity, Unusual], ids=["one pass", "two passes"])
+def test_adaptive_clipping_holds_to_the_threshold_it_moves_to(last):
+    """In one pass, and where Opacus's own second one runs."""
+    most = 0.0
+    for seed in range(5):
+        torch.manual_seed(seed)
+        net = nn.Sequential(nn.Linear(1, 16, bias=False), last()) if last is Unusual else nn.Linear(1, 1, bias=False)
+        module, optimizer, backward = adaptive(net)
+        inputs = torch.zeros(8, 1)
+        inputs[0] = 10.0 * torch.rand(()) + 5.0
+        backward(module(inputs).sum(1) * F.one_hot(torch.tensor(0), 8))
+        assert optimizer.max_grad_norm == module.max_grad_norm != 1.0
+        most = max(most, norm_over(gradients(module), module.max_grad_norm))
+    assert 0.9 < most <= 1.0 + MARGIN
+
+
+@pytest.mark.filterwarnings("ignore::dpfast.errors.DpfastWarning")
+def test_adaptive_clipping_of_a_sample_that_is_not_finite():
+    """It left NaN in ``p.grad``; the others stay as they are."""
+    module, _, backward = adaptive(nn.Linear(1, 1, bias=False))
+    backward(module(torch.tensor([[0.5], [math.inf], [0.25], [0.0]]))[:, 0])
+    (grad,) = gradients(module)
+    assert torch.isfinite(grad).all() and grad.ne(0).all()
+
+
+def test_adaptive_clipping_of_a_loss_of_shape_n_by_1_is_an_error():
+    """It released more than N·C: factors (N,) times losses (N, 1)."""
+    module, _, backward = adaptive(nn.Linear(3, 1))
+    with pytest.raises(DpfastError, match=r"\(4, 1\)"):
+        backward(module(torch.full((4, 3), 10.0)))
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_adaptive_clipping_of_our_own_module_is_an_error(passes):
+    """Its factors are those of the threshold before; with Opacus's in its place nothing was bounded."""
+    layer = nn.Linear(3, 1)
+    module = dpfast.GradSampleModuleFastGradientClipping(layer, passes=passes)
+    module, _, backward = adaptive(layer, module)
+    with pytest.raises(DpfastError, match="moves max_grad_norm once the norms are known"):
+        backward(module(torch.full((4, 3), 10.0))[:, 0])
