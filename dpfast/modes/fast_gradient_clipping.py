@@ -219,7 +219,7 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
 
     def on_factor(self, step: Step, parameter: nn.Parameter, factor: Factor, only_use: bool) -> None:
         if not step.gathered:
-            self._start_step()
+            self._start_step(step)
         entry = step.gathered.setdefault(parameter, Gathered())
         if step.second is not None:
             first = step.second.first
@@ -251,7 +251,7 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
 
     def on_finish(self, step: Step) -> None:
         if not step.gathered:  # nothing has come by
-            self._start_step()
+            self._start_step(step)
         if step.second is not None:
             self._finish_second(step, step.second)
             return
@@ -298,33 +298,38 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
         """``p._norm_sample`` (N,), where Opacus's ghost clipping has it: the norms as computed, one op for all."""
         unused = torch.zeros_like(self._last_norms().value)
         squares = [unused if e is None else e.norm.value.to(unused.device) for e in entries]
-        double = torch.stack(squares or [unused]).sqrt() * scale
-        for p, own, single in zip(self._places, double, double.float(), strict=bool(squares)):
-            norms = (own if p.dtype is torch.float64 else single).to(p.device)
-            p._norm_sample = norms  # type: ignore[attr-defined]  # as in Opacus
+        norms = torch.stack(squares or [unused]).sqrt() * scale
+        dtypes = [torch.float64 if p.dtype is torch.float64 else torch.float32 for p in self._places]
+        rows = {dtype: norms.to(dtype).unbind() for dtype in set(dtypes)}
+        for i, (p, dtype) in enumerate(zip(self._places, dtypes, strict=True)):
+            p._norm_sample = rows[dtype][i].to(p.device)  # type: ignore[attr-defined]  # as in Opacus
 
     def _finish_second(self, step: Step, second: SecondPass) -> None:
         """``p.grad += Σ_n c_n g_n`` where the second pass has repeated the first; else nothing is released."""
-        faults = second.faults()
-        if second.first.weights.device.type == "cpu":
-            for fault, is_so in faults.items():
-                if is_so:
-                    raise StateError(fault)
-        elif faults:  # nobody waits for the device: the sums become zeros, and a warning tells when it has arrived
-            at_fault = torch.stack([x.to(second.first.weights.device) for x in faults.values()]).any()
-            self._at_fault.add(torch.where(at_fault, torch.nan, second.first.weights))
+        messages, at_fault = second.faults()
+        if at_fault.device.type == "cpu":
+            if at_fault.any():
+                raise StateError(messages[int(at_fault.int().argmax())])
+        elif messages:  # nobody waits for the device: the sums become zeros, and a warning tells when it has arrived
+            any_fault = at_fault.any()
+            self._at_fault.add(torch.where(any_fault, torch.nan, second.first.weights))
             for entry in step.gathered.values():
-                entry.total = entry.total.masked_fill(at_fault.to(entry.total.device), 0.0)
+                entry.total = entry.total.masked_fill(any_fault.to(entry.total.device), 0.0)
         self._leave_sums(lambda p: step.gathered[p].total if p in step.gathered else None)
 
-    def _start_step(self) -> None:
-        """What is trainable may change between steps."""
-        assert self._tapped is not None
-        trainable = dict.fromkeys(self._tapped.own(p) for p in self._module.parameters() if p.requires_grad)
-        self._places = {p: i for i, p in enumerate(trainable)}
-        self._clipper().for_parameters(len(trainable))
+    def _start_step(self, step: Step) -> None:
+        """What is trainable may change between steps; a second pass has the first's."""
+        if step.second is None or self._over_ranks is not None:
+            assert self._tapped is not None
+            trainable = dict.fromkeys(self._tapped.own(p) for p in self._module.parameters() if p.requires_grad)
+            self._places = {p: i for i, p in enumerate(trainable)}
+            self._clipper().for_parameters(len(trainable))
         if self._over_ranks is not None:  # by the end of the pass DDP may have put other tensors into p.grad
-            self._left = left_in(trainable)
+            self._left = left_in(self._places)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles leave out what the last batch has left here, which is private."""
+        return {**self.__dict__, "_norms": None, "_clip_factors": None, "_first": FirstPass()}
 
     def _name(self, parameter: nn.Parameter) -> str:
         return next((n for n, p in self._module.named_parameters() if p is parameter), "?")
@@ -342,7 +347,7 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
             for p, own in zip(self._places, totals, strict=True):
                 if own is not None:
                     p.grad = added(p.grad, own, p.dtype)
-                elif p.grad is None:
+                elif p.grad is None and p.requires_grad:
                     p.grad = torch.zeros_like(p)
             self._note(before, of_rank=ranks is not None)
             return

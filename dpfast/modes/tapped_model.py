@@ -308,11 +308,11 @@ class TappedModel:
         step, layer = self._step_of(record), record.tap.layer
         of_two = step.first or step.second
         if of_two is not None:
-            of_two.probes.take(record, activations, backprops, whole=step.repeats)
+            of_two.sketches.take(record, activations, backprops, whole=step.repeats)
             record.seen_by = step.first or record.seen_by
         with step.row_norms:
             factors = self.factors(record, activations, backprops)
-        forgotten = [p for p in record.parameters if p not in factors]
+        forgotten = [p for p in record.parameters if p.requires_grad and p not in factors]  # or frozen since
         if forgotten:
             names = [name for name, p in self.model.named_parameters() if any(p is f for f in forgotten)]
             raise UnsupportedModuleError(
