@@ -16,12 +16,30 @@ from dpfast.errors import UnsupportedModuleError
 from dpfast.factors import Dense, Factor, channel_sum
 from dpfast.taps import Activations, register_rule
 
+_SMALL_EPS = 1e-6
+"""Below it a constant row, whose x̂ is 0, would get a large error: 1/√eps of what rounds its mean."""
 
-def _where_known(error: Tensor, rstd: Tensor, dtype: torch.dtype) -> Tensor:
+
+def _where_known(error: Tensor, rstd: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     """The errors of statistics, infinite where squares have overflowed, or so many underflowed that their sum has lost
     digits: there x̂ says nothing, and the sample is dropped."""
-    largest = (bounds.gamma(1, dtype) / smallest_normal(dtype)) ** 0.5
-    return error.masked_fill(~((rstd > 0.0) & (rstd <= largest)), math.inf)
+    least = smallest_normal(dtype) / bounds.gamma(1, dtype)
+    known = rstd > 0.0
+    if eps < least:  # else no rstd is larger
+        known &= rstd <= least**-0.5
+    return torch.where(known, error, math.inf)
+
+
+def _bits(rows: Tensor) -> Tensor:
+    """Of the numbers, -0 as 0. Bits can tell them apart where a processor takes subnormal ones for zero."""
+    bits = rows.contiguous().view(torch.int64 if rows.dtype is torch.float64 else torch.int32)
+    return bits.masked_fill(bits == torch.iinfo(bits.dtype).min, 0)
+
+
+def _is_constant(rows: Tensor) -> Tensor:
+    """Whether all entries of each row (..., D), D > 0, are the same finite number, (..., 1)."""
+    low, high = _bits(rows).aminmax(dim=-1, keepdim=True)
+    return (low == high) & torch.isfinite(rows[..., :1])
 
 
 def _summed(values: Tensor, error_of_rows: Tensor | None = None) -> Dense:
@@ -65,14 +83,19 @@ def layer_norm(layer: nn.LayerNorm, activations: Activations, backprops: Tensor)
 
     Numerics:
         Mean and variance come from sums of D terms in any order, the variance as the mean square of what is left of
-        the mean; the relative error of x̂ is at most γ(D + 8)·(1 + |mean|/deviation), twice over.
+        the mean; the relative error of x̂ is at most γ(D + 8)·(1 + |mean|/deviation), twice over. Of a constant row x̂ is
+        0; where eps is small, such rows are looked for, because the error would be as large as 1/√eps.
     """
     dtype = accumulating_dtype(activations[0], backprops)
     width = math.prod(layer.normalized_shape)
     inputs, backprops = (_as_rows(x, width, dtype) for x in (activations[0], backprops))
     normalized, mean, rstd = torch.native_layer_norm(inputs, [width], None, None, layer.eps)
     error = 2.0 * bounds.gamma(width + 8, dtype) * (1.0 + (mean * rstd).abs())
-    return _factors(layer, normalized, backprops, _where_known(error, rstd, dtype).squeeze(-1))
+    error = _where_known(error, rstd, layer.eps, dtype)
+    if layer.eps < _SMALL_EPS:
+        constant = _is_constant(inputs)
+        normalized, error = normalized.masked_fill(constant, 0.0), error.masked_fill(constant, 0.0)
+    return _factors(layer, normalized, backprops, error.squeeze(-1))
 
 
 def rms_norm(layer: Any, inputs: Tensor, backprops: Tensor, width: int, eps: float) -> dict[nn.Parameter, Factor]:
@@ -80,7 +103,9 @@ def rms_norm(layer: Any, inputs: Tensor, backprops: Tensor, width: int, eps: flo
     dtype = accumulating_dtype(inputs, backprops)
     inputs, backprops = (_as_rows(x, width, dtype) for x in (inputs, backprops))
     rstd = torch.rsqrt(inputs.square().mean(-1, keepdim=True) + eps)
-    error = _where_known(torch.full_like(rstd, bounds.gamma(width + 8, dtype)), rstd, dtype)
+    error = _where_known(torch.full_like(rstd, bounds.gamma(width + 8, dtype)), rstd, eps, dtype)
+    if eps < _SMALL_EPS:
+        error = error.masked_fill(~_bits(inputs).any(-1, keepdim=True), 0.0)  # a row of zeros
     return _factors(layer, inputs * rstd, backprops, error.squeeze(-1))
 
 
@@ -140,7 +165,10 @@ def _by_channel(
         relative = bounds.gamma(chain + 12, dtype) + bounds.gamma(4, dtype) * cancelled
         row_products = norm_b.view(by_group) * (squares.sqrt() + positions**0.5)
         error = relative * ((row_products + b.abs()) * again + 2.0 * values.abs())
-        error = _where_known(error, rstd.unsqueeze(-1), dtype)
+        error = _where_known(error, rstd.unsqueeze(-1), eps, dtype)
+        if eps < _SMALL_EPS and positions:
+            constant = _is_constant(inputs.to(dtype).reshape(n, num_groups, -1))
+            values, error = values.masked_fill(constant, 0.0), error.masked_fill(constant, 0.0)
         factors[layer.weight] = Dense(values.view(n, channels).to(dtype), error=error.flatten(1).norm(dim=1))
     if layer.bias is not None and layer.bias.requires_grad:
         factors[layer.bias] = channel_sum(backprops, norm_b, bias_sums)

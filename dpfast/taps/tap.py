@@ -165,6 +165,7 @@ class Tap(TappedLayer):
         if watch is not None:
             record.watch = watch
             tensors = watch.watched(tensors, not_its_own=(*record.leaves, *self.module._buffers.values()))
+            watch.guard_kept(self.module)
         record.place = self.batch_dim if expanded else self._place(None if as_is else tensors[0], record)
         if record.created_in is None:  # a forward that is repeated in a backward pass has been counted
             record.uses = self.taps.count_uses(parameters)

@@ -2,8 +2,9 @@
 
 A forward of somebody's own may keep its output, or something made on the way to it, before the tap stands behind it.
 What the loss makes of that would be missing in the gradients of the module's parameters, so it is an error that names
-the layer. Seen are all such gradients of a module without children whose inputs need no gradient, and else those that
-come to an output; one that comes to something else that was kept goes on to the inputs alone.
+the layer. Seen are all such gradients of a module without children whose inputs need no gradient; else those that come
+to an output, or to what the forward has left in the module's own attributes. One that comes to something kept elsewhere
+goes on to the inputs alone.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from dpfast.errors import EscapedGradientError
+
+_NOT_KEPT = frozenset(vars(nn.Module()))
+"""Attributes of every module, which hold its parameters, buffers, children and hooks."""
 
 
 class Named(Protocol):
@@ -70,6 +74,30 @@ class Watch:
                 found.append(x)
         self._shown, self._handles = [], []
         return found
+
+    def guard_kept(self, module: nn.Module) -> None:
+        """What the forward has left in the module's attributes on the way to its outputs is replaced by a view of it,
+        which only those see who use it later: no gradient may come there."""
+        attributes = vars(module)
+        for name, kept in list(attributes.items()):
+            if name not in _NOT_KEPT:
+                attributes[name] = self._guarded(kept)
+
+    def _guarded(self, kept: Any) -> Any:
+        if isinstance(kept, Tensor):
+            node = kept.grad_fn
+            if node is None or node._sequence_nr() < self._since or kept.is_inference():
+                return kept
+            view = kept.view_as(kept)
+            view.register_hook(partial(self._check, None))
+            return view
+        of_dict = type(kept) is dict
+        if of_dict or type(kept) in (list, tuple):
+            items = kept.values() if of_dict else kept
+            if any(isinstance(x, Tensor) for x in items):
+                guarded = [self._guarded(x) for x in items]
+                return dict(zip(kept, guarded, strict=True)) if of_dict else type(kept)(guarded)
+        return kept
 
     def pass_on(self, grads: Sequence[Tensor | None]) -> None:
         """The tap passes these on to the outputs."""

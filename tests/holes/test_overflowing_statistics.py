@@ -59,3 +59,45 @@ def test_squares_near_the_largest_number(scale):
     inputs = scale * torch.randn(1, 4)
     for make in (layer_norm(1e-5), rms_norm(1e-6)):
         assert released_norm(make, inputs, BACKPROPS) <= 1.0 + MARGIN
+
+
+def of_rows(value: float, rest: float):
+    """(1, 3, 4): a random row, a constant one, and one with both signs of a number (of zero, where it is 0)."""
+    torch.manual_seed(0)
+    return torch.stack([torch.randn(4), torch.full((4,), value), rest * torch.tensor([1.0, -1.0, 1.0, -1.0])])[None]
+
+
+@pytest.mark.parametrize(
+    ("make", "value"),
+    [
+        (layer_norm(1e-38), 0.0),
+        (layer_norm(1e-12), 0.0),
+        (layer_norm(1e-12), 0.7),
+        (layer_norm(1e-30), 0.5),
+        (rms_norm(1e-38), 0.0),
+        (rms_norm(1e-12), 0.0),
+        (lambda: nn.InstanceNorm1d(3, eps=0.0, affine=True), 0.0),
+        (lambda: nn.InstanceNorm1d(3, eps=0.0, affine=True), 0.5),
+        (lambda: nn.InstanceNorm1d(3, eps=1e-12, affine=True), 0.7),
+        (lambda: nn.InstanceNorm1d(3, eps=1e-38, affine=True), 0.0),
+    ],
+)
+def test_constant_rows_drop_nobody(make, value):
+    """x̂ is 0 there; the sample was dropped, or clipped to a small part of C, by the statistics' error."""
+    assert 0.9 < released_norm(make, of_rows(value, -0.0 if value == 0.0 else 1.0), BACKPROPS) <= 1.0 + MARGIN
+
+
+@pytest.mark.parametrize("make", [layer_norm(0.0), rms_norm(0.0), lambda: nn.InstanceNorm1d(1, eps=0.0, affine=True)])
+@pytest.mark.parametrize("flush", [False, True])
+def test_subnormal_rows_are_no_rows_of_zeros(make, flush):
+    """Nor where the processor takes subnormal numbers for zero: the sample is dropped."""
+    model = GradSampleModuleFastGradientClipping(make(), loss_reduction="sum")
+    inputs = 1e-40 * SIGNS[None]
+    torch.set_flush_denormal(flush)
+    try:
+        (model(inputs).nan_to_num() * BACKPROPS).sum().backward()
+    finally:
+        torch.set_flush_denormal(False)
+    for p in model.parameters():
+        p.grad = None
+    assert model.get_clipping_coef() == 0

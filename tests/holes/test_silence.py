@@ -5,9 +5,11 @@ import torch
 import torch.nn.functional as F
 from released import in_two_passes
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from dpfast import DpfastError, GradSampleModule, GradSampleModuleFastGradientClipping
+from dpfast.errors import EscapedGradientError
 from dpfast.testing import clipped_sum, loop_over_samples, norms_of, relative_error
 
 C = 0.1
@@ -92,6 +94,44 @@ def test_an_output_that_was_stored_before_its_tap(passes):
     assert relative_error(model.get_norm_sample(), norms_of(exact)) < 1e-4
     for name, expected in clipped_sum(exact, C).items():
         assert relative_error(dict(net.named_parameters())[name].grad, expected) < 1e-3, name
+
+
+class KeepingOnTheWay(nn.Module):
+    """Keeps something that is made on the way to its output; gradients go through it to what is below."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.body, self.scale, self.how, self.kept = nn.Linear(4, 3), nn.Parameter(torch.rand(3)), how, None
+
+    def forward(self, x):
+        hidden = self.body(x) * self.scale
+        self.kept = {"tensor": hidden, "list": [hidden], "tuple": (1, hidden), "dict": {"hidden": hidden}}[self.how]
+        return hidden.tanh()
+
+
+@pytest.mark.parametrize("passes", [0, 1, 2])
+@pytest.mark.parametrize("how", ["tensor", "list", "tuple", "dict"])
+def test_what_a_forward_keeps_on_the_way_to_its_output(how, passes):
+    """A loss of it gave ``body`` its gradient and ``scale`` none, in every mode; not used, it does no harm."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), KeepingOnTheWay(how))
+    inputs = torch.randn(3, 4)
+
+    if passes == 0:
+        model = GradSampleModule(net)
+    else:
+        model = GradSampleModuleFastGradientClipping(net, max_grad_norm=C, passes=passes)
+    for kept in (0.0, 1.0):
+        model.zero_grad()
+        output = model(inputs).square().sum(1)
+        both = output + tree_leaves(net[1].kept)[-1].square().sum(1) if kept else output
+        if kept:
+            with pytest.raises(EscapedGradientError, match=r"1 \(KeepingOnTheWay\): a gradient left it"):
+                both.mean().backward()
+        elif passes == 2:
+            in_two_passes(model, both)
+        else:
+            both.mean().backward()
 
 
 class Checkpointed(nn.Module):
