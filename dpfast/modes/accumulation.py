@@ -7,7 +7,7 @@ may have moved it.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,6 @@ class Left:
     sensitivity: float
     of_rank: bool = False
     ranks: int = 1
-    version: int = -1
 
 
 def held_by(parameters: Iterable[nn.Parameter]) -> Left | None:
@@ -37,7 +36,7 @@ def held_by(parameters: Iterable[nn.Parameter]) -> Left | None:
     A gradient keeps its note when something writes to it, as a Trainer does that measures or clips the norm of the
     sum. (Clipping the sum is a projection, which no sample's part can grow by.)
     """
-    notes = [getattr(grad, _NAME) for grad in _noted(parameters)]
+    notes = [left for _, left, _ in _noted(parameters)]
     if not notes:
         return None
     return Left(
@@ -51,9 +50,9 @@ def held_by(parameters: Iterable[nn.Parameter]) -> Left | None:
 def left_in(parameters: Iterable[nn.Parameter]) -> Left | None:
     """:func:`held_by`, or None where the gradients have been set to zero since."""
     parameters = list(parameters)
-    grads = _noted(parameters)
-    if all(grad._version != getattr(grad, _NAME).version for grad in grads):
-        nonzero = [local(grad).any() for grad in grads]  # asked only where something has written to all of them
+    noted = _noted(parameters)
+    if all(grad._version != version for grad, _, version in noted):
+        nonzero = [local(grad).any() for grad, _, _ in noted]  # asked only where something has written to all of them
         if not nonzero or not torch.stack([x.to(nonzero[0].device) for x in nonzero]).any():
             return None
     return held_by(parameters)
@@ -62,12 +61,15 @@ def left_in(parameters: Iterable[nn.Parameter]) -> Left | None:
 def leave(parameters: Iterable[nn.Parameter], left: Left) -> None:
     """Notes on every gradient what it holds."""
     for p in parameters:
-        if p.grad is not None:
-            setattr(p.grad, _NAME, replace(left, version=p.grad._version))
+        grad = p.grad
+        if grad is not None:
+            setattr(grad, _NAME, (left, grad._version))
 
 
-def _noted(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    return [p.grad for p in parameters if p.grad is not None and hasattr(p.grad, _NAME)]
+def _noted(parameters: Iterable[nn.Parameter]) -> list[tuple[Tensor, Left, int]]:
+    """Gradients with a note, the note, and the version that the gradient had then."""
+    grads = (p.grad for p in parameters)
+    return [(grad, *vars(grad)[_NAME]) for grad in grads if grad is not None and _NAME in vars(grad)]
 
 
 def count_noised(parameters: Iterable[nn.Parameter], steps: int) -> None:

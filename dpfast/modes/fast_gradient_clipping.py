@@ -74,8 +74,8 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
             ``p.grad``. It repeats the first from the gradients that the first had at the model's outputs (those of the
             model's inputs, too, are the first's), and the factors are applied where gradients are summed. StateError
             where the loss is another one, or a layer sees other numbers than in the first pass.
-            After the first, each trainable parameter has its norms in ``p._norm_sample`` (N,), as in Opacus's protocol;
-            one pass leaves nothing private on a parameter.
+            After the first, each trainable parameter has its norms in ``p._norm_sample`` (N,), as in Opacus's protocol,
+            also in a pickle of the model; one pass leaves nothing private on a parameter.
         norm_clipper: takes the place of ``ConstantFlatClipper(max_grad_norm)``.
 
     Raises:
