@@ -23,11 +23,15 @@ _SMALL_EPS = 1e-6
 def _where_known(error: Tensor, rstd: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     """The errors of statistics, infinite where squares have overflowed, or so many underflowed that their sum has lost
     digits: there x̂ says nothing, and the sample is dropped."""
-    least = smallest_normal(dtype) / bounds.gamma(1, dtype)
     known = rstd > 0.0
-    if eps < least:  # else no rstd is larger
-        known &= rstd <= least**-0.5
+    if eps < _least_eps(dtype):  # else no rstd is larger
+        known &= rstd <= _least_eps(dtype) ** -0.5
     return torch.where(known, error, math.inf)
+
+
+def _least_eps(dtype: torch.dtype) -> float:
+    """From here on what underflows is no part of the statistics that counts."""
+    return smallest_normal(dtype) / bounds.gamma(1, dtype)
 
 
 def _bits(rows: Tensor) -> Tensor:
@@ -104,7 +108,7 @@ def rms_norm(layer: Any, inputs: Tensor, backprops: Tensor, width: int, eps: flo
     inputs, backprops = (_as_rows(x, width, dtype) for x in (inputs, backprops))
     rstd = torch.rsqrt(inputs.square().mean(-1, keepdim=True) + eps)
     error = _where_known(torch.full_like(rstd, bounds.gamma(width + 8, dtype)), rstd, eps, dtype)
-    if eps < _SMALL_EPS:
+    if eps < _least_eps(dtype):
         error = error.masked_fill(~_bits(inputs).any(-1, keepdim=True), 0.0)  # a row of zeros
     return _factors(layer, inputs * rstd, backprops, error.squeeze(-1))
 
@@ -167,7 +171,7 @@ def _by_channel(
         error = relative * ((row_products + b.abs()) * again + 2.0 * values.abs())
         error = _where_known(error, rstd.unsqueeze(-1), eps, dtype)
         if eps < _SMALL_EPS and positions:
-            constant = _is_constant(inputs.to(dtype).reshape(n, num_groups, -1))
+            constant = _is_constant(inputs.to(dtype).reshape(n, num_groups, size))
             values, error = values.masked_fill(constant, 0.0), error.masked_fill(constant, 0.0)
         factors[layer.weight] = Dense(values.view(n, channels).to(dtype), error=error.flatten(1).norm(dim=1))
     if layer.bias is not None and layer.bias.requires_grad:

@@ -87,6 +87,13 @@ def test_constant_rows_drop_nobody(make, value):
     assert 0.9 < released_norm(make, of_rows(value, -0.0 if value == 0.0 else 1.0), BACKPROPS) <= 1.0 + MARGIN
 
 
+@pytest.mark.parametrize("make", [layer_norm(0.0), rms_norm(0.0)])
+def test_no_samples(make):
+    model = GradSampleModuleFastGradientClipping(make())
+    model(torch.zeros(0, 3, 4)).sum().backward()
+    assert model.get_clipping_coef().shape == (0,) and not any(p.grad.any() for p in model.parameters())
+
+
 @pytest.mark.parametrize("make", [layer_norm(0.0), rms_norm(0.0), lambda: nn.InstanceNorm1d(1, eps=0.0, affine=True)])
 @pytest.mark.parametrize("flush", [False, True])
 def test_subnormal_rows_are_no_rows_of_zeros(make, flush):
