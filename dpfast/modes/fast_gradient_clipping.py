@@ -320,8 +320,8 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
     def _start_step(self, step: Step) -> None:
         """What is trainable may change between steps; a second pass has the first's."""
         if step.second is None or self._over_ranks is not None:
-            assert self._tapped is not None
-            trainable = dict.fromkeys(self._tapped.own(p) for p in self._module.parameters() if p.requires_grad)
+            tapped, parameters = self._tapped, [p for p in self._module.parameters() if p.requires_grad]
+            trainable = dict.fromkeys(map(tapped.own, parameters) if tapped else parameters)  # None: removed since
             self._places = {p: i for i, p in enumerate(trainable)}
             self._clipper().for_parameters(len(trainable))
         if self._over_ranks is not None:  # by the end of the pass DDP may have put other tensors into p.grad
