@@ -4,11 +4,17 @@ The layer's forward runs again, one sample at a time as seen by the layer, so it
 tensor input whose first dimension is N is taken apart, every other input is shared; where more than one input
 could be either (a (T, T) mask with T = N), the way is checked against the layer's run on the whole batch.
 Source: Horace He, Richard Zou, functorch (2021), "per-sample gradients".
+
+What vmap cannot run (a custom autograd function, ``.item()``, a branch on values, sparse tensors) runs by a loop over
+the samples, with a warning, and is checked against the whole batch every time: such code sees values.
 """
 
 from __future__ import annotations
 
 import itertools
+import random
+import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +24,7 @@ from torch.func import functional_call, grad, vjp, vmap
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dpfast.arithmetic import accumulating_dtype
-from dpfast.errors import UnsupportedModuleError
+from dpfast.errors import DpfastWarning, UnsupportedModuleError
 from dpfast.factors import Dense, Factor
 from dpfast.taps import Activations, owned_parameters
 
@@ -26,6 +32,16 @@ _SAME = 1e-3
 """Relative difference up to which two runs of a layer count as the same."""
 
 _WAYS_OUT = "Register a rule (dpfast.register_rule) or freeze its parameters."
+
+_MIXES = (
+    "it has no rule, and its samples run one by one do not give what they gave in the batch: it mixes them, or one of "
+    f"its inputs is no input of samples. {_WAYS_OUT}"
+)
+_OTHER_SHAPE = (
+    "it has no rule, and one sample alone gives an output of another shape: it reaches a batch that is not among its "
+    f"inputs. {_WAYS_OUT}"
+)
+_DRAWS = f"it has no rule, and draws random numbers, which cannot be drawn again. {_WAYS_OUT}"
 
 
 def functorch(
@@ -39,8 +55,8 @@ def functorch(
         backprops: (N, ...), or one per output tensor.
 
     Raises:
-        UnsupportedModuleError: the forward cannot be taken apart by samples (it draws random numbers, mixes
-            samples, or branches on values).
+        UnsupportedModuleError: the forward cannot be taken apart by samples (it draws random numbers, or mixes
+            samples).
 
     Numerics:
         The forward is repeated in fp32 (fp64 where an input is fp64), whatever the dtype it ran in.
@@ -58,19 +74,77 @@ def functorch(
     candidates = [isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == n for x in leaves]
     if not any(candidates):
         raise UnsupportedModuleError(f"it has no rule, and no input of it has {n} samples. {_WAYS_OUT}")
+    if module in _by_loop:
+        return _by_parameter(own, _by_itself(run, candidates, activations.followed, backprops))
+    found = _by_vmap(run, candidates, activations.followed, backprops)
+    if isinstance(found, Exception):
+        problem, found = found, _by_itself(run, candidates, activations.followed, backprops)
+        _announce(activations.layer or type(module).__name__, problem)
+        _by_loop.add(module)
+    return _by_parameter(own, found)
+
+
+_by_loop: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Modules that vmap could not run."""
+
+_seen: weakref.WeakKeyDictionary[nn.Module, set[bool]] = weakref.WeakKeyDictionary()
+"""Modules, and whether in training, whose samples have once been found to give by vmap what they give in the batch."""
+
+
+def _by_vmap(
+    run: _Run, candidates: list[bool], followed: list[bool], backprops: list[Tensor]
+) -> dict[str, Tensor] | Exception:
+    """The gradients, or why vmap could not run."""
     try:
         if sum(candidates) > 1:
-            per_parameter = _checked(run, candidates, activations.followed, backprops)
-        else:
-            per_parameter, _ = run(candidates, backprops)
+            return _checked(run, run.mapped, candidates, followed, backprops)
+        found, outputs = run.mapped(candidates, backprops)
+        seen = _seen.setdefault(run.module, set())
+        if run.module.training not in seen and len(backprops[0]) > 1:
+            if not _same_outputs(outputs, run.outputs()):
+                raise UnsupportedModuleError(_MIXES)
+            seen.add(run.module.training)
+        return found
     except UnsupportedModuleError:
         raise
     except Exception as error:
+        return error
+
+
+def _by_itself(run: _Run, candidates: list[bool], followed: list[bool], backprops: list[Tensor]) -> dict[str, Tensor]:
+    """The gradients, by a loop over samples."""
+    before = _random_states(backprops[0])
+    found: dict[str, Tensor] | Exception
+    try:
+        found = _checked(run, run.one_by_one, candidates, followed, backprops)
+    except Exception as error:
+        found = error
+    if _random_states(backprops[0]) != before:
+        raise UnsupportedModuleError(_DRAWS)
+    if isinstance(found, UnsupportedModuleError):
+        raise found
+    if isinstance(found, Exception):
         raise UnsupportedModuleError(
-            f"{module}: has no rule, and its forward cannot be repeated sample by sample "
-            f"({type(error).__name__}: {error}). {_WAYS_OUT}"
-        ) from error
-    return _by_parameter(own, per_parameter)
+            "it has no rule, and its forward cannot be repeated sample by sample "
+            f"({type(found).__name__}: {found}). {_WAYS_OUT}"
+        ) from found
+    return found
+
+
+def _random_states(like: Tensor) -> tuple[Any, ...]:
+    """Of the generators that a forward may draw from."""
+    on_device = torch.cuda.get_rng_state(like.device).numpy().tobytes() if like.is_cuda else b""
+    return torch.get_rng_state().numpy().tobytes(), on_device, random.getstate()
+
+
+def _announce(layer: str, error: Exception) -> None:
+    why = " ".join(str(error).split())[:200]
+    warnings.warn(
+        f"{layer} has no rule, and vmap cannot run it ({type(error).__name__}: {why}): its gradients come from a loop "
+        "over samples, which is slow. Register a rule (dpfast.register_rule) to make it fast",
+        DpfastWarning,
+        stacklevel=2,
+    )
 
 
 def _by_parameter(own: dict[str, nn.Parameter], gradients: dict[str, Tensor]) -> dict[nn.Parameter, Factor]:
@@ -104,7 +178,7 @@ class _Run:
         outputs = functional_call(self.module, {**self.others, **parameters}, args, kwargs, tie_weights=False)
         return [o for o in tree_flatten(outputs)[0] if _is_float(o)]
 
-    def __call__(self, per_sample: list[bool], backprops: list[Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
+    def mapped(self, per_sample: list[bool], backprops: list[Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
         """Gradients {name: (N, *shape)} and the outputs, samples in front."""
 
         def loss(
@@ -117,29 +191,67 @@ class _Run:
             ]
             outputs = [o.squeeze(self.batch_dim) for o in self._outputs(parameters, leaves)]
             if any(o.shape != g.shape for o, g in zip(outputs, gradients, strict=True)):
-                raise UnsupportedModuleError(
-                    f"it has no rule, and one sample alone gives an output of another shape: it reaches a batch that "
-                    f"is not among its inputs. {_WAYS_OUT}"
-                )
+                raise UnsupportedModuleError(_OTHER_SHAPE)
             return sum((o * g).sum() for o, g in zip(outputs, gradients, strict=True)), outputs
 
         batched = [x for x, yes in zip(self.leaves, per_sample, strict=True) if yes]
         return vmap(grad(loss, has_aux=True), in_dims=(None, 0, 0))(self.own, batched, backprops)
 
+    def one_by_one(self, per_sample: list[bool], backprops: list[Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """The same by a loop."""
+        gradients: list[dict[str, Tensor]] = []
+        outputs: list[list[Tensor]] = []
+        for i in range(len(backprops[0])):
+            leaves = [
+                x.narrow(self.batch_dim if x.dim() > self.batch_dim else 0, i, 1) if yes else x
+                for x, yes in zip(self.as_given, per_sample, strict=True)
+            ]
+            found, given = self._differentiated(leaves, [g[i : i + 1] for g in backprops])
+            gradients.append(found)
+            outputs.append(given)
+        together = {name: torch.stack([g[name] for g in gradients]) for name in self.own}
+        return together, [torch.cat(some) for some in zip(*outputs, strict=True)]
+
     def whole(self, backprops: list[Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
         """The ordinary gradients and the outputs of the whole batch, samples in front."""
+        return self._differentiated(self.as_given, backprops)
 
-        def loss(parameters: dict[str, Tensor]) -> tuple[Any, list[Tensor]]:
-            outputs = [o.movedim(self.batch_dim, 0) for o in self._outputs(parameters, self.as_given)]
-            return sum((o * g).sum() for o, g in zip(outputs, backprops, strict=True)), outputs
+    def outputs(self) -> list[Tensor]:
+        """Of the whole batch, samples in front."""
+        return [o.movedim(self.batch_dim, 0) for o in self._outputs(self.own, self.as_given)]
 
-        return grad(loss, has_aux=True)(self.own)
+    def _differentiated(self, leaves: list[Any], backprops: list[Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
+        leaves = [x.clone() if isinstance(x, Tensor) else x for x in leaves]  # which the forward may change in place
+        with torch.enable_grad():
+            own = {name: p.detach().requires_grad_() for name, p in self.own.items()}
+            outputs = [o.movedim(self.batch_dim, 0) for o in self._outputs(own, leaves)]
+            if any(o.shape != g.shape for o, g in zip(outputs, backprops, strict=True)):
+                raise UnsupportedModuleError(_OTHER_SHAPE)
+            followed = [(o, g) for o, g in zip(outputs, backprops, strict=True) if o.requires_grad]
+            gradients: Sequence[Tensor | None] = [None] * len(own)
+            if followed:
+                ends, starts = zip(*followed, strict=True)
+                gradients = torch.autograd.grad(ends, list(own.values()), starts, allow_unused=True)
+        found = {
+            name: torch.zeros_like(p) if g is None else g.to_dense() if g.layout != torch.strided else g
+            for (name, p), g in zip(self.own.items(), gradients, strict=True)
+        }
+        return found, [o.detach() for o in outputs]
 
 
-def _checked(run: _Run, candidates: list[bool], followed: list[bool], backprops: list[Tensor]) -> dict[str, Tensor]:
+def _checked(
+    run: _Run,
+    way: Callable[[list[bool], list[Tensor]], tuple[dict[str, Tensor], list[Tensor]]],
+    candidates: list[bool],
+    followed: list[bool],
+    backprops: list[Tensor],
+) -> dict[str, Tensor]:
     """Takes apart those inputs whose samples, run one by one, give the batch's outputs and summed gradients.
 
     The first input, and one that a gradient goes through, comes from the samples and is never shared.
+
+    Args:
+        way: how the samples are run.
     """
     gradients, outputs = run.whole(backprops)
     followed = followed or [False] * len(candidates)
@@ -148,19 +260,15 @@ def _checked(run: _Run, candidates: list[bool], followed: list[bool], backprops:
     problem: Exception | None = None
     for shared in itertools.chain.from_iterable(itertools.combinations(places, k) for k in range(len(places) + 1)):
         try:
-            found, repeated = run([yes and i not in shared for i, yes in enumerate(candidates)], backprops)
+            found, repeated = way([yes and i not in shared for i, yes in enumerate(candidates)], backprops)
         except Exception as error:
             problem = problem or error
             continue
-        sums = {name: g.sum(0) for name, g in found.items()}
-        if all(_same(sums[name], g) for name, g in gradients.items()) and all(map(_same, repeated, outputs)):
+        if _same_outputs(repeated, outputs) and _same_sums(found, gradients):
             return found
     if problem is not None:
         raise problem
-    raise UnsupportedModuleError(
-        f"it has no rule, and its samples run one by one do not give what they gave in the batch: it mixes them, or "
-        f"one of its inputs is no input of samples. {_WAYS_OUT}"
-    )
+    raise UnsupportedModuleError(_MIXES)
 
 
 def linear_in_parameters(
@@ -194,8 +302,29 @@ class _Computing(nn.Module):
         return self.compute()
 
 
-def _same(x: Tensor, y: Tensor) -> bool:
-    return x.shape == y.shape and bool((x - y).norm() <= _SAME * y.norm() + torch.finfo(y.dtype).tiny)
+def _same_outputs(found: Sequence[Tensor], of_batch: Sequence[Tensor]) -> bool:
+    """Row by row the same as in the batch, as far as both are finite, which the same rows must be."""
+    for x, y in zip(found, of_batch, strict=True):
+        if x.shape != y.shape:
+            return False
+        finite, expected = (z.flatten(1).isfinite().all(1) if z.dim() > 1 else z.isfinite() for z in (x, y))
+        if not torch.equal(finite, expected):
+            return False
+        x, y = x[finite], y[finite]
+        if not bool((x - y).norm() <= _SAME * y.norm() + torch.finfo(y.dtype).tiny):
+            return False
+    return True
+
+
+def _same_sums(found: dict[str, Tensor], of_batch: dict[str, Tensor]) -> bool:
+    """All parameters together: a gradient that is nothing but rounding (a bias in front of a softmax) is no sign. Where
+    a sample's is not finite the batch's sum is not either, and outputs alone tell."""
+    differences = [found[name].sum(0) - g for name, g in of_batch.items()]
+    sizes: Any = sum(g.flatten(1).norm(dim=1) if g.dim() > 1 else g.abs() for g in found.values())
+    if not bool(sizes.isfinite().all()):
+        return True
+    difference: Any = sum(d.norm() for d in differences)
+    return bool(difference <= _SAME * sizes.sum() + torch.finfo(sizes.dtype).tiny)
 
 
 def _is_float(x: Any) -> bool:

@@ -7,7 +7,10 @@ drawn.
 from __future__ import annotations
 
 import copy
+import functools
+import gc
 import random
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +27,12 @@ from dpfast.taps.layout import Call
 from dpfast.taps.passes import taps_suspended
 from dpfast.taps.registry import find_forward
 from dpfast.taps.tap import Pieces, Tap
+
+
+@functools.lru_cache(maxsize=1)
+def _remembering(modules: int) -> list[Any]:
+    """Functions that remember results (``functools.cache``); found again when more modules are imported."""
+    return [f for f in gc.get_objects() if type(f) is functools._lru_cache_wrapper]
 
 
 def calls_in_forward(
@@ -108,8 +117,9 @@ class Values(TorchFunctionMode):
 
 @contextmanager
 def nothing_left_behind() -> Iterator[None]:
-    """Random numbers, warnings and taps outside of the copy are as if nothing had run."""
+    """Random numbers, warnings, taps outside of the copy and what functions remember are as if nothing had run."""
     before = random.getstate()
+    missed = [(f, f.cache_info().misses) for f in _remembering(len(sys.modules))]
     try:
         with (
             torch.random.fork_rng(devices=[]),
@@ -121,3 +131,6 @@ def nothing_left_behind() -> Iterator[None]:
             yield
     finally:
         random.setstate(before)
+        for f, misses in missed:  # a fake tensor that one remembered would turn up in the model's own forward
+            if f.cache_info().misses != misses:
+                f.cache_clear()

@@ -149,7 +149,7 @@ class Record:
             for i, x in zip(self.tensor_places, tensors, strict=True):
                 leaves[i] = x
             activations = Activations(*tree_unflatten(leaves, self.structure))
-        activations.followed = self.followed
+        activations.followed, activations.layer = self.followed, self.tap.layer
         return activations
 
 

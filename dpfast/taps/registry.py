@@ -31,11 +31,12 @@ class Activations(list[Any]):
         self.kwargs = dict(kwargs or {})
         self.batch_dim = 0  # where the module itself had its samples; here they are in front
         self.followed: list[bool] = []  # of each leaf of (positional, keyword): whether a gradient goes through it
+        self.layer = ""  # as errors name it
 
     def map(self, function: Callable[[Any], Any]) -> Activations:
         """The same with ``function`` of every tensor."""
         found = Activations(*tree_map_only(Tensor, function, (list(self), self.kwargs)))
-        found.batch_dim, found.followed = self.batch_dim, self.followed
+        found.batch_dim, found.followed, found.layer = self.batch_dim, self.followed, self.layer
         return found
 
 

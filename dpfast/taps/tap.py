@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dpfast.errors import DpfastWarning, InputError, UnsupportedModuleError
@@ -169,7 +170,13 @@ class Tap(TappedLayer):
         record.place = self.batch_dim if expanded else self._place(None if as_is else tensors[0], record)
         if record.created_in is None:  # a forward that is repeated in a backward pass has been counted
             record.uses = self.taps.count_uses(parameters)
-        results = TapFunction.apply(record, *tensors, *parameters)  # type: ignore[no-untyped-call]  # torch's
+        if not (fresh or as_is) and not any(x.is_inference() for x in tensors):
+            tensors = _ready_for_change(tensors, (*record.leaves, *self.module._buffers.values()))
+            record.fresh = True
+            with _unsafe_preserve_version_counter(tuple(tensors)):
+                results = TapFunction.apply(record, *tensors, *parameters)  # type: ignore[no-untyped-call]  # torch's
+        else:
+            results = TapFunction.apply(record, *tensors, *parameters)  # type: ignore[no-untyped-call]  # torch's
         for i, result in zip(places, results, strict=True):
             leaves[i] = result
         return leaves[0] if structure is None else tree_unflatten(leaves, structure)
@@ -232,6 +239,18 @@ class Pieces:
 
         of_piece.__name__ = rule.__name__
         return tap.tapped(output, (inputs, {}), trainable, fresh=fresh, rule=of_piece, as_is=True)
+
+
+def _ready_for_change(tensors: list[Tensor], not_its_own: Sequence[object]) -> list[Tensor]:
+    """Outputs that the tap may pass on as they are, so that operations in place may follow: autograd forbids those on
+    views that a function of one's own made. What the layer keeps for its own backward pass stays so (the tap leaves the
+    tensors' version counters alone, so a later change is noticed); views, which others may have too, and tensors of
+    others are copied."""
+    found: list[Tensor] = []
+    for x in tensors:
+        shared = x._is_view() or any(x is y for y in (*found, *not_its_own))
+        found.append(x.clone() if shared else x)
+    return found
 
 
 def _is_followed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

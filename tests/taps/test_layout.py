@@ -1,6 +1,7 @@
 """Where samples are is learned: time-first layers just work, what has no samples is refused by name, whatever N is."""
 
 import copy
+import functools
 import pickle
 import random
 import warnings
@@ -357,3 +358,19 @@ def test_where_another_dimension_is_as_long_a_warning_names_the_layer():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         wrapped(torch.randn(T, T, D)).sum().backward()
+
+
+@functools.lru_cache
+def remembered(t):
+    return torch.arange(float(t)).unsqueeze(-1)
+
+
+class Remembers(Model):
+    def between(self, x):
+        return self.lin(x) + remembered(x.shape[1])
+
+
+def test_what_functions_remember_is_no_fake_tensor():
+    model = dpfast.GradSampleModule(Remembers())
+    assert type(model(torch.randn(3, T, D))) is torch.Tensor
+    assert type(remembered(T)) is torch.Tensor

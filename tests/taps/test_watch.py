@@ -12,7 +12,8 @@ MODES = [dpfast.GradSampleModule, dpfast.GradSampleModuleFastGradientClipping]
 
 
 class Keeping(nn.Module):
-    """Keeps its output, a view, or a number made on the way to it."""
+    """Keeps its output, a view, or a number made on the way to it. (An output that gradients go through is the tensor
+    that the tap passes on: what comes to it is seen.)"""
 
     def __init__(self, what):
         super().__init__()
@@ -33,7 +34,7 @@ def keeping(what, first):
 @pytest.mark.parametrize("wrap", MODES)
 @pytest.mark.parametrize(
     ("what", "first"),
-    [(w, f) for w in ("output", "view", "made") for f in (True, False)] + [("on the way", True)],
+    [("output", True), *((w, f) for w in ("view", "made") for f in (True, False)), ("on the way", True)],
 )
 @pytest.mark.parametrize("alone", [False, True])
 def test_what_a_forward_kept(wrap, what, first, alone):
@@ -46,6 +47,23 @@ def test_what_a_forward_kept(wrap, what, first, alone):
     model.zero_grad()
     model(torch.randn(3, 4)).sum().backward()  # nothing is left of it
     assert net[1].weight.grad is not None
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_an_output_that_was_kept_is_seen(alone):
+    net, x = keeping("output", first=False), torch.randn(3, 4)
+
+    def loss(model, x):
+        out = model(x).sum()
+        return net_of(model)[1].kept.square().sum() + (0.0 if alone else out)
+
+    def net_of(model):
+        return getattr(model, "_module", model)
+
+    exact = loop_over_samples(net, loss, x)
+    loss(dpfast.GradSampleModule(net, loss_reduction="sum"), x).backward()
+    for name, p in net.named_parameters():
+        assert relative_error(p.grad_sample, exact[name]) <= 1e-5, name
 
 
 @pytest.mark.parametrize("first", [True, False])
