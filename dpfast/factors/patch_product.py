@@ -171,6 +171,11 @@ class PatchProduct:
         return few and reduced_products() == 0.0
 
     @property
+    def _is_pointwise(self) -> bool:
+        """Whether a patch is a pixel: a linear layer, whose products need no cutting out and no groups."""
+        return self.groups == 1 and self.shape[2:].numel() == 1 and reduced_products() == 0.0
+
+    @property
     def _block(self) -> int:
         """Positions along the first dimension that one call adds up."""
         return max(1, min(self.rows.shape[2], CHAIN // max(1, self.rows.shape[3:].numel())))
@@ -194,8 +199,11 @@ class PatchProduct:
 
     def _added_up(self, image: Tensor, rows: Tensor, padding: Sequence[int]) -> Tensor:
         """Gradients (n, *shape) of n samples: as the weight gradient of one sample with n times the groups, or as
-        products of small patches."""
+        products of pixels or of small patches."""
         n = len(rows)
+        if self._is_pointwise:
+            patches, rows = self._cut_out(self._padded(image) if any(padding) else image, rows)
+            return products.batched(rows, patches.mT).view(n, *self.shape)
         if self._is_narrow:
             patches, rows = self._cut_out(self._padded(image) if any(padding) else image, rows)
             return products.batched(patches, rows.mT).mT.reshape(n, *self.shape)

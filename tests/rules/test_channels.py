@@ -16,6 +16,8 @@ CONVOLUTIONS = {
     "few channels, large kernel": (lambda: nn.Conv2d(4, 20, 4, padding=1, stride=3), (4, 14, 12)),
     "groups": (lambda: nn.Conv2d(8, 16, 3, padding=1, groups=4), (8, 9, 7)),
     "1x1": (lambda: nn.Conv2d(32, 16, 1), (32, 6, 6)),
+    "1x1, strided, padded": (lambda: nn.Conv2d(18, 20, 1, stride=(2, 3), padding=(1, 0)), (18, 9, 70)),
+    "1x1, more positions than one call adds": (lambda: nn.Conv2d(6, 17, 1), (6, 47, 40)),
     "more positions than one call adds": (lambda: nn.Conv2d(4, 6, 3, padding=1), (4, 47, 40)),
     "one dimension, long": (lambda: nn.Conv1d(6, 8, 5, padding=2), (6, 3000)),
     "three dimensions": (lambda: nn.Conv3d(3, 4, 3, padding=1), (3, 5, 6, 7)),
