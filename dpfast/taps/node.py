@@ -24,6 +24,7 @@ class Receiver(Protocol):
     """Where taps hand what they catch: the tapped model."""
 
     batch_dim: int
+    force_functorch: bool
 
     @property
     def inserts(self) -> bool:
@@ -71,7 +72,7 @@ class TappedLayer:
     def __init__(self, taps: Receiver, name: str, module: nn.Module, *, batch_dim: int, folded: bool):
         self.taps = taps
         self.batch_dim = batch_dim
-        self.places: dict[int | None, Places] = {}  # learned, by the rank of the output; None: of pieces
+        self.places: dict[Any, Places] = {}  # learned, by the rank of the output; None: of pieces; or see Tap.follow
         self.warned = False
         self.folded = folded
         self.module = module
