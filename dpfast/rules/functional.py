@@ -36,9 +36,7 @@ _OTHERS = ("rsub", "where", "lerp", "addcmul", "addcdiv", "maximum", "minimum", 
 _OPERATORS = [f"__{how}{name}__" for name in ("add", "sub", "mul", "truediv", "pow") for how in ("", "r", "i")]
 
 
-@register_function(
-    *_of(*_BINARY, *(f"{name}_" for name in _BINARY), *_OTHERS, *_OPERATORS)
-)
+@register_function(*_of(*_BINARY, *(f"{name}_" for name in _BINARY), *_OTHERS, *_OPERATORS))
 def elementwise(meeting: Meeting, *args: Any, **kwargs: Any) -> Any:
     """All tensors are broadcast to one shape."""
     rank = max(x.dim() for x in (*args, *kwargs.values()) if isinstance(x, Tensor))

@@ -5,7 +5,6 @@ registered and found in ``registry``. Imports ``factors`` and below.
 """
 
 from dpfast.taps import registry
-from dpfast.taps.broadcast import BroadcastMethod
 from dpfast.taps.detached import DetachableParameters
 from dpfast.taps.layout import batch_in_front, batch_to_front, layouts, unfolded
 from dpfast.taps.node import Record
@@ -14,14 +13,12 @@ from dpfast.taps.probe import Probe
 from dpfast.taps.registry import (
     Activations,
     Rule,
-    find_broadcast,
     find_fault,
     find_forward,
     find_rule,
     owned_modules,
     owned_parameters,
     register_batch_dim,
-    register_broadcast,
     register_fault,
     register_folded,
     register_forward,
@@ -35,7 +32,6 @@ from dpfast.taps.tap import Pieces, Tap, TappedForward
 
 __all__ = [
     "Activations",
-    "BroadcastMethod",
     "DetachableParameters",
     "Meeting",
     "Pieces",
@@ -47,7 +43,6 @@ __all__ = [
     "TappedForward",
     "batch_in_front",
     "batch_to_front",
-    "find_broadcast",
     "find_fault",
     "find_forward",
     "find_rule",
@@ -57,7 +52,6 @@ __all__ = [
     "owned_modules",
     "owned_parameters",
     "register_batch_dim",
-    "register_broadcast",
     "register_fault",
     "register_folded",
     "register_forward",

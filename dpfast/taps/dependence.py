@@ -1,4 +1,4 @@
-"""Which tensors depend on the model's inputs, in one forward pass on fake tensors.
+"""Which tensors depend on the model's inputs, in one forward pass on fake tensors, and where samples are mixed.
 
 A tensor whose shape does not follow the batch may have been made of its samples all the same (their mean). What a layer
 makes of such a one is no sample's and not without samples either.
@@ -20,30 +20,46 @@ class Dependence(TorchDispatchMode):
     """Follows the inputs through every operation that runs within it, by the memory that results stand in.
 
     Args:
-        inputs: those of the model.
+        inputs: those of the model. samples: those of them that follow the batch.
+        size: of the batch.
+
+    Attributes:
+        mixed: how often samples met what had been made of several of them, and of no one's own (their mean).
     """
 
-    def __init__(self, inputs: Sequence[Tensor]):
-        super().__init__()
-        self._storages: dict[int, Any] = {}  # kept, so that no other gets the number of one
+    def __init__(self, inputs: Sequence[Tensor], samples: Sequence[Tensor], size: int):
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self._of_inputs: dict[int, Any] = {}  # memory, kept, so that no other gets the number of one
+        self._of_samples: set[int] = set()
+        self._size = size
+        self.mixed = 0
         for x in inputs:
-            self._add(x)
+            self._add(x, any(x is y for y in samples))
 
     def __contains__(self, x: Tensor) -> bool:
-        return x.untyped_storage()._cdata in self._storages
+        return x.untyped_storage()._cdata in self._of_inputs
 
-    def _add(self, x: Tensor) -> None:
+    def follows(self, x: Tensor) -> bool:
+        """Whether its shape follows the batch."""
+        return any(s and s % self._size == 0 for s in x.shape)
+
+    def _add(self, x: Tensor, of_samples: bool) -> None:
         storage = x.untyped_storage()
-        self._storages[storage._cdata] = storage
+        self._of_inputs[storage._cdata] = storage
+        if of_samples:
+            self._of_samples.add(storage._cdata)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        if any(isinstance(x, Tensor) and x in self for x in tree_leaves((args, kwargs))):
-            name = func._schema.name.rpartition("::")[2]
-            if not name.endswith(_SHAPES_ALONE):
-                for x in tree_leaves(output):
-                    if isinstance(x, Tensor):
-                        self._add(x)
-                if name.endswith("_"):  # what it changes
-                    self._add(args[0])
+        took = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x in self]
+        name = func._schema.name.rpartition("::")[2]
+        if not took or name.endswith(_SHAPES_ALONE):
+            return output
+        made = [x for x in tree_leaves(output) if isinstance(x, Tensor)]
+        made += [args[0]] if name.endswith("_") else []  # what it changes
+        samples = [x for x in took if x.untyped_storage()._cdata in self._of_samples]
+        for x in made:
+            self._add(x, bool(samples))
+        several = any(x.is_floating_point() and not self.follows(x) for x in samples)
+        self.mixed += several and any(map(self.follows, made))
         return output

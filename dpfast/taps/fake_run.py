@@ -48,7 +48,9 @@ def calls_in_forward(
             hooks.clear()
     with mode:
         inputs = [_of_size(x, dim, size) if isinstance(x, Tensor) else x for x, dim in zip(leaves, dims, strict=True)]
-        dependence = Dependence([x for x in inputs if isinstance(x, Tensor)])
+        tensors = [x for x in inputs if isinstance(x, Tensor)]
+        samples = [x for x, dim in zip(inputs, dims, strict=True) if isinstance(x, Tensor) and dim is not None]
+        dependence = Dependence(tensors, samples, size)
         probes = [_Probe.of(tap, size, dependence) for tap in taps]
         args, kwargs = tree_unflatten(inputs, structure)
         with dependence:
@@ -90,6 +92,7 @@ class _Probe(Tap):
         if isinstance(self.module, nn.EmbeddingBag) and args and args[0].dim() == 1:
             raise InputError("bags in one row: the batch is not that of the first input")
         substitute, rule, owned = find_forward(self.module), find_rule(self.module), owned_modules(self.module)
+        mixed = self.dependence.mixed
         if substitute is not None:
             with detached_parameters(owned, self.as_it_is):
                 output = substitute(self.module, Pieces(self), *args, **kwargs)
@@ -101,10 +104,12 @@ class _Probe(Tap):
         rank = len(outputs[0]) if outputs and substitute is None else None
         inputs = [x.shape for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         self.calls.append((rank, (inputs, outputs)))
+        if self.dependence.mixed != mixed:
+            self.fine[(OWN, "mixes")] = False
         parameters = [p for m in owned for p in m._parameters.values() if p is not None and p.requires_grad]
         if rule is None or substitute is not None or not parameters or not isinstance(output, Tensor):
             return output
-        if isinstance(output, Shared) or not (self._follows(output) or output in self.dependence):
+        if isinstance(output, Shared) or not (self.dependence.follows(output) or output in self.dependence):
             self.fine.setdefault((ALONE, rank), True)
             return without_samples(self, output, ((), {}), parameters, rule)
         return output
@@ -124,19 +129,14 @@ class _Probe(Tap):
         found = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point() and x.requires_grad]
         if not found:
             return output
-        follows = any(map(self._follows, found))
+        follows = any(map(self.dependence.follows, found))
         self.calls.append((operation.way, ([], [x.shape for x in found])))
         if not follows and not any(x in self.dependence for x in found):
+            if any(x.dtype.itemsize == 2 and not x._is_view() for x in found):
+                _note(operation, fine=False, where=OWN)  # its gradient would be rounded once more; functorch takes fp32
             return operation.wrapped(output, lambda x: x.requires_grad)
-        fine = follows and self._has_rule(operation, output)
-        for source in (source for x in operation.shared for source in x.sources):
-            probe = source.tap
-            assert isinstance(probe, _Probe)
-            probe.fine[source.key] = fine and probe.fine.get(source.key, True)
+        _note(operation, fine=follows and self._has_rule(operation, output))
         return output
-
-    def _follows(self, x: Tensor) -> bool:
-        return any(s and s % self.size == 0 for s in x.shape)
 
     def _has_rule(self, operation: Operation, output: Any) -> bool:
         """Whether the operation has one, which gives what the operation itself gives."""
@@ -149,6 +149,15 @@ class _Probe(Tap):
         except Exception:
             return False
         return isinstance(again, Tensor) and (again.shape, again.dtype) == (output.shape, output.dtype)
+
+
+def _note(operation: Operation, fine: bool, where: str = "") -> None:
+    """Of the parameters and layers that what goes into the operation comes of."""
+    for source in (source for x in operation.shared for source in x.sources):
+        probe = source.tap
+        assert isinstance(probe, _Probe)
+        if source.key[0] == where or not where:
+            probe.fine[source.key] = fine and probe.fine.get(source.key, True)
 
 
 class _Nobody:

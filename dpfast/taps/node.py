@@ -73,6 +73,7 @@ class TappedLayer:
         self.taps = taps
         self.batch_dim = batch_dim
         self.places: dict[Any, Places] = {}  # learned, by the rank of the output; None: of pieces; or see Tap.follow
+        self.alone = False  # whether it is known that its output may have no samples
         self.warned = False
         self.folded = folded
         self.module = module
@@ -80,7 +81,7 @@ class TappedLayer:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A tap that an earlier version has pickled has learned nothing."""
-        self.__dict__.update({"places": {}, "warned": False, **state})
+        self.__dict__.update({"places": {}, "warned": False, "alone": False, **state})
 
 
 class Record:

@@ -89,12 +89,12 @@ class Shared(Tensor):
             axis = max(dim, 0)
             expanded = value.expand(*value.shape[:axis], n, *value.shape[axis + 1 :])
 
-            def copied(module: nn.Module, activations: Activations, backprops: Tensor) -> Mapping[Any, Factor]:
+            def copies(module: nn.Module, activations: Activations, backprops: Tensor) -> Mapping[Any, Factor]:
                 by_sample = backprops.movedim(axis, 0)
                 return self.factors(Dense(by_sample.reshape(by_sample.shape[0], *self.value.shape)))
 
             self._copies[key] = self.tap.tapped(
-                expanded, ((), {}), self.parameters, fresh=False, rule=copied, as_is=True
+                expanded, ((), {}), self.parameters, fresh=False, rule=copies, as_is=True
             )
         return self._copies[key]
 
@@ -148,8 +148,11 @@ def without_samples(tap: Tap, output: Tensor, inputs: Any, parameters: Sequence[
         backprops = factor.materialized().values
         n = backprops.shape[0]
         alone = value.dim() > 1 and value.shape[0] == 1  # a batch of one, which is every sample's
-        given = tensors.map(lambda x: (x if alone and x.dim() and x.shape[0] == 1 else x.unsqueeze(0)).expand(
-            n, *(x.shape[1:] if alone and x.dim() and x.shape[0] == 1 else x.shape)))
+        given = tensors.map(
+            lambda x: (x if alone and x.dim() and x.shape[0] == 1 else x.unsqueeze(0)).expand(
+                n, *(x.shape[1:] if alone and x.dim() and x.shape[0] == 1 else x.shape)
+            )
+        )
         return rule(tap.module, given, backprops.squeeze(1) if alone else backprops)
 
     key = ("alone", value.dim())
@@ -182,8 +185,8 @@ class Operation:
     def wrapped(self, output: Any, is_shared: Callable[[Tensor], bool], number: int = 0) -> Any:
         """The result, of whose tensors those are Shared that may have gradients."""
         if isinstance(output, (tuple, list)):
-            made = [self.wrapped(x, is_shared, i) for i, x in enumerate(output)]
-            return type(output)(*made) if hasattr(output, "_fields") else type(output)(made)
+            parts = [self.wrapped(x, is_shared, i) for i, x in enumerate(output)]
+            return type(output)(*parts) if hasattr(output, "_fields") else type(output)(parts)
         if not (isinstance(output, Tensor) and output.is_floating_point() and is_shared(output)):
             return output
         first = self.shared[0]
@@ -199,10 +202,11 @@ class Meeting:
 
     Args:
         place: the dimension of the result's samples. n: how many.
+        name: of its rule.
     """
 
-    def __init__(self, operation: Operation, place: int, n: int):
-        self.operation, self.place, self.n = operation, place, n
+    def __init__(self, operation: Operation, place: int, n: int, name: str = ""):
+        self.operation, self.place, self.n, self.name = operation, place, n, name
         self.tap = operation.shared[0].tap
 
     def with_copies(self, rank: int, args: Any = None) -> Any:
@@ -212,6 +216,7 @@ class Meeting:
             rank: how many dimensions the result has.
             args: in the place of its own positional arguments.
         """
+
         def copies(x: Any) -> Any:
             return x.copies(self.place - (rank - x.value.dim()), self.n) if isinstance(x, Shared) else x
 
@@ -240,6 +245,7 @@ class Meeting:
                     found.setdefault(parameter, []).append(factor)
             return {parameter: merge(several) for parameter, several in found.items()}
 
+        met.__name__ = self.name
         output = function(*inputs, *values)
         return self.tap.tapped(output, (tuple(inputs), {}), own, fresh=True, rule=met, as_is=True)
 

@@ -116,7 +116,9 @@ class Tap(TappedLayer):
     def note_uses(self) -> None:
         """More may have been learned."""
         parameters: Any = self.module._parameters
-        if any(isinstance(key, tuple) and key[0] == ELSEWHERE for key in self.places):
+        ways = {key[0] for key in self.places if isinstance(key, tuple)}
+        self.alone = ALONE in ways
+        if ELSEWHERE in ways:
             parameters.elsewhere = self.elsewhere
 
     def as_it_is(self, parameter: nn.Parameter) -> Tensor:
@@ -149,7 +151,7 @@ class Tap(TappedLayer):
         n, substitute = self.taps.batch_size(), find_function(operation.func)
         if not isinstance(place, int) or n is None or substitute is None or not torch.is_grad_enabled():
             return operation.plain()
-        return substitute(Meeting(operation, place, n), *operation.args, **operation.kwargs)
+        return substitute(Meeting(operation, place, n, substitute.__name__), *operation.args, **operation.kwargs)
 
     def with_whole_batch(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], n: int
@@ -214,7 +216,7 @@ class Tap(TappedLayer):
                 "gradient cannot be followed; return tensors or freeze its parameters"
             )
         tensors = [leaves[i] for i in places]
-        if isinstance(output, Shared) or (not as_is and self.known((ALONE, tensors[0].dim())) == 0):
+        if isinstance(output, Shared) or (self.alone and not as_is and self.known((ALONE, tensors[0].dim())) == 0):
             return without_samples(self, output, inputs, parameters, rule)
         if fresh:
             # It passes on as the tensor itself, no view of it, because an in-place activation may follow.
