@@ -52,12 +52,13 @@ def expand(meeting: Meeting, x: Tensor, *sizes: Any, **kwargs: Any) -> Any:
     return meeting.with_copies(to.dim() if isinstance(to, Tensor) else len(to))
 
 
-@register_function(*_of("repeat"))
-def repeat(meeting: Meeting, x: Tensor, *times: Any) -> Any:
-    """As :func:`expand`."""
-    (to,) = times if len(times) == 1 else (times,)
-    to = [1 if d == meeting.place else s for d, s in enumerate(to)]
-    return meeting.with_copies(len(to), (x, *to))
+@register_function(Tensor.repeat)
+def repeat(meeting: Meeting, x: Shared, *_: Any) -> Any:
+    """As :func:`expand`, or with the samples in front of what is repeated for each: (k, ...) -> (N·k, ...)."""
+    times = [1 if d == meeting.place else s for d, s in enumerate(meeting.operation.times())]
+    dim = meeting.place - (len(times) - x.dim())
+    copies = x.copies(dim, meeting.n)
+    return (copies.flatten(dim, dim + 1) if copies.dim() > max(x.dim(), x.dim() - dim) else copies).repeat(times)
 
 
 @register_function(*_of("matmul", "__matmul__", "__rmatmul__", "mm"))

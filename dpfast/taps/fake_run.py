@@ -103,14 +103,16 @@ class _Probe(Tap):
         outputs = [x.shape for x in found]
         rank = len(outputs[0]) if outputs and substitute is None else None
         inputs = [x.shape for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        self.calls.append((rank, (inputs, outputs)))
+        if not isinstance(output, Shared):  # which tells by itself
+            self.calls.append((rank, (inputs, outputs)))
         if self.dependence.mixed != mixed:
             self.fine[(OWN, "mixes")] = False
         parameters = [p for m in owned for p in m._parameters.values() if p is not None and p.requires_grad]
         if rule is None or substitute is not None or not parameters or not isinstance(output, Tensor):
             return output
         if isinstance(output, Shared) or not (self.dependence.follows(output) or output in self.dependence):
-            self.fine.setdefault((ALONE, rank), True)
+            if not isinstance(output, Shared):
+                self.fine.setdefault((ALONE, rank), True)
             return without_samples(self, output, ((), {}), parameters, rule)
         return output
 
@@ -130,19 +132,20 @@ class _Probe(Tap):
         if not found:
             return output
         follows = any(map(self.dependence.follows, found))
-        self.calls.append((operation.way, ([], [x.shape for x in found])))
+        shapes = [operation.times()] if operation.func is Tensor.repeat else [x.shape for x in found]
+        self.calls.append((operation.way, ([], shapes)))
         if not follows and not any(x in self.dependence for x in found):
             if any(x.dtype.itemsize == 2 and not x._is_view() for x in found):
                 _note(operation, fine=False, where=OWN)  # its gradient would be rounded once more; functorch takes fp32
             return operation.wrapped(output, lambda x: x.requires_grad)
-        _note(operation, fine=follows and self._has_rule(operation, output))
+        _note(operation, fine=follows and self._has_rule(operation, output, shapes))
         return output
 
-    def _has_rule(self, operation: Operation, output: Any) -> bool:
+    def _has_rule(self, operation: Operation, output: Any, shapes: Sequence[Sequence[int]]) -> bool:
         """Whether the operation has one, which gives what the operation itself gives."""
-        places = [d for d, s in enumerate(output.shape) if s == self.size] if isinstance(output, Tensor) else []
+        places = [d for shape in shapes for d, s in enumerate(shape) if s == self.size]
         substitute = find_function(operation.func)
-        if len(places) != 1 or substitute is None:
+        if len(places) != 1 or substitute is None or not isinstance(output, Tensor):
             return False
         try:
             again = substitute(Meeting(operation, places[0], self.size), *operation.args, **operation.kwargs)

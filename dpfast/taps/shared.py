@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-from dpfast.errors import EscapedGradientError
+from dpfast.errors import EscapedGradientError, UnsupportedModuleError
 from dpfast.factors import Dense, Factor, OuterProduct, merge
 from dpfast.taps.passes import in_backward
 from dpfast.taps.registry import Activations
@@ -80,12 +80,13 @@ class Shared(Tensor):
         return operation.shared[0].tap.follow(operation)
 
     def copies(self, dim: int, n: int) -> Tensor:
-        """One for each of n samples, in dimension ``dim`` (of size 1), or in one more in front where that is negative;
-        tapped, so that each brings back its sample's gradient."""
+        """One for each of n samples, in dimension ``dim`` (of size 1, or one more before it), or in one more in front
+        where that is negative; tapped, so that each brings back its sample's gradient."""
         key = (dim, in_backward())
         if key not in self._copies:
             value = self.value.detach()
-            value = value.reshape((1,) * -dim + value.shape)
+            one_more = dim >= 0 and value.shape[dim] != 1
+            value = value.unsqueeze(dim) if one_more else value.reshape((1,) * -dim + value.shape)
             axis = max(dim, 0)
             expanded = value.expand(*value.shape[:axis], n, *value.shape[axis + 1 :])
 
@@ -155,7 +156,7 @@ def without_samples(tap: Tap, output: Tensor, inputs: Any, parameters: Sequence[
         )
         return rule(tap.module, given, backprops.squeeze(1) if alone else backprops)
 
-    key = ("alone", value.dim())
+    key = ("alone" if value is not getattr(output, "value", None) else "through", value.dim())
     return Shared.make(tap, key, value, (*before, Source(tap, key, parameters, value, factors)))
 
 
@@ -173,6 +174,11 @@ class Operation:
         self.plain_args, self.plain_kwargs = _plain((args, kwargs), found)
         self.shared = [x for x in found if isinstance(x, Shared)]
         self.way = (getattr(func, "__name__", None), *(x.way if isinstance(x, Shared) else x.dim() for x in found))
+
+    def times(self) -> tuple[int, ...]:
+        """Of a repetition."""
+        _, *times = self.args
+        return tuple(times[0]) if len(times) == 1 and not isinstance(times[0], int) else tuple(times)
 
     def plain(self) -> Any:
         """Its result, as torch gives it."""
@@ -218,7 +224,12 @@ class Meeting:
         """
 
         def copies(x: Any) -> Any:
-            return x.copies(self.place - (rank - x.value.dim()), self.n) if isinstance(x, Shared) else x
+            if not isinstance(x, Shared):
+                return x
+            dim = self.place - (rank - x.value.dim())
+            if dim >= 0 and x.value.shape[dim] != 1:
+                raise UnsupportedModuleError(f"{x.tap.layer}: {tuple(x.value.shape)} has samples in dimension {dim}")
+            return x.copies(dim, self.n)
 
         args = tuple(map(copies, self.operation.args if args is None else args))
         return self.operation.func(*args, **{k: copies(x) for k, x in self.operation.kwargs.items()})

@@ -113,13 +113,17 @@ class Tap(TappedLayer):
             place = place.get(kind_here(self.taps)) if in_backward() is None else None
         return place
 
+    def _is_alone(self, rank: int) -> bool:
+        """Whether an output of that rank has no samples, and comes to what has a rule."""
+        return self.known(rank) == NO_SAMPLES and self.known((ALONE, rank)) == 0
+
     def note_uses(self) -> None:
         """More may have been learned."""
-        parameters: Any = self.module._parameters
         ways = {key[0] for key in self.places if isinstance(key, tuple)}
         self.alone = ALONE in ways
-        if ELSEWHERE in ways:
-            parameters.elsewhere = self.elsewhere
+        if ELSEWHERE in ways or OWN in ways:
+            for module in owned_modules(self.module):
+                module._parameters.elsewhere = self.elsewhere  # type: ignore[attr-defined]  # DetachableParameters
 
     def as_it_is(self, parameter: nn.Parameter) -> Tensor:
         return parameter
@@ -132,7 +136,9 @@ class Tap(TappedLayer):
         """What other modules' forwards get in its place."""
         if not (parameter.requires_grad and self.active) or self.taps.batch_size() is None:
             return parameter
-        return self._stand_in(ELSEWHERE, parameter)
+        # A part of the module's own forward may run again in a backward pass (checkpointing).
+        repeats = in_backward() is not None and self.known((OWN,)) == 0 and not self.taps.force_functorch
+        return self._stand_in(OWN if repeats else ELSEWHERE, parameter)
 
     def _stand_in(self, where: str, parameter: nn.Parameter) -> Tensor:
         owned = enumerate(owned_modules(self.module))
@@ -216,7 +222,7 @@ class Tap(TappedLayer):
                 "gradient cannot be followed; return tensors or freeze its parameters"
             )
         tensors = [leaves[i] for i in places]
-        if isinstance(output, Shared) or (self.alone and not as_is and self.known((ALONE, tensors[0].dim())) == 0):
+        if isinstance(output, Shared) or (not as_is and self.alone and self._is_alone(tensors[0].dim())):
             return without_samples(self, output, inputs, parameters, rule)
         if fresh:
             # It passes on as the tensor itself, no view of it, because an in-place activation may follow.
