@@ -76,7 +76,7 @@ class _Probe(Tap):
         tap.__class__ = cls
         assert isinstance(tap, cls)
         tap.size, tap.dependence, tap.calls, tap.fine = size, dependence, [], {}
-        tap.module._parameters.elsewhere = tap.elsewhere  # type: ignore[attr-defined]  # DetachableParameters
+        tap.stand_in_elsewhere()
         return tap
 
     def told(self) -> list[tuple[Any, Call | bool]]:

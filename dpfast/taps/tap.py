@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dpfast.errors import DpfastWarning, InputError, UnsupportedModuleError
 from dpfast.factors import Factor
-from dpfast.taps.detached import detached_parameters
+from dpfast.taps.detached import DetachableParameters, detached_parameters
 from dpfast.taps.layout import NO_SAMPLES, Place, kind_here
 from dpfast.taps.node import Record, TapFunction, TappedLayer
 from dpfast.taps.passes import in_backward, never_compiled, suspended
@@ -122,8 +122,13 @@ class Tap(TappedLayer):
         ways = {key[0] for key in self.places if isinstance(key, tuple)}
         self.alone = ALONE in ways
         if ELSEWHERE in ways or OWN in ways:
-            for module in owned_modules(self.module):
-                module._parameters.elsewhere = self.elsewhere  # type: ignore[attr-defined]  # DetachableParameters
+            self.stand_in_elsewhere()
+
+    def stand_in_elsewhere(self) -> None:
+        """Others ask :meth:`elsewhere` from here on."""
+        for module in owned_modules(self.module):
+            if isinstance(module._parameters, DetachableParameters):
+                module._parameters.elsewhere = self.elsewhere
 
     def as_it_is(self, parameter: nn.Parameter) -> Tensor:
         return parameter
