@@ -87,7 +87,8 @@ class _Probe(Tap):
         return [*self.calls, *self.fine.items()]
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if isinstance(self.module, nn.Embedding):
+        took = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if isinstance(self.module, nn.Embedding) and any(x in self.dependence for x in took):
             args, kwargs, _ = self.with_whole_batch(args, kwargs, self.size)
         if isinstance(self.module, nn.EmbeddingBag) and args and args[0].dim() == 1:
             raise InputError("bags in one row: the batch is not that of the first input")

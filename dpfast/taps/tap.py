@@ -175,6 +175,8 @@ class Tap(TappedLayer):
         if len(tensors) != 1:
             return args, kwargs, False
         x = leaves[tensors[0]]
+        if self.alone and self._is_alone(x.dim() + 1):  # its output is not expanded before it meets samples
+            return args, kwargs, False
         ambiguous = x.dim() == 1 and x.shape[0] == n and self.places.get(2) is None and not self.taps.is_input(x)
         if ambiguous and bool((x.diff() == 1).all()):
             raise InputError(

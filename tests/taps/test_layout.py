@@ -1,4 +1,4 @@
-"""Where samples are is learned: time-first layers and tables without samples just work, mixtures are refused by name."""
+"""Where samples are is learned: time-first layers and tables without samples are right, mixtures are refused."""
 
 import copy
 import pickle
