@@ -9,6 +9,7 @@ FORMER_NAMES = {
     "accumulation": "modes.accumulation",
     "autograd_grad_sample": "modes.autograd_grad_sample",
     "bounds": "arithmetic.bounds",
+    "broadcast": "taps.broadcast",
     "clipping": "modes.clippers",
     "cost": "arithmetic.cost",
     "detached": "taps.detached",

@@ -30,12 +30,14 @@ from dpfast.modes.swapped import SwappedParameters
 from dpfast.rules import functorch
 from dpfast.taps import (
     Activations,
+    BroadcastMethod,
     DetachableParameters,
     Probe,
     Record,
     Tap,
     TappedForward,
     batch_in_front,
+    find_broadcast,
     find_fault,
     in_backward,
     layouts,
@@ -69,6 +71,7 @@ class TappedModel:
         self.observe: Callable[[Record, nn.Parameter, Factor], None] | None = None  # dpfast.explain
         self._taps: list[Tap] = []
         self._parameter_owners: list[nn.Module] = []
+        self._broadcasts: list[tuple[nn.Module, str]] = []
         self._root_handles: list[RemovableHandle] = []
         self._for_this_process()
 
@@ -99,6 +102,13 @@ class TappedModel:
                 tap = Tap(self, name, module, **layout._asdict())
                 module.forward = TappedForward(tap, module.__dict__.get("forward"))
                 self._taps.append(tap)
+            method, child = find_broadcast(module) or ("", "")
+            if isinstance(getattr(module, child, None), nn.Module):
+                tap = Tap(self, f"{name}.{child}", module, **layout._asdict())
+                setattr(
+                    module, method, BroadcastMethod(tap, method, getattr(module, child), functorch.linear_in_parameters)
+                )
+                self._broadcasts.append((module, method))
         self._root_handles = [
             self.model.register_forward_pre_hook(self._enter, with_kwargs=True),
             self.model.register_forward_hook(self._leave, always_call=True),
@@ -116,7 +126,9 @@ class TappedModel:
                     tap.module.forward = tapped.replaced
         for module in self._parameter_owners:
             module._parameters = dict(module._parameters)
-        for gathered in (self._taps, self._parameter_owners):
+        for module, method in self._broadcasts:
+            module.__dict__.pop(method, None)
+        for gathered in (self._taps, self._parameter_owners, self._broadcasts):
             gathered.clear()
         for handle in self._root_handles:
             handle.remove()

@@ -9,12 +9,12 @@ Source: Horace He, Richard Zou, functorch (2021), "per-sample gradients".
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
+from torch.func import functional_call, grad, vjp, vmap
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dpfast.arithmetic import accumulating_dtype
@@ -161,6 +161,37 @@ def _checked(run: _Run, candidates: list[bool], followed: list[bool], backprops:
         f"it has no rule, and its samples run one by one do not give what they gave in the batch: it mixes them, or "
         f"one of its inputs is no input of samples. {_WAYS_OUT}"
     )
+
+
+def linear_in_parameters(
+    module: nn.Module, compute: Callable[[], Tensor], backprops: Tensor
+) -> dict[nn.Parameter, Factor]:
+    """Gradients of the module's parameters where ``compute()`` (1, ...) is linear in them and has been given to each
+    of N samples; backprops (N, ...)."""
+    own = owned_parameters(module)
+    dtype = accumulating_dtype(backprops)
+    values = {name: p.detach().to(dtype) for name, p in own.items()}
+
+    def of_parameters(parameters: dict[str, Tensor]) -> Tensor:
+        return functional_call(_Computing(module, compute), {f"child.{k}": v for k, v in parameters.items()}, ())[0]
+
+    _, pull_back = vjp(of_parameters, values)  # type: ignore[misc]  # three only with has_aux
+    if backprops.shape[0] == 0:
+        return {p: Dense(p.new_zeros(0, *p.shape, dtype=dtype)) for p in own.values()}
+    (per_parameter,) = vmap(pull_back)(backprops.to(dtype))
+    return _by_parameter(own, per_parameter)
+
+
+class _Computing(nn.Module):
+    """A computation with a module's parameters, as a module's forward."""
+
+    def __init__(self, child: nn.Module, compute: Callable[[], Tensor]):
+        super().__init__()
+        self.child = child
+        self.compute = compute
+
+    def forward(self) -> Tensor:
+        return self.compute()
 
 
 def _same(x: Tensor, y: Tensor) -> bool:

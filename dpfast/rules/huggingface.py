@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from dpfast.factors import Factor, Lookup
 from dpfast.rules.normalization import rms_norm
-from dpfast.taps import Activations, register_folded, register_rule
+from dpfast.taps import Activations, register_broadcast, register_folded, register_rule
 
 _MODELS = "transformers.models"
 _RMS_NORMS = [
@@ -39,3 +39,10 @@ def opt_positions(layer: Any, activations: Activations, backprops: Tensor) -> di
 
 # Its feed-forward layers see the tokens of all samples in one row.
 register_folded(f"{_MODELS}.opt.modeling_opt.OPTDecoderLayer")
+
+# Tables of relative positions, (1, heads, T, T), that every sample's attention scores add.
+register_broadcast(
+    [f"{_MODELS}.t5.modeling_t5.T5Attention", f"{_MODELS}.mt5.modeling_mt5.MT5Attention"],
+    method="compute_bias",
+    child="relative_attention_bias",
+)

@@ -5,6 +5,7 @@ registered and found in ``registry``. Imports ``factors`` and below.
 """
 
 from dpfast.taps import registry
+from dpfast.taps.broadcast import BroadcastMethod
 from dpfast.taps.detached import DetachableParameters
 from dpfast.taps.layout import batch_in_front, batch_to_front, layouts, unfolded
 from dpfast.taps.node import Record
@@ -13,12 +14,14 @@ from dpfast.taps.probe import Probe
 from dpfast.taps.registry import (
     Activations,
     Rule,
+    find_broadcast,
     find_fault,
     find_forward,
     find_rule,
     owned_modules,
     owned_parameters,
     register_batch_dim,
+    register_broadcast,
     register_fault,
     register_folded,
     register_forward,
@@ -32,6 +35,7 @@ from dpfast.taps.tap import Pieces, Tap, TappedForward
 
 __all__ = [
     "Activations",
+    "BroadcastMethod",
     "DetachableParameters",
     "Meeting",
     "Pieces",
@@ -43,6 +47,7 @@ __all__ = [
     "TappedForward",
     "batch_in_front",
     "batch_to_front",
+    "find_broadcast",
     "find_fault",
     "find_forward",
     "find_rule",
@@ -52,6 +57,7 @@ __all__ = [
     "owned_modules",
     "owned_parameters",
     "register_batch_dim",
+    "register_broadcast",
     "register_fault",
     "register_folded",
     "register_forward",

@@ -56,6 +56,7 @@ _RULES_BY_NAME: dict[str, Rule] = {}
 _WHOLE: set[Rule] = set()
 _FRESH: set[Rule] = set()
 _FORWARDS: dict[ModuleClass, Callable[..., Any]] = {}
+_BROADCASTS: dict[ModuleClass, tuple[str, str]] = {}
 _BATCH_DIMS: dict[ModuleClass, Callable[[Any], int]] = {}
 _FOLDED: dict[ModuleClass, bool] = {}
 _FAULTS: dict[ModuleClass, Callable[[Any], str | None]] = {}
@@ -175,6 +176,12 @@ def register_forward(target: Target) -> Callable[[Callable[..., Any]], Callable[
     return _register(_FORWARDS, target)
 
 
+def register_broadcast(target: Target, method: str, child: str) -> None:
+    """Names a method that computes something of shape (1, ...) from the parameters of one child, linearly, which the
+    model then broadcasts over its samples (a table of relative positions), also past a reentrant checkpoint's end."""
+    _register(_BROADCASTS, target)((method, child))
+
+
 def register_batch_dim(target: Target) -> Callable[[Callable[[Any], int]], Callable[[Any], int]]:
     """Decorator: the function says where a container has its samples, for it and for what runs inside it."""
     return _register(_BATCH_DIMS, target)
@@ -241,6 +248,11 @@ def find_rule(module: nn.Module) -> Rule | None:
 def find_forward(module: nn.Module) -> Callable[..., Any] | None:
     """The forward that runs in place of the module's own."""
     return _find(module, _FORWARDS)
+
+
+def find_broadcast(module: nn.Module) -> tuple[str, str] | None:
+    """The method of the module whose result the model broadcasts, and the child whose parameters it uses."""
+    return _find(module, _BROADCASTS)
 
 
 def find_function(function: Callable[..., Any]) -> Callable[..., Any] | None:

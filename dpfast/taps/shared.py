@@ -185,8 +185,11 @@ class Operation:
         return self.func(*self.plain_args, **self.plain_kwargs)
 
     def remains(self) -> Any:
-        """Its result, which has no samples either."""
-        return self.wrapped(self.plain(), lambda x: x.requires_grad)
+        """Its result, which has no samples either. What its backward needs is kept, past a checkpoint around it: it is
+        asked for many gradients at once, within which no forward can run again."""
+        with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+            output = self.plain()
+        return self.wrapped(output, lambda x: x.requires_grad)
 
     def wrapped(self, output: Any, is_shared: Callable[[Tensor], bool], number: int = 0) -> Any:
         """The result, of whose tensors those are Shared that may have gradients."""
@@ -284,6 +287,10 @@ def _plain(x: Any, found: list[Any] | None = None) -> Any:
         return type(x)(*parts) if hasattr(x, "_fields") else type(x)(parts)
     if isinstance(x, dict):
         return {k: _plain(y, found) for k, y in x.items()}
+    return x
+
+
+def _as_it_is(x: Tensor) -> Tensor:
     return x
 
 
