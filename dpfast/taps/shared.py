@@ -14,7 +14,7 @@ was not seen before, or that has no rule, gives an ordinary tensor whose gradien
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +25,30 @@ from dpfast.factors import Dense, Factor, OuterProduct, merge
 from dpfast.taps.passes import in_backward
 from dpfast.taps.registry import Activations
 
-if TYPE_CHECKING:
-    from dpfast.taps.tap import Tap
-
 Way = tuple[Any, ...]
 """The operations that made a tensor, from the parameter or layer on."""
+
+
+class Owner(Protocol):
+    """Of whom a tensor without samples comes: a tap."""
+
+    module: nn.Module
+    layer: str
+
+    def follow(self, operation: Operation) -> Any:
+        """The operation's result."""
+
+    def tapped(
+        self,
+        output: Any,
+        inputs: tuple[tuple[Any, ...], dict[str, Any]],
+        parameters: Sequence[nn.Parameter],
+        *,
+        fresh: bool,
+        rule: Any,
+        as_is: bool = False,
+    ) -> Any:
+        """``output`` as it is, with its gradient caught."""
 
 
 class Source(NamedTuple):
@@ -41,7 +60,7 @@ class Source(NamedTuple):
         factors: the parameters' factored gradients, of one that stands for the N gradients of ``value``.
     """
 
-    tap: Tap
+    tap: Owner
     key: Way
     parameters: Sequence[nn.Parameter]
     value: Tensor
@@ -57,13 +76,13 @@ class Shared(Tensor):
 
     value: Tensor
     sources: tuple[Source, ...]
-    tap: Tap
+    tap: Owner
     way: Way
     transposed: Shared | None  # of which this is the transpose, (D, P)
     _copies: dict[Any, Tensor]
 
     @classmethod
-    def make(cls, tap: Tap, way: Way, value: Tensor, sources: Sequence[Source]) -> Shared:
+    def make(cls, tap: Owner, way: Way, value: Tensor, sources: Sequence[Source]) -> Shared:
         """``value`` under the way that it came."""
         if isinstance(value, FakeTensor):  # which cannot be of two classes
             with unset_fake_temporarily():
@@ -134,7 +153,7 @@ def leaf(layer: str, value: Tensor) -> Tensor:
     return value
 
 
-def without_samples(tap: Tap, output: Tensor, inputs: Any, parameters: Sequence[nn.Parameter], rule: Any) -> Shared:
+def without_samples(tap: Owner, output: Tensor, inputs: Any, parameters: Sequence[nn.Parameter], rule: Any) -> Shared:
     """What a layer made without samples.
 
     Args:
