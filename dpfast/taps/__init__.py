@@ -25,20 +25,24 @@ from dpfast.taps.registry import (
     register_fault,
     register_folded,
     register_forward,
+    register_function,
     register_grad_sampler,
     register_norm_sampler,
     register_rule,
 )
+from dpfast.taps.shared import Meeting, Shared
 from dpfast.taps.tap import Pieces, Tap, TappedForward
 
 __all__ = [
     "Activations",
     "BroadcastMethod",
     "DetachableParameters",
+    "Meeting",
     "Pieces",
     "Probe",
     "Record",
     "Rule",
+    "Shared",
     "Tap",
     "TappedForward",
     "batch_in_front",
@@ -57,6 +61,7 @@ __all__ = [
     "register_fault",
     "register_folded",
     "register_forward",
+    "register_function",
     "register_grad_sampler",
     "register_norm_sampler",
     "register_rule",

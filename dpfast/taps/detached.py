@@ -30,9 +30,11 @@ class DetachableParameters(dict[str, Any]):
 
     Attributes:
         on_change: called with (self, name, value) when another value is put in. Copies do not have it.
+        elsewhere: what other modules' code gets, that asks for them within the model's forward. Copies do not have it.
     """
 
     on_change: Callable[[DetachableParameters, str, Any], None] | None = None
+    elsewhere: Shown | None = None
 
     def __reduce__(self) -> Any:
         return DetachableParameters, (dict(self),)
@@ -47,7 +49,7 @@ class DetachableParameters(dict[str, Any]):
         for own, shown in _detached.parameters:  # empty but within a tapped forward
             if own is self:
                 return None if value is None else shown(value)
-        return value
+        return value if self.elsewhere is None or value is None else self.elsewhere(value)
 
 
 @contextmanager

@@ -23,10 +23,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from dpfast.errors import InputError
+from dpfast.taps.dependence import Dependence
+from dpfast.taps.detached import detached_parameters
 from dpfast.taps.layout import Call
 from dpfast.taps.passes import taps_suspended
-from dpfast.taps.registry import find_forward
-from dpfast.taps.tap import Pieces, Tap
+from dpfast.taps.registry import find_forward, find_function, find_rule, owned_modules
+from dpfast.taps.shared import Meeting, Operation, Shared, without_samples
+from dpfast.taps.tap import ALONE, ELSEWHERE, OWN, Pieces, Tap
 
 
 @functools.lru_cache(maxsize=1)
@@ -37,8 +40,9 @@ def _remembering(modules: int) -> list[Any]:
 
 def calls_in_forward(
     model: nn.Module, taps: Sequence[Tap], leaves: list[Any], structure: Any, dims: list[int | None], size: int
-) -> list[list[tuple[int | None, Call]]]:
-    """What each tap's module takes and gives in one forward, each time that it runs, with the rank of its output.
+) -> list[list[tuple[Any, Call | bool]]]:
+    """What each tap's module takes and gives in one forward, each time that it runs, with the rank of its output; what
+    operations on what has no samples give, with their way; and what came of it (``_Probe.told``).
 
     Args:
         leaves, structure: the inputs, flattened.
@@ -51,14 +55,16 @@ def calls_in_forward(
     for module in model.modules():  # hooks are not copied with what they hold
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             hooks.clear()
-    for tap in taps:
-        tap.__class__ = _Probe
-        tap.size, tap.calls = size, []  # type: ignore[attr-defined]  # a _Probe now
     with mode:
         inputs = [_of_size(x, dim, size) if isinstance(x, Tensor) else x for x, dim in zip(leaves, dims, strict=True)]
+        tensors = [x for x in inputs if isinstance(x, Tensor)]
+        samples = [x for x, dim in zip(inputs, dims, strict=True) if isinstance(x, Tensor) and dim is not None]
+        dependence = Dependence(tensors, samples, size)
+        probes = [_Probe.of(tap, size, dependence) for tap in taps]
         args, kwargs = tree_unflatten(inputs, structure)
-        model(*args, **kwargs)
-    return [tap.calls for tap in taps]  # type: ignore[attr-defined]  # as above
+        with dependence:
+            model(*args, **kwargs)
+    return [probe.told() for probe in probes]
 
 
 def _of_size(x: Tensor, dim: int | None, size: int) -> Tensor:
@@ -67,29 +73,104 @@ def _of_size(x: Tensor, dim: int | None, size: int) -> Tensor:
 
 
 class _Probe(Tap):
-    """The tap of a copy, which notes shapes."""
+    """The tap of a copy, which notes shapes, and lets what has no samples go as it would go in earnest."""
 
     size: int
-    calls: list[tuple[int | None, Call]]
+    dependence: Dependence
+    calls: list[tuple[Any, Call]]
+    fine: dict[Any, bool]
+
+    @classmethod
+    def of(cls, tap: Tap, size: int, dependence: Dependence) -> _Probe:
+        tap.__class__ = cls
+        assert isinstance(tap, cls)
+        tap.size, tap.dependence, tap.calls, tap.fine = size, dependence, [], {}
+        tap.stand_in_elsewhere()
+        return tap
+
+    def told(self) -> list[tuple[Any, Call | bool]]:
+        """Its calls, and of its parameters and outputs whether what they came to has samples' gradients."""
+        own = [fine for (where, *_), fine in self.fine.items() if where == OWN]
+        if own:
+            self.fine[(OWN,)] = all(own)
+        return [*self.calls, *self.fine.items()]
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if isinstance(self.module, nn.Embedding):
+        took = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if isinstance(self.module, nn.Embedding) and any(x in self.dependence for x in took):
             args, kwargs, _ = self.with_whole_batch(args, kwargs, self.size)
         if isinstance(self.module, nn.EmbeddingBag) and args and args[0].dim() == 1:
             raise InputError("bags in one row: the batch is not that of the first input")
-        substitute = find_forward(self.module)
+        substitute, rule, owned = find_forward(self.module), find_rule(self.module), owned_modules(self.module)
+        mixed = self.dependence.mixed
         if substitute is not None:
-            output = substitute(self.module, Pieces(self), *args, **kwargs)
+            with detached_parameters(owned, self.as_it_is):
+                output = substitute(self.module, Pieces(self), *args, **kwargs)
         else:
-            output = forward(*args, **kwargs)
-        outputs = [x.shape for x in tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]
+            with detached_parameters(owned, self.as_it_is if rule is not None else self.own):
+                output = forward(*args, **kwargs)
+        found = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]
+        outputs = [x.shape for x in found]
         rank = len(outputs[0]) if outputs and substitute is None else None
         inputs = [x.shape for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        self.calls.append((rank, (inputs, outputs)))
+        if not isinstance(output, Shared):  # which tells by itself
+            self.calls.append((rank, (inputs, outputs)))
+        if self.dependence.mixed != mixed:
+            self.fine[(OWN, "mixes")] = False
+        parameters = [p for m in owned for p in m._parameters.values() if p is not None and p.requires_grad]
+        if rule is None or substitute is not None or not parameters or not isinstance(output, Tensor):
+            return output
+        if isinstance(output, Shared) or not (self.dependence.follows(output) or output in self.dependence):
+            if not isinstance(output, Shared):
+                self.fine.setdefault((ALONE, rank), True)
+            return without_samples(self, output, ((), {}), parameters, rule)
         return output
 
     def tapped(self, output: Any, *_: Any, **__: Any) -> Any:
         return output
+
+    def known(self, key: Any) -> Any:
+        return 0
+
+    def elsewhere(self, parameter: nn.Parameter) -> Tensor:
+        return self._stand_in(ELSEWHERE, parameter) if parameter.requires_grad else parameter
+
+    def follow(self, operation: Operation) -> Any:
+        with torch.enable_grad():  # which tells what comes of parameters
+            output = operation.plain()
+        found = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point() and x.requires_grad]
+        if not found:
+            return output
+        follows = any(map(self.dependence.follows, found))
+        shapes = [operation.times()] if operation.func is Tensor.repeat else [x.shape for x in found]
+        self.calls.append((operation.way, ([], shapes)))
+        if not follows and not any(x in self.dependence for x in found):
+            if any(x.dtype.itemsize == 2 and not x._is_view() for x in found):
+                _note(operation, fine=False, where=OWN)  # its gradient would be rounded once more; functorch takes fp32
+            return operation.wrapped(output, lambda x: x.requires_grad)
+        _note(operation, fine=follows and self._has_rule(operation, output, shapes))
+        return output
+
+    def _has_rule(self, operation: Operation, output: Any, shapes: Sequence[Sequence[int]]) -> bool:
+        """Whether the operation has one, which gives what the operation itself gives."""
+        places = [d for shape in shapes for d, s in enumerate(shape) if s == self.size]
+        substitute = find_function(operation.func)
+        if len(places) != 1 or substitute is None or not isinstance(output, Tensor):
+            return False
+        try:
+            again = substitute(Meeting(operation, places[0], self.size), *operation.args, **operation.kwargs)
+        except Exception:
+            return False
+        return isinstance(again, Tensor) and (again.shape, again.dtype) == (output.shape, output.dtype)
+
+
+def _note(operation: Operation, fine: bool, where: str = "") -> None:
+    """Of the parameters and layers that what goes into the operation comes of."""
+    for source in (source for x in operation.shared for source in x.sources):
+        probe = source.tap
+        assert isinstance(probe, _Probe)
+        if source.key[0] == where or not where:
+            probe.fine[source.key] = fine and probe.fine.get(source.key, True)
 
 
 class _Nobody:

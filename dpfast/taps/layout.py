@@ -23,6 +23,9 @@ Places = Place | dict[Any, Place]
 _SAMPLES_FIRST = (nn.modules.conv._ConvNd, nn.GroupNorm, nn.modules.instancenorm._InstanceNorm, nn.EmbeddingBag)
 
 
+NO_SAMPLES = "its output is the same whatever the batch, one for all samples"
+
+
 class Layout(NamedTuple):
     """Where a module has its samples.
 
@@ -116,7 +119,7 @@ def place_of(module: nn.Module, batch_dim: int, call: Call, other: Call, sizes: 
         return f"its batch_first says that samples are in dimension {own} of its input, where they are not"
     found = [dims for dims in outputs if dims]
     if not found:
-        return "its output is the same whatever the batch, one for all samples" if outputs else None
+        return NO_SAMPLES if outputs else None
     if len({dim for dims in found for dim in dims}) > 1:
         return "its output has the batch in several dimensions"
     ((dim, exact),) = found[0].items()
@@ -127,6 +130,14 @@ def place_of(module: nn.Module, batch_dim: int, call: Call, other: Call, sizes: 
     if find_rule(module) is None and any(dims and dims != {dim: True} for dims in inputs):
         return f"its output has samples in dimension {dim}, an input has them elsewhere"
     return dim
+
+
+def place_of_result(one: Sequence[Sequence[int]], two: Sequence[Sequence[int]], sizes: Sequence[int]) -> Place:
+    """Where the result of an operation has its samples, from one run on a batch of each of two sizes."""
+    found = [_dims(x, y, sizes) for x, y in zip(one, two, strict=True)]
+    if not any(found):
+        return NO_SAMPLES
+    return next(iter(found[0])) if len(found) == 1 and list(found[0].values()) == [True] else None
 
 
 def _dims(one: Sequence[int], two: Sequence[int], sizes: Sequence[int]) -> dict[int, bool]:

@@ -24,6 +24,7 @@ class Receiver(Protocol):
     """Where taps hand what they catch: the tapped model."""
 
     batch_dim: int
+    force_functorch: bool
 
     @property
     def inserts(self) -> bool:
@@ -71,7 +72,8 @@ class TappedLayer:
     def __init__(self, taps: Receiver, name: str, module: nn.Module, *, batch_dim: int, folded: bool):
         self.taps = taps
         self.batch_dim = batch_dim
-        self.places: dict[int | None, Places] = {}  # learned, by the rank of the output; None: of pieces
+        self.places: dict[Any, Places] = {}  # learned, by the rank of the output; None: of pieces; or see Tap.follow
+        self.alone = False  # whether it is known that its output may have no samples
         self.warned = False
         self.folded = folded
         self.module = module
@@ -79,7 +81,7 @@ class TappedLayer:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A tap that an earlier version has pickled has learned nothing."""
-        self.__dict__.update({"places": {}, "warned": False, **state})
+        self.__dict__.update({"places": {}, "warned": False, "alone": False, **state})
 
 
 class Record:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from dpfast.taps.fake_run import Values, calls_in_forward, nothing_left_behind
-from dpfast.taps.layout import Place, Places, note_kind, place_of
+from dpfast.taps.layout import Place, Places, note_kind, place_of, place_of_result
 from dpfast.taps.passes import in_backward
 from dpfast.taps.tap import Tap
 
@@ -27,8 +27,8 @@ _MOST_RUNS = 16
 _MOST_LOOKS = 8  # a model that takes lists of tensors might see ever new ones
 _WITHOUT_TENSORS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 
-Found = dict[tuple[int, int | None], Place]
-"""By the number of a tap and the rank of its output."""
+Found = dict[tuple[int, Any], Place]
+"""By the number of a tap and the rank of its output, or the way to an operation on what has no samples."""
 
 
 class Probe:
@@ -70,8 +70,9 @@ class Probe:
             for i, tap in enumerate(self._taps):
                 for rank in {*tap.places, *(rank for number, rank in found if number == i)}:
                     self._note(tap.places, rank, kind, found.get((i, rank)))
+                tap.note_uses()
 
-    def _note(self, places: dict[int | None, Places], rank: int | None, kind: Any, place: Place) -> None:
+    def _note(self, places: dict[Any, Places], rank: Any, kind: Any, place: Place) -> None:
         before = places.get(rank, place)
         if isinstance(before, dict):
             before[kind] = place
@@ -91,8 +92,9 @@ def learned(
     if any(isinstance(_own_forward(m), types.FunctionType) for m in model.modules()):
         return {}  # a closure, which would run the model itself and not its copy
     leaves, structure = tree_flatten(inputs)
-    sizes = {size for x in leaves for size in (x.shape if isinstance(x, Tensor) else [x])}
-    primes = [p for p in _PRIMES if p not in sizes][:2]
+    sizes = {size for x in leaves for size in (x.shape if isinstance(x, Tensor) else [x]) if isinstance(size, int)}
+    sizes |= {size for x in (*model.parameters(), *model.buffers()) for size in x.shape}
+    primes = [p for p in _PRIMES if all(size == 0 or size % p for size in sizes)][:2]
     following = [i for i, dim in enumerate(dims) if dim is not None]
     runs = 0
     # Where not all of them can follow the batch (a (T, T) mask with T = N), as few as possible do not.
@@ -142,7 +144,12 @@ def _compared(taps: Sequence[Tap], first: Any, second: Any, primes: list[int]) -
         if len(calls) != len(others):
             continue
         for (rank, call), (_, other) in zip(calls, others, strict=True):
-            place = place_of(tap.module, tap.batch_dim, call, other, primes)
+            if isinstance(call, bool):
+                place: Place = 0 if call and other else None
+            elif isinstance(rank, tuple):
+                place = place_of_result(call[1], other[1], primes)
+            else:
+                place = place_of(tap.module, tap.batch_dim, call, other, primes)
             if places.setdefault((i, rank), place) != place:
                 places[i, rank] = "its samples are in different dimensions at different uses"
     return places

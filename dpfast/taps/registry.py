@@ -61,6 +61,7 @@ _BROADCASTS: dict[ModuleClass, tuple[str, str]] = {}
 _BATCH_DIMS: dict[ModuleClass, Callable[[Any], int]] = {}
 _FOLDED: dict[ModuleClass, bool] = {}
 _FAULTS: dict[ModuleClass, Callable[[Any], str | None]] = {}
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 
 
 def _classes(target: Target) -> tuple[ModuleClass, ...]:
@@ -178,13 +179,28 @@ def register_forward(target: Target) -> Callable[[Callable[..., Any]], Callable[
 
 def register_broadcast(target: Target, method: str, child: str) -> None:
     """Names a method that computes something of shape (1, ...) from the parameters of one child, linearly, which the
-    model then broadcasts over its samples (a table of relative positions)."""
+    model then broadcasts over its samples (a table of relative positions), also past a reentrant checkpoint's end."""
     _register(_BROADCASTS, target)((method, child))
 
 
 def register_batch_dim(target: Target) -> Callable[[Callable[[Any], int]], Callable[[Any], int]]:
     """Decorator: the function says where a container has its samples, for it and for what runs inside it."""
     return _register(_BATCH_DIMS, target)
+
+
+def register_function(*functions: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator: what runs in place of a function of torch's that brings tensors without samples, which parameters went
+    into, together with samples.
+
+    It takes ``(meeting, *args, **kwargs)``; see ``shared.Meeting``. Where it can do nothing it raises
+    UnsupportedModuleError, on fake tensors already.
+    """
+
+    def decorate(substitute: Callable[..., Any]) -> Callable[..., Any]:
+        _FUNCTIONS.update(dict.fromkeys(functions, substitute))
+        return substitute
+
+    return decorate
 
 
 def register_folded(target: Target) -> None:
@@ -238,6 +254,11 @@ def find_forward(module: nn.Module) -> Callable[..., Any] | None:
 def find_broadcast(module: nn.Module) -> tuple[str, str] | None:
     """The method of the module whose result the model broadcasts, and the child whose parameters it uses."""
     return _find(module, _BROADCASTS)
+
+
+def find_function(function: Callable[..., Any]) -> Callable[..., Any] | None:
+    """What runs in its place; see :func:`register_function`."""
+    return _FUNCTIONS.get(function)
 
 
 def find_batch_dim(module: nn.Module) -> int | None:

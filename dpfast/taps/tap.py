@@ -20,20 +20,25 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dpfast.errors import DpfastWarning, InputError, UnsupportedModuleError
 from dpfast.factors import Factor
-from dpfast.taps.detached import detached_parameters
-from dpfast.taps.layout import Place, kind_here
+from dpfast.taps.detached import DetachableParameters, detached_parameters
+from dpfast.taps.layout import NO_SAMPLES, Place, kind_here
 from dpfast.taps.node import Record, TapFunction, TappedLayer
-from dpfast.taps.passes import never_compiled, suspended
+from dpfast.taps.passes import in_backward, never_compiled, suspended
 from dpfast.taps.registry import (
     Activations,
     Rule,
     find_fault,
     find_forward,
+    find_function,
     find_rule,
     makes_fresh_output,
     owned_modules,
 )
+from dpfast.taps.shared import Meeting, Operation, Shared, Source, leaf, without_samples
 from dpfast.taps.watch import Watch, may_keep_output
+
+# What ways begin with: a parameter in its own module's forward, in another's, what a layer gave.
+OWN, ELSEWHERE, ALONE = "own", "elsewhere", "alone"
 
 _NOT_TOLD = "its samples are in different dimensions for different kinds of input, and it is not known which came in"
 
@@ -80,8 +85,12 @@ class Tap(TappedLayer):
             return forward(*args, **kwargs)
         substitute = find_forward(self.module)
         if substitute is not None:
-            return substitute(self.module, Pieces(self), *args, **kwargs)
+            with detached_parameters(owned, self.as_it_is):
+                return substitute(self.module, Pieces(self), *args, **kwargs)
         rule = find_rule(self.module)
+        if rule is None and self.known((OWN,)) == 0 and not self.taps.force_functorch:
+            with detached_parameters(owned, self.own):
+                return forward(*args, **kwargs)
         fresh = makes_fresh_output(rule)
         watch = Watch(self) if not fresh and may_keep_output(forward) else None
         shown: Callable[[nn.Parameter], Tensor] = Tensor.detach
@@ -96,6 +105,66 @@ class Tap(TappedLayer):
                 self.taps.samples_are_bags(indices, offsets, len(offsets) - self.module.include_last_offset)
         return self.tapped(output, inputs, parameters, fresh=fresh, rule=rule, watch=watch, expanded=expanded)
 
+    # --- what has no samples ---
+
+    def known(self, key: Any) -> Place:
+        """What has been learned of it for this kind of input."""
+        place = self.places.get(key)
+        if isinstance(place, dict):
+            place = place.get(kind_here(self.taps)) if in_backward() is None else None
+        return place
+
+    def _is_alone(self, rank: int) -> bool:
+        """Whether an output of that rank has no samples, and comes to what has a rule."""
+        return self.known(rank) == NO_SAMPLES and self.known((ALONE, rank)) == 0
+
+    def note_uses(self) -> None:
+        """More may have been learned."""
+        ways = {key[0] for key in self.places if isinstance(key, tuple)}
+        self.alone = ALONE in ways
+        if ELSEWHERE in ways or OWN in ways:
+            self.stand_in_elsewhere()
+
+    def stand_in_elsewhere(self) -> None:
+        """Others ask :meth:`elsewhere` from here on."""
+        for module in owned_modules(self.module):
+            if isinstance(module._parameters, DetachableParameters):
+                module._parameters.elsewhere = self.elsewhere
+
+    def as_it_is(self, parameter: nn.Parameter) -> Tensor:
+        return parameter
+
+    def own(self, parameter: nn.Parameter) -> Tensor:
+        """What the module's own forward gets in its place, where that has no rule."""
+        return self._stand_in(OWN, parameter) if parameter.requires_grad else parameter.detach()
+
+    def elsewhere(self, parameter: nn.Parameter) -> Tensor:
+        """What other modules' forwards get in its place."""
+        if not (parameter.requires_grad and self.active) or self.taps.batch_size() is None:
+            return parameter
+        # A part of the module's own forward may run again in a backward pass (checkpointing).
+        repeats = in_backward() is not None and self.known((OWN,)) == 0 and not self.taps.force_functorch
+        return self._stand_in(OWN if repeats else ELSEWHERE, parameter)
+
+    def _stand_in(self, where: str, parameter: nn.Parameter) -> Tensor:
+        owned = enumerate(owned_modules(self.module))
+        names = [f"{i}.{name}" for i, m in owned for name, p in m._parameters.items() if p is parameter]
+        key = (where, *names)
+        if self.known(key) != 0:
+            return parameter
+        value = leaf(f"{self.layer}, {names[0].partition('.')[2]} {tuple(parameter.shape)}", parameter)
+        return Shared.make(self, key, value, [Source(self, key, [parameter], value, lambda f: {parameter: f})])
+
+    def follow(self, operation: Operation) -> Any:
+        """The result of an operation on tensors without samples, of which the first is this tap's."""
+        place = self.known(operation.way)
+        if place == NO_SAMPLES:
+            return operation.remains()
+        n, substitute = self.taps.batch_size(), find_function(operation.func)
+        if not isinstance(place, int) or n is None or substitute is None or not torch.is_grad_enabled():
+            return operation.plain()
+        return substitute(Meeting(operation, place, n, substitute.__name__), *operation.args, **operation.kwargs)
+
     def with_whole_batch(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], n: int
     ) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
@@ -107,6 +176,8 @@ class Tap(TappedLayer):
         if len(tensors) != 1:
             return args, kwargs, False
         x = leaves[tensors[0]]
+        if self.alone and self._is_alone(x.dim() + 1):  # its output is not expanded before it meets samples
+            return args, kwargs, False
         ambiguous = x.dim() == 1 and x.shape[0] == n and self.places.get(2) is None and not self.taps.is_input(x)
         if ambiguous and bool((x.diff() == 1).all()):
             raise InputError(
@@ -159,6 +230,8 @@ class Tap(TappedLayer):
                 "gradient cannot be followed; return tensors or freeze its parameters"
             )
         tensors = [leaves[i] for i in places]
+        if isinstance(output, Shared) or (not as_is and self.alone and self._is_alone(tensors[0].dim())):
+            return without_samples(self, output, inputs, parameters, rule)
         if fresh:
             # It passes on as the tensor itself, no view of it, because an in-place activation may follow.
             tensors = [torch.ops.aten._unsafe_view(x, x.shape) if x._is_view() else x for x in tensors]

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -26,11 +25,11 @@ class Tied(nn.Module):
     def block(self, x):
         for layer in self.layers:
             x = torch.tanh(layer(x))
-        return F.linear(x, self.layers[0].weight) if self.escapes == "last" else x
+        return torch.cdist(x, self.layers[0].weight) if self.escapes == "last" else x
 
     def forward(self, x):
         if self.escapes == "first":
-            x = F.linear(x, self.layers[0].weight)
+            x = torch.cdist(x, self.layers[0].weight)
         if self.reentrant is None:
             return self.layers[1](self.block(x))
         return self.layers[1](checkpoint(self.block, x, use_reentrant=self.reentrant))

@@ -204,7 +204,7 @@ def test_functional_use_of_a_weight_is_an_error():
 
         def forward(self, x, functional):
             x = self.first(x)
-            return nn.functional.linear(x, self.head.weight, self.head.bias) if functional else self.head(x)
+            return torch.cdist(x, self.head.weight) if functional else self.head(x)
 
     model = Escape()
     wrapped = wrap(model)

@@ -194,11 +194,13 @@ FAMILIES = {
         ("GRU", nn.GRUCell(4, 3), (_floats(4),)),
         ("RNN", nn.RNNCell(4, 3, bias=False), (_floats(4), _floats(3))),
     ]),
-    "free parameters (cls token, position table, LayerScale)": ("functorch (vmap; no rule)", lambda: [
+    "free parameters (cls token, position table, LayerScale)": ("copies", lambda: [
         ("as many positions as samples", OfFree(), (torch.randn(6, 5, 4),)),
+    ]),
+    "parametrized layers": ("linear", lambda: [
+        ("weight_norm", nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)), (_floats(4),)),
     ]),
     "nn.PReLU and any other layer without a rule": ("functorch (vmap; no rule)", lambda: [
         ("PReLU", nn.PReLU(3), (_floats(3, 4),)),
-        ("weight_norm", nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)), (_floats(4),)),
     ]),
 }  # fmt: skip

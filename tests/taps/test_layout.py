@@ -1,4 +1,4 @@
-"""Where samples are is learned: time-first layers just work, what has no samples is refused by name, whatever N is."""
+"""Where samples are is learned: time-first layers and tables without samples are right, mixtures are refused."""
 
 import copy
 import functools
@@ -101,6 +101,36 @@ class WithMask(TimeFirst):
         return super().between(mask @ x)
 
 
+class Table(Model):
+    """Positions (T,), which the model broadcasts."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Embedding(T, D)
+
+    def between(self, x):
+        return x + self.lin(torch.arange(T).flip(0))
+
+
+class RelativeTable(Model):
+    """A table (T, T) of relative positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Embedding(2 * T, 1)
+
+    def between(self, x):
+        places = torch.arange(T)
+        return self.lin(places[:, None] - places + T).squeeze(2).softmax(1) @ x
+
+
+class OnRelativePositions(Model):
+    """A Linear on (2T - 1, D)."""
+
+    def between(self, x):
+        return x + self.lin(torch.linspace(-1.0, 2.0, 2 * T - 1).to(x).unsqueeze(1).expand(-1, D)).mean(0)
+
+
 RIGHT = {
     TimeFirst: lambda n: (),
     TimeFirstInCheckpoint: lambda n: (),
@@ -109,6 +139,9 @@ RIGHT = {
     TimeFirstEncoder: lambda n: (),
     TimeFirstRecurrent: lambda n: (),
     TimeFirstWithoutRule: lambda n: (),
+    Table: lambda n: (),
+    RelativeTable: lambda n: (),
+    OnRelativePositions: lambda n: (),
     AsksForValues: lambda n: (),
     WithMask: lambda n: (torch.rand(T, T),),
 }
@@ -154,41 +187,18 @@ def test_samples_in_another_dimension(make, n, mode):
 # --- no samples, or not in one dimension ---
 
 
-class Table(Model):
-    """Positions (T,), which the model broadcasts."""
-
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Embedding(T, D)
-
-    def between(self, x):
-        return x + self.lin(torch.arange(T).flip(0))
-
-
-class RelativeTable(Model):
-    """A table (T, T) of relative positions."""
-
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Embedding(2 * T, 1)
-
-    def between(self, x):
-        places = torch.arange(T)
-        return self.lin(places[:, None] - places + T).squeeze(2).softmax(1) @ x
-
-
-class OnRelativePositions(Model):
-    """A Linear on (2T - 1, D)."""
-
-    def between(self, x):
-        return x + self.lin(torch.linspace(-1.0, 1.0, 2 * T - 1).to(x).unsqueeze(1).expand(-1, D)).mean(0)
-
-
 class Folded(Model):
     """Samples folded behind the positions, (T·N, D)."""
 
     def between(self, x):
         return self.lin(x.transpose(0, 1).flatten(0, 1)).unflatten(0, (T, -1)).transpose(0, 1)
+
+
+class OfTheirMean(Model):
+    """A Linear on the mean of the samples."""
+
+    def between(self, x):
+        return x + self.lin(x.mean(0))
 
 
 class Pairs(Model):
@@ -215,9 +225,7 @@ class RecurrentOverSamples(Model):
 
 
 REFUSED = {
-    Table: "its output is the same whatever the batch",
-    RelativeTable: "its output is the same whatever the batch",
-    OnRelativePositions: "its output is the same whatever the batch",
+    OfTheirMean: "its output is the same whatever the batch",
     Folded: "saw a batch of",
     Pairs: "its output has the batch in several dimensions",
     RecurrentOverSamples: "its batch_first says",
@@ -237,7 +245,7 @@ def test_no_samples_is_an_error_that_names_the_layer(make, n, wrapper):
 def test_frozen_it_does_no_harm(make):
     model = make()
     model.lin.requires_grad_(False)
-    if make in (Pairs, RecurrentOverSamples):
+    if make in (Pairs, RecurrentOverSamples, OfTheirMean):
         return  # they mix samples all the same
     x = torch.randn(T, T, D)
     exact = loop_over_samples(model, lambda m, x: m(x).sin().sum(), x)

@@ -1,5 +1,7 @@
 """What a forward kept before its tap: its gradient is an error that names the layer, and nothing else is."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -8,7 +10,10 @@ import dpfast
 from dpfast.errors import EscapedGradientError, UnsupportedModuleError
 from dpfast.testing import loop_over_samples, relative_error
 
-MODES = [dpfast.GradSampleModule, dpfast.GradSampleModuleFastGradientClipping]
+MODES = [
+    partial(mode, force_functorch=True)  # or nothing has to be watched: see test_shared.py
+    for mode in (dpfast.GradSampleModule, dpfast.GradSampleModuleFastGradientClipping)
+]
 
 
 class Keeping(nn.Module):

@@ -1,0 +1,251 @@
+"""Functions of torch's in which tensors without samples, that parameters went into, meet samples.
+
+Those that broadcast get one copy for each sample, of stride 0, and autograd gives each its gradient. Those that have a
+layer get that layer's rule.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.modules.utils import _ntuple
+
+from dpfast.errors import UnsupportedModuleError
+from dpfast.factors import OuterProduct
+from dpfast.rules.convolution import convolution, transposed_convolution
+from dpfast.rules.embedding import embedding as embedding_rule
+from dpfast.rules.linear import linear as linear_rule
+from dpfast.rules.normalization import group_norm as group_norm_rule
+from dpfast.rules.normalization import layer_norm as layer_norm_rule
+from dpfast.rules.normalization import rms_norm as rms_norm_rule
+from dpfast.taps import Meeting, Shared, register_function
+
+
+def _of(*names: str) -> list[Any]:
+    """Whatever torch has under these names: functions and methods."""
+    found = [getattr(where, name, None) for name in names for where in (torch, Tensor, F)]
+    return [f for f in found if f is not None]
+
+
+_BINARY = ("add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "pow")
+_OTHERS = ("rsub", "where", "lerp", "addcmul", "addcdiv", "maximum", "minimum", "logaddexp", "atan2", "fmax", "fmin")
+_OPERATORS = [f"__{how}{name}__" for name in ("add", "sub", "mul", "truediv", "pow") for how in ("", "r", "i")]
+
+
+@register_function(*_of(*_BINARY, *(f"{name}_" for name in _BINARY), *_OTHERS, *_OPERATORS))
+def elementwise(meeting: Meeting, *args: Any, **kwargs: Any) -> Any:
+    """All tensors are broadcast to one shape."""
+    rank = max(x.dim() for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+    return meeting.with_copies(rank)
+
+
+@register_function(*_of("expand", "broadcast_to", "expand_as"))
+def expand(meeting: Meeting, x: Tensor, *sizes: Any, **kwargs: Any) -> Any:
+    """The model itself gives each sample a copy."""
+    if kwargs or not isinstance(x, Shared):
+        raise UnsupportedModuleError("sizes by keyword")
+    (to,) = sizes if len(sizes) == 1 else (sizes,)
+    return meeting.with_copies(to.dim() if isinstance(to, Tensor) else len(to))
+
+
+@register_function(Tensor.repeat)
+def repeat(meeting: Meeting, x: Shared, *_: Any) -> Any:
+    """As :func:`expand`, or with the samples in front of what is repeated for each: (k, ...) -> (N·k, ...)."""
+    times = [1 if d == meeting.place else s for d, s in enumerate(meeting.operation.times())]
+    dim = meeting.place - (len(times) - x.dim())
+    copies = x.copies(dim, meeting.n)
+    return (copies.flatten(dim, dim + 1) if copies.dim() > max(x.dim(), x.dim() - dim) else copies).repeat(times)
+
+
+@register_function(*_of("matmul", "__matmul__", "__rmatmul__", "mm"))
+def matmul(meeting: Meeting, x: Tensor, y: Tensor) -> Any:
+    """A table of two dimensions on the right is a layer's; others are broadcast."""
+    if isinstance(y, Shared) and not isinstance(x, Shared) and y.dim() == 2 and x.dim() > 1:
+
+        def factors(values: Any, activations: Any, backprops: Tensor) -> Any:
+            return {values[0]: OuterProduct(backprops, activations[0])}
+
+        return meeting(torch.matmul, factors, [x], [y])
+    rank = max(x.dim(), y.dim())
+    if min(x.dim(), y.dim()) < 2 or meeting.place >= rank - 2:
+        raise UnsupportedModuleError("samples in the rows or columns of a matrix")
+    return meeting.with_copies(rank)
+
+
+@register_function(torch.einsum)
+def einsum(meeting: Meeting, equation: str, *operands: Any) -> Any:
+    """What has no samples gets the letter that they have in the result."""
+    operands = tuple(operands[0]) if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
+    terms, arrow, result = equation.replace(" ", "").partition("->")
+    if not arrow or "." in equation:
+        raise UnsupportedModuleError("an equation without the result's letters")
+    letter = result[meeting.place]
+    found = terms.split(",")
+    if any(isinstance(x, Shared) and letter in term for x, term in zip(operands, found, strict=True)):
+        raise UnsupportedModuleError("samples in what has none")
+    found = [letter + t if isinstance(x, Shared) else t for x, t in zip(operands, found, strict=True)]
+    copies = [x.copies(-1, meeting.n) if isinstance(x, Shared) else x for x in operands]
+    return torch.einsum(f"{','.join(found)}->{result}", *copies)
+
+
+@register_function(F.scaled_dot_product_attention)
+def attention(meeting: Meeting, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Queries, keys, values and what is added to the scores are broadcast, (N, heads, ...)."""
+    return meeting.with_copies(query.dim())
+
+
+@register_function(F.linear)
+def linear(meeting: Meeting, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    """The rule of nn.Linear."""
+    p, d = weight.shape
+
+    def factors(values: Any, activations: Any, backprops: Tensor) -> Any:
+        layer = _layer(values, in_features=d, out_features=p)
+        return linear_rule(layer, activations, backprops)
+
+    return meeting(F.linear, factors, [input], [weight, bias])
+
+
+@register_function(F.embedding)
+def embedding(
+    meeting: Meeting,
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    """The rule of nn.Embedding."""
+    if max_norm is not None or scale_grad_by_freq:
+        raise UnsupportedModuleError("max_norm and scale_grad_by_freq make a sample's gradient depend on the others")
+    rows = weight.shape[0]
+    padding = padding_idx if padding_idx is None or padding_idx >= 0 else padding_idx + rows
+
+    def factors(values: Any, activations: Any, backprops: Tensor) -> Any:
+        layer = _layer(values, num_embeddings=rows, padding_idx=padding, max_norm=None, scale_grad_by_freq=False)
+        return embedding_rule(layer, activations, backprops)
+
+    return meeting(lambda ids, table: F.embedding(ids, table, padding), factors, [input], [weight])
+
+
+@register_function(*_of("__getitem__"))
+def rows_of_a_table(meeting: Meeting, table: Tensor, index: Any) -> Any:
+    """``table[ids]``: an embedding."""
+    if not (isinstance(table, Shared) and isinstance(index, Tensor) and index.dtype == torch.long):
+        raise UnsupportedModuleError("rows that are told by something else than their numbers")
+    if table.dim() != 2:
+        raise UnsupportedModuleError("a table of more than two dimensions")
+    return embedding(meeting, index, table)
+
+
+@register_function(F.layer_norm)
+def layer_norm(
+    meeting: Meeting, input: Tensor, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
+) -> Any:
+    """The rule of nn.LayerNorm."""
+    shape = tuple(normalized_shape)
+
+    def factors(values: Any, activations: Any, backprops: Tensor) -> Any:
+        return layer_norm_rule(_layer(values, normalized_shape=shape, eps=eps), activations, backprops)
+
+    return meeting(lambda x, w, b: F.layer_norm(x, shape, w, b, eps), factors, [input], [weight, bias])
+
+
+@register_function(F.rms_norm)
+def rms_norm(meeting: Meeting, input: Tensor, normalized_shape: Any, weight: Any = None, eps: Any = None) -> Any:
+    """The rule of nn.RMSNorm."""
+    shape = tuple(normalized_shape)
+    epsilon = torch.finfo(input.dtype).eps if eps is None else eps
+
+    def factors(values: Any, activations: Any, backprops: Tensor) -> Any:
+        return rms_norm_rule(_layer(values), activations[0], backprops, values[0].numel(), epsilon)
+
+    return meeting(lambda x, w: F.rms_norm(x, shape, w, eps), factors, [input], [weight])
+
+
+@register_function(F.group_norm)
+def group_norm(
+    meeting: Meeting, input: Tensor, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5
+) -> Any:
+    """The rule of nn.GroupNorm."""
+    _samples_first(meeting)
+
+    def factors(values: Any, activations: Any, backprops: Tensor) -> Any:
+        return group_norm_rule(_layer(values, num_groups=num_groups, eps=eps), activations, backprops)
+
+    return meeting(lambda x, w, b: F.group_norm(x, num_groups, w, b, eps), factors, [input], [weight, bias])
+
+
+@register_function(F.conv1d, F.conv2d, F.conv3d)
+def convolve(
+    meeting: Meeting,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Any:
+    """The rule of nn.Conv1d, nn.Conv2d and nn.Conv3d."""
+    numbers, function = _geometry(meeting, input, weight, stride, dilation), meeting.operation.func
+    sides = padding if isinstance(padding, str) else _ntuple(weight.dim() - 2)(padding)
+
+    def factors(values: Any, activations: Any, backprops: Tensor) -> Any:
+        layer = _layer(values, **numbers, padding=sides, padding_mode="zeros", groups=groups)
+        return convolution(layer, activations, backprops)
+
+    return meeting(
+        lambda x, w, b: function(x, w, b, stride, padding, dilation, groups), factors, [input], [weight, bias]
+    )
+
+
+@register_function(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+def convolve_transposed(
+    meeting: Meeting,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> Any:
+    """The rule of their transposes."""
+    numbers, function = _geometry(meeting, input, weight, stride, dilation), meeting.operation.func
+    sides = _ntuple(weight.dim() - 2)(padding)
+
+    def factors(values: Any, activations: Any, backprops: Tensor) -> Any:
+        layer = _layer(values, **numbers, padding=sides, groups=groups)
+        return transposed_convolution(layer, activations, backprops)
+
+    return meeting(
+        lambda x, w, b: function(x, w, b, stride, padding, output_padding, groups, dilation),
+        *(factors, [input], [weight, bias]),
+    )
+
+
+def _geometry(meeting: Meeting, input: Tensor, weight: Tensor, stride: Any, dilation: Any) -> dict[str, Any]:
+    _samples_first(meeting)
+    if input.dim() != weight.dim():
+        raise UnsupportedModuleError("an input without a dimension of samples")
+    several = _ntuple(weight.dim() - 2)
+    return {"kernel_size": tuple(weight.shape[2:]), "stride": several(stride), "dilation": several(dilation)}
+
+
+def _samples_first(meeting: Meeting) -> None:
+    if meeting.place != 0:
+        raise UnsupportedModuleError("samples elsewhere than in the first dimension")
+
+
+def _layer(values: Any, **attributes: Any) -> Any:
+    """What a rule reads of its layer; weight and bias are what stands in their place, None where nothing does."""
+    weight, bias = (*values, None)[:2]
+    return SimpleNamespace(weight=weight, bias=bias, **attributes)

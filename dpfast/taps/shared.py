@@ -1,0 +1,323 @@
+"""What is computed without samples: parameters that a forward uses by itself, outputs of layers that see no samples.
+
+A position table, a table of relative positions, a weight that another module uses functionally: each goes as a
+``Shared`` tensor through what makes more tensors without samples of it (views, products with its like), until an
+operation brings it together with samples. That operation, and no other, sees one copy for each sample (of stride 0), or
+has a rule as a layer has; the gradients of the copies are those of the samples, and go back to the parameters through
+the few operations in between. Which operation it is, and where the samples are there, fake tensors have told
+(``probe``): the forward goes the way that it went there, and each operation is known by its way.
+
+Nothing is lost without a word. What a ``Shared`` tensor holds ends in leaves that refuse gradients: an operation that
+was not seen before, or that has no rule, gives an ordinary tensor whose gradient is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+from dpfast.errors import EscapedGradientError, UnsupportedModuleError
+from dpfast.factors import Dense, Factor, OuterProduct, merge
+from dpfast.taps.passes import in_backward
+from dpfast.taps.registry import Activations
+
+Way = tuple[Any, ...]
+"""The operations that made a tensor, from the parameter or layer on."""
+
+
+class Owner(Protocol):
+    """Of whom a tensor without samples comes: a tap."""
+
+    module: nn.Module
+    layer: str
+
+    def follow(self, operation: Operation) -> Any:
+        """The operation's result."""
+
+    def tapped(
+        self,
+        output: Any,
+        inputs: tuple[tuple[Any, ...], dict[str, Any]],
+        parameters: Sequence[nn.Parameter],
+        *,
+        fresh: bool,
+        rule: Any,
+        as_is: bool = False,
+    ) -> Any:
+        """``output`` as it is, with its gradient caught."""
+
+
+class Source(NamedTuple):
+    """One use of parameters in what is computed without samples.
+
+    Attributes:
+        tap, key: of whom, and how that is learned.
+        value: what the layer gave, or what stands in the parameter's place.
+        factors: the parameters' factored gradients, of one that stands for the N gradients of ``value``.
+    """
+
+    tap: Owner
+    key: Way
+    parameters: Sequence[nn.Parameter]
+    value: Tensor
+    factors: Callable[[Factor], Mapping[nn.Parameter, Factor]]
+
+
+class Shared(Tensor):
+    """A tensor without samples that parameters went into.
+
+    Attributes:
+        value: the tensor. taps: of whom it comes.
+    """
+
+    value: Tensor
+    sources: tuple[Source, ...]
+    tap: Owner
+    way: Way
+    transposed: Shared | None  # of which this is the transpose, (D, P)
+    _copies: dict[Any, Tensor]
+
+    @classmethod
+    def make(cls, tap: Owner, way: Way, value: Tensor, sources: Sequence[Source]) -> Shared:
+        """``value`` under the way that it came."""
+        if isinstance(value, FakeTensor):  # which cannot be of two classes
+            with unset_fake_temporarily():
+                made = torch.empty(0).as_subclass(cls)
+        else:
+            made = value.as_subclass(cls)
+        made.tap, made.way, made.value, made.sources = tap, way, value, tuple(sources)
+        made.transposed, made._copies = None, {}
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        operation = Operation(func, args, kwargs or {})
+        return operation.shared[0].tap.follow(operation)
+
+    def copies(self, dim: int, n: int) -> Tensor:
+        """One for each of n samples, in dimension ``dim`` (of size 1, or one more before it), or in one more in front
+        where that is negative; tapped, so that each brings back its sample's gradient."""
+        key = (dim, in_backward())
+        if key not in self._copies:
+            value = self.value.detach()
+            one_more = dim >= 0 and value.shape[dim] != 1
+            value = value.unsqueeze(dim) if one_more else value.reshape((1,) * -dim + value.shape)
+            axis = max(dim, 0)
+            expanded = value.expand(*value.shape[:axis], n, *value.shape[axis + 1 :])
+
+            def copies(module: nn.Module, activations: Activations, backprops: Tensor) -> Mapping[Any, Factor]:
+                by_sample = backprops.movedim(axis, 0)
+                return self.factors(Dense(by_sample.reshape(by_sample.shape[0], *self.value.shape)))
+
+            self._copies[key] = self.tap.tapped(
+                expanded, ((), {}), self.parameters, fresh=False, rule=copies, as_is=True
+            )
+        return self._copies[key]
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Those that went into it, each once."""
+        return list({id(p): p for source in self.sources for p in source.parameters}.values())
+
+    def factors(self, factor: Factor) -> Mapping[nn.Parameter, Factor]:
+        """The parameters' factors, of one of this tensor's own gradients."""
+        if len(self.sources) == 1 and self.sources[0].value is self.value:
+            return self.sources[0].factors(factor)
+        if self.transposed is not None and isinstance(factor, OuterProduct):
+            return self.transposed.factors(OuterProduct(factor.backprops, factor.activations))
+        found: dict[nn.Parameter, list[Factor]] = {}
+        values = [source.value for source in self.sources]
+        for source, gradient in zip(self.sources, _pulled_back(self.value, values, factor), strict=True):
+            for parameter, of_it in source.factors(Dense(gradient)).items():
+                found.setdefault(parameter, []).append(of_it)
+        return {parameter: merge(factors) for parameter, factors in found.items()}
+
+
+def leaf(layer: str, value: Tensor) -> Tensor:
+    """``value`` without its history, ready for gradients, which may only be asked for: one that is left is an error."""
+
+    def refuse(_: Tensor) -> None:
+        raise EscapedGradientError(
+            f"{layer}: a gradient reached a parameter of it, or what it made without samples, without being clipped, "
+            "or parted by samples: what it meets the samples in is not known to have per-sample gradients, or was not "
+            "seen in forward passes on fake tensors. Expand it to the batch before, register a rule for the module "
+            "that uses it (dpfast.register_rule), or freeze it"
+        )
+
+    value = value.detach().requires_grad_()
+    value.register_post_accumulate_grad_hook(refuse)
+    return value
+
+
+def without_samples(tap: Owner, output: Tensor, inputs: Any, parameters: Sequence[nn.Parameter], rule: Any) -> Shared:
+    """What a layer made without samples.
+
+    Args:
+        output: plain, or already Shared, as one input was.
+        inputs: (positional, keyword) that the rule needs.
+    """
+    before = output.sources if isinstance(output, Shared) else ()
+    value = output.value if isinstance(output, Shared) else leaf(tap.layer, output)
+    tensors = Activations(*_plain(inputs))
+
+    def factors(factor: Factor) -> Mapping[nn.Parameter, Factor]:
+        backprops = factor.materialized().values
+        n = backprops.shape[0]
+        alone = value.dim() > 1 and value.shape[0] == 1  # a batch of one, which is every sample's
+        given = tensors.map(
+            lambda x: (x if alone and x.dim() and x.shape[0] == 1 else x.unsqueeze(0)).expand(
+                n, *(x.shape[1:] if alone and x.dim() and x.shape[0] == 1 else x.shape)
+            )
+        )
+        return rule(tap.module, given, backprops.squeeze(1) if alone else backprops)
+
+    key = ("alone" if value is not getattr(output, "value", None) else "through", value.dim())
+    return Shared.make(tap, key, value, (*before, Source(tap, key, parameters, value, factors)))
+
+
+class Operation:
+    """One operation that a Shared tensor goes into.
+
+    Attributes:
+        shared: those that do. way: of its results.
+    """
+
+    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]):
+        self.func, self.args, self.kwargs = func, args, kwargs
+        self.shared: list[Shared] = []
+        found: list[Any] = []
+        self.plain_args, self.plain_kwargs = _plain((args, kwargs), found)
+        self.shared = [x for x in found if isinstance(x, Shared)]
+        self.way = (getattr(func, "__name__", None), *(x.way if isinstance(x, Shared) else x.dim() for x in found))
+
+    def times(self) -> tuple[int, ...]:
+        """Of a repetition."""
+        _, *times = self.args
+        return tuple(times[0]) if len(times) == 1 and not isinstance(times[0], int) else tuple(times)
+
+    def plain(self) -> Any:
+        """Its result, as torch gives it."""
+        return self.func(*self.plain_args, **self.plain_kwargs)
+
+    def remains(self) -> Any:
+        """Its result, which has no samples either. What its backward needs is kept, past a checkpoint around it: it is
+        asked for many gradients at once, within which no forward can run again."""
+        with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+            output = self.plain()
+        return self.wrapped(output, lambda x: x.requires_grad)
+
+    def wrapped(self, output: Any, is_shared: Callable[[Tensor], bool], number: int = 0) -> Any:
+        """The result, of whose tensors those are Shared that may have gradients."""
+        if isinstance(output, (tuple, list)):
+            parts = [self.wrapped(x, is_shared, i) for i, x in enumerate(output)]
+            return type(output)(*parts) if hasattr(output, "_fields") else type(output)(parts)
+        if not (isinstance(output, Tensor) and output.is_floating_point() and is_shared(output)):
+            return output
+        first = self.shared[0]
+        sources = {id(source.value): source for x in self.shared for source in x.sources}
+        made = Shared.make(first.tap, (*self.way, number), output, list(sources.values()))
+        if len(self.shared) == 1 and _is_transpose(output, first.value):
+            made.transposed = first
+        return made
+
+
+class Meeting:
+    """An operation that brings Shared tensors together with samples; what its rule works with.
+
+    Args:
+        place: the dimension of the result's samples. n: how many.
+        name: of its rule.
+    """
+
+    def __init__(self, operation: Operation, place: int, n: int, name: str = ""):
+        self.operation, self.place, self.n, self.name = operation, place, n, name
+        self.tap = operation.shared[0].tap
+
+    def with_copies(self, rank: int, args: Any = None) -> Any:
+        """The operation's result where it broadcasts its tensors.
+
+        Args:
+            rank: how many dimensions the result has.
+            args: in the place of its own positional arguments.
+        """
+
+        def copies(x: Any) -> Any:
+            if not isinstance(x, Shared):
+                return x
+            dim = self.place - (rank - x.value.dim())
+            if dim >= 0 and x.value.shape[dim] != 1:
+                raise UnsupportedModuleError(f"{x.tap.layer}: {tuple(x.value.shape)} has samples in dimension {dim}")
+            return x.copies(dim, self.n)
+
+        args = tuple(map(copies, self.operation.args if args is None else args))
+        return self.operation.func(*args, **{k: copies(x) for k, x in self.operation.kwargs.items()})
+
+    def __call__(self, function: Callable[..., Any], factors: Callable[..., Any], inputs: Any, parameters: Any) -> Any:
+        """``function(*inputs, *parameters)``, tapped as a layer is.
+
+        Args:
+            factors: ``factors(values, activations, backprops) -> {value: factor}`` of the parameters' values.
+            inputs: tensors with samples. parameters: Shared, None, or others, which are left to autograd.
+        """
+        shared = [x for x in parameters if isinstance(x, Shared)]
+        values = [x.value.detach() if isinstance(x, Shared) else x for x in parameters]
+        own: list[nn.Parameter] = list({id(p): p for x in shared for p in x.parameters}.values())
+        of = [x.value if isinstance(x, Shared) else None for x in parameters]
+        place = self.place
+
+        def met(module: nn.Module, activations: Activations, backprops: Tensor) -> Mapping[Any, Factor]:
+            in_front = activations.map(lambda x: x.movedim(place, 0))
+            by_value = {id(k): f for k, f in factors(of, in_front, backprops.movedim(place, 0)).items()}
+            found: dict[nn.Parameter, list[Factor]] = {}
+            for x in shared:
+                for parameter, factor in x.factors(by_value[id(x.value)]).items():
+                    found.setdefault(parameter, []).append(factor)
+            return {parameter: merge(several) for parameter, several in found.items()}
+
+        met.__name__ = self.name
+        output = function(*inputs, *values)
+        return self.tap.tapped(output, (tuple(inputs), {}), own, fresh=True, rule=met, as_is=True)
+
+
+def _pulled_back(value: Tensor, sources: Sequence[Tensor], factor: Factor) -> list[Tensor]:
+    """The N gradients of each source, (N, *shape), from those of ``value``."""
+    gradients = factor.materialized().values
+    if gradients.shape[0] == 0:
+        return [gradients.new_zeros(0, *x.shape) for x in sources]
+    found = torch.autograd.grad(
+        value, sources, gradients.to(value.dtype), is_grads_batched=True, retain_graph=True, allow_unused=True
+    )
+    n = gradients.shape[0]
+    return [x.new_zeros(n, *x.shape) if g is None else g for g, x in zip(found, sources, strict=True)]
+
+
+def _plain(x: Any, found: list[Any] | None = None) -> Any:
+    """The same with plain tensors; ``found`` gets the tensors, in order."""
+    if isinstance(x, Tensor):
+        if found is not None:
+            found.append(x)
+        return x.value if isinstance(x, Shared) else x
+    if isinstance(x, (tuple, list)):
+        parts = [_plain(y, found) for y in x]
+        return type(x)(*parts) if hasattr(x, "_fields") else type(x)(parts)
+    if isinstance(x, dict):
+        return {k: _plain(y, found) for k, y in x.items()}
+    return x
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+def _is_transpose(x: Tensor, of: Tensor) -> bool:
+    return (
+        x.dim() == of.dim() == 2
+        and x._is_view()
+        and x._base is (of._base if of._is_view() else of)
+        and (x.shape, x.stride()) == (of.shape[::-1], of.stride()[::-1])
+        and x.storage_offset() == of.storage_offset()
+    )
