@@ -20,8 +20,9 @@ from torch.utils.hooks import RemovableHandle
 from dpfast.arithmetic import exact_arithmetic
 from dpfast.distributed import in_process_group
 from dpfast.errors import DpfastError, InputError, StateError, UnsupportedModuleError
-from dpfast.factors import Factor
+from dpfast.factors import Factor, folded
 from dpfast.modes.escaped_gradients import Guards
+from dpfast.modes.mixed_losses import refuse_mixed
 from dpfast.modes.running import running, storage
 from dpfast.modes.scalar_loss import check_losses
 from dpfast.modes.second_pass import FirstPass, Output, SecondPass
@@ -34,13 +35,16 @@ from dpfast.taps import (
     DetachableParameters,
     Probe,
     Record,
+    Rows,
     Tap,
     TappedForward,
     batch_in_front,
     find_broadcast,
     find_fault,
+    given_layout,
     in_backward,
     layouts,
+    leaves_of,
     never_compiled,
     owned_modules,
     suspended,
@@ -60,11 +64,21 @@ class TappedModel:
         mode: receives factors and the end of each backward pass.
         batch_first: whether samples are the first or the second dimension of inputs and outputs.
         force_functorch: take no layer's own rule.
+        layout: where layers have their samples, by name, where that must not be found out.
     """
 
-    def __init__(self, model: nn.Module, mode: Mode, *, batch_first: bool = True, force_functorch: bool = False):
+    def __init__(
+        self,
+        model: nn.Module,
+        mode: Mode,
+        *,
+        batch_first: bool = True,
+        force_functorch: bool = False,
+        layout: Mapping[str, Any] | None = None,
+    ):
         self.model = model
         self.mode = mode
+        self.layout = {} if layout is None else layout
         self.batch_dim = 0 if batch_first else 1
         self.force_functorch = force_functorch
         self.enabled = True
@@ -109,6 +123,13 @@ class TappedModel:
                     module, method, BroadcastMethod(tap, method, getattr(module, child), functorch.linear_in_parameters)
                 )
                 self._broadcasts.append((module, method))
+        try:
+            given = given_layout(self.layout, [tap.name for tap in self._taps])
+        except InputError:
+            self.remove()
+            raise
+        for tap in self._taps:
+            tap.given = given.get(tap.name)
         self._root_handles = [
             self.model.register_forward_pre_hook(self._enter, with_kwargs=True),
             self.model.register_forward_hook(self._leave, always_call=True),
@@ -154,7 +175,7 @@ class TappedModel:
             self.mode.on_forward()
         self.guard_parameters()
         dim = self.batch_dim
-        leaves = tree_leaves((args, kwargs), is_leaf=lambda x: isinstance(x, PackedSequence))
+        leaves = leaves_of((args, kwargs))
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         sizes = (
             int(x.batch_sizes[0]) if isinstance(x, PackedSequence) else x.shape[dim]
@@ -176,8 +197,11 @@ class TappedModel:
         batch_size = running.pop(self)
         if not (self.enabled and torch.is_grad_enabled()) or in_backward() is not None:
             return
-        for leaf in tree_leaves(output):
+        mixed = self._probe.mixed_outputs()
+        for number, leaf in enumerate(tree_leaves(output)):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
+                if number in mixed:
+                    leaf.register_hook(partial(refuse_mixed, number, tuple(leaf.shape), mixed[number]))
                 leaf.register_hook(partial(self._on_output_grad, Output(batch_size, self.batch_dim)))
 
     def batch_size(self) -> int | None:
@@ -314,13 +338,17 @@ class TappedModel:
             factors = self.factors(record, activations, backprops)
         forgotten = [p for p in record.parameters if p not in factors]
         if forgotten:
-            names = [name for name, p in self.model.named_parameters() if any(p is f for f in forgotten)]
             raise UnsupportedModuleError(
-                f"{layer}: its rule gives no gradient of {', '.join(names) or 'a parameter'}; register a rule that "
-                "does (dpfast.register_rule), or freeze it"
+                f"{layer}: its rule gives no gradient of {', '.join(map(self._name_of, forgotten))}; register a rule "
+                "that does (dpfast.register_rule), or freeze it"
             )
         ordinary = {}
         for parameter, factor in factors.items():
+            if factor.shape != parameter.shape:
+                raise UnsupportedModuleError(
+                    f"{layer}: its rule gives gradients {tuple(factor.shape)} of {self._name_of(parameter)}, which is "
+                    f"{tuple(parameter.shape)}"
+                )
             if step.num_samples is None:
                 step.num_samples, step.first_layer = factor.num_samples, layer
             elif step.num_samples != factor.num_samples:
@@ -338,6 +366,10 @@ class TappedModel:
                 ordinary[parameter] = gradient
         return ordinary
 
+    def _name_of(self, parameter: nn.Parameter) -> str:
+        names = (name for name, p in self.model.named_parameters() if p is parameter)
+        return f"parameter {next(names, 'of another model')}"
+
     def check_ordinary(self, record: Record) -> None:
         """Raises StateError where a second backward pass is to come and this one came past the model's outputs."""
         if isinstance(record.seen_by, FirstPass) and record.seen_by.asked:
@@ -350,16 +382,20 @@ class TappedModel:
     def factors(self, record: Record, activations: Activations, backprops: Any) -> Mapping[nn.Parameter, Factor]:
         """The rule's answer; its errors name the layer."""
         tap, rule = record.tap, record.rule
-        dim = record.samples_in(activations, backprops)
+        place = record.samples_in(activations, backprops)
         if not record.as_is:
-            activations, backprops = batch_in_front(activations, backprops, dim)
-            if record.tap.folded and record.batch_size is not None:
+            activations, backprops = batch_in_front(activations, backprops, place)
+            if tap.folded and record.batch_size is not None and not (isinstance(place, Rows) and not place.together):
                 activations, backprops = unfolded(activations, backprops, record.batch_size)
             rule = functorch.functorch if self.force_functorch or rule is None else rule
         try:
             with taps_suspended():
                 gradients = backprops[0] if len(backprops) == 1 else backprops
-                return rule(tap.module, activations, gradients)  # type: ignore[misc]  # a piece always has one
+                found = rule(tap.module, activations, gradients)  # type: ignore[misc]  # a piece always has one
+            if isinstance(place, Rows) and record.batch_size is not None:
+                n, together = record.batch_size, bool(place.together)
+                return {p: folded(factor, n, rows_together=together) for p, factor in found.items()}
+            return found
         except DpfastError as error:
             raise type(error)(f"{tap.layer}: {error}") from error
 

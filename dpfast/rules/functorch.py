@@ -67,7 +67,7 @@ def functorch(
         raise
     except Exception as error:
         raise UnsupportedModuleError(
-            f"{module}: has no rule, and its forward cannot be repeated sample by sample "
+            f"it has no rule, and its forward cannot be repeated sample by sample "
             f"({type(error).__name__}: {error}). {_WAYS_OUT}"
         ) from error
     return _by_parameter(own, per_parameter)

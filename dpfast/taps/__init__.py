@@ -7,7 +7,8 @@ registered and found in ``registry``. Imports ``factors`` and below.
 from dpfast.taps import registry
 from dpfast.taps.broadcast import BroadcastMethod
 from dpfast.taps.detached import DetachableParameters
-from dpfast.taps.layout import batch_in_front, batch_to_front, layouts, unfolded
+from dpfast.taps.inputs import leaves_of
+from dpfast.taps.layout import Rows, batch_in_front, batch_to_front, given_layout, layouts, unfolded
 from dpfast.taps.node import Record
 from dpfast.taps.passes import in_backward, never_compiled, suspended, taps_suspended
 from dpfast.taps.probe import Probe
@@ -38,6 +39,7 @@ __all__ = [
     "Pieces",
     "Probe",
     "Record",
+    "Rows",
     "Rule",
     "Tap",
     "TappedForward",
@@ -47,8 +49,10 @@ __all__ = [
     "find_fault",
     "find_forward",
     "find_rule",
+    "given_layout",
     "in_backward",
     "layouts",
+    "leaves_of",
     "never_compiled",
     "owned_modules",
     "owned_parameters",

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 from dpfast.errors import InputError
 from dpfast.taps.layout import Call
@@ -36,7 +36,7 @@ def calls_in_forward(
         dims: the dimension of each of them that is set to ``size``, if any.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    memo: dict[int, Any] = {id(taps[0].taps): _Nobody()}
+    memo: dict[int, Any] = {id(taps[0].taps): Nobody()}
     with FakeCopyMode(mode):
         model, taps = copy.deepcopy((model, list(taps)), memo)
     for module in model.modules():  # hooks are not copied with what they hold
@@ -47,7 +47,7 @@ def calls_in_forward(
         tap.size, tap.calls = size, []  # type: ignore[attr-defined]  # a _Probe now
     with mode:
         inputs = [_of_size(x, dim, size) if isinstance(x, Tensor) else x for x, dim in zip(leaves, dims, strict=True)]
-        args, kwargs = tree_unflatten(inputs, structure)
+        args, kwargs = structure.unflatten(inputs)
         model(*args, **kwargs)
     return [tap.calls for tap in taps]  # type: ignore[attr-defined]  # as above
 
@@ -83,7 +83,7 @@ class _Probe(Tap):
         return output
 
 
-class _Nobody:
+class Nobody:
     """Stands where the tapped model is, in a copy: catches nothing."""
 
     active = inserts = False
