@@ -22,7 +22,7 @@ from dpfast.distributed import in_process_group
 from dpfast.errors import DpfastError, InputError, StateError, UnsupportedModuleError
 from dpfast.factors import Factor, folded
 from dpfast.modes.escaped_gradients import Guards
-from dpfast.modes.mixed_losses import refuse_mixed
+from dpfast.modes.mixed_losses import expect_loss, refuse_mixed
 from dpfast.modes.running import running, storage
 from dpfast.modes.scalar_loss import check_losses
 from dpfast.modes.second_pass import FirstPass, Output, SecondPass
@@ -183,8 +183,8 @@ class TappedModel:
             if isinstance(x, PackedSequence) or (isinstance(x, Tensor) and x.dim() > dim)
         )
         size = next(sizes, None)
-        if size is not None:
-            self._probe.look((args, kwargs), leaves, size)
+        if size is not None and self._probe.look((args, kwargs), leaves, size):
+            expect_loss(self)
         running.inputs = {storage(x) for x in tensors}
         running.push(self, size)
 

@@ -123,6 +123,13 @@ class Record:
         """Whether the step has no other use of the parameter; False where that is not known."""
         return self.uses is not None and self.uses[id(parameter)] == 1
 
+    def where(self) -> str:
+        """The samples' place, in words."""
+        place = self.place
+        if isinstance(place, Rows):
+            return f"{place.dim}: {'N*k' if place.together else 'k*N'}"
+        return str(place) if isinstance(place, int) else f"{self.tap.batch_dim}?"
+
     def samples_in(self, activations: Activations, backprops: tuple[Tensor, ...]) -> int | Rows:
         """Where they are. Raises InputError where they are in no dimension that could be taken, UnsupportedModuleError
         where rows are not one sample's."""

@@ -73,11 +73,14 @@ class Probe:
         self.outputs: dict[Any, dict[int, str]] = {}  # of the model's outputs, by kind: those that mix samples
         self._dims: dict[tuple[Any, ...], list[set[int]]] = {}  # of each input, those that may follow the batch
 
-    def look(self, inputs: Any, leaves: Sequence[Any], n: int) -> None:
+    def look(self, inputs: Any, leaves: Sequence[Any], n: int) -> bool:
         """The model is called.
 
         Args:
             inputs: (args, kwargs). leaves: what is in them. n: how many samples the first tensor has.
+
+        Returns:
+            whether such inputs had not been seen.
         """
         receiver: Any = self._receiver()
         # Sizes and numbers do not count: batches and sequences of another length are of the same kind.
@@ -92,10 +95,11 @@ class Probe:
         note_kind(receiver, kind)
         look = (*kind, *map(frozenset, dims))
         if self._looks.get(look, 1) == 0 or not (receiver.enabled and torch.is_grad_enabled()):
-            return
+            return False
         if look not in self._looks and len(self._looks) >= _MOST_LOOKS:
             note_kind(receiver, None)
-        elif in_backward() is None:
+            return False
+        if in_backward() is None:
             follow = [receiver.batch_dim if receiver.batch_dim in some else min(some, default=None) for some in dims]
             found = learned(receiver.model, self._taps, inputs, leaves, follow, n)
             self._looks[look] = 0 if found.settled else self._looks.get(look, _AGAIN) - (n > 0)
@@ -105,6 +109,7 @@ class Probe:
                     self._note(tap.places, rank, kind, found.places.get((i, rank)))
                     if (i, rank) in found.shapes:
                         tap.shapes[rank] = found.shapes[i, rank]
+        return True
 
     def mixed_outputs(self) -> dict[int, str]:
         """Of the model's outputs, by number, why those have no gradients by sample that have none."""
@@ -121,11 +126,11 @@ class Probe:
 
 
 def _alike_by_accident(leaves: Sequence[Any], dims: Sequence[set[int]]) -> tuple[Any, ...]:
-    """The shapes, where an input is as long as the batch in another dimension too: a forward that goes by its sizes may
-    go another way then, and nobody would see it."""
+    """The shapes, numbers and names, where an input is as long as the batch in another dimension too: a forward that
+    goes by these may go another way then, and nobody would see it."""
     if all(len(some) < 2 for some in dims):
         return ()
-    return tuple(tuple(x.shape) if isinstance(x, Tensor) else None for x in leaves)
+    return tuple(tuple(x.shape) if isinstance(x, Tensor) else x if isinstance(x, (int, str)) else None for x in leaves)
 
 
 def learned(
