@@ -5,7 +5,6 @@ In the backward pass each tap hands (activations, backprops) to its module's rul
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -40,8 +39,9 @@ from dpfast.taps import (
     TappedForward,
     batch_in_front,
     find_broadcast,
-    find_fault,
+    forget_compiled_code,
     given_layout,
+    has_something_to_tap,
     in_backward,
     layouts,
     leaves_of,
@@ -112,7 +112,7 @@ class TappedModel:
                 module._parameters = DetachableParameters(module._parameters)
                 self._swapped.watch(module._parameters)
                 self._parameter_owners.append(module)
-            if id(module) not in inner and _has_something_to_tap(module):
+            if id(module) not in inner and has_something_to_tap(module):
                 tap = Tap(self, name, module, **layout._asdict())
                 module.forward = TappedForward(tap, module.__dict__.get("forward"))
                 self._taps.append(tap)
@@ -135,7 +135,7 @@ class TappedModel:
             self.model.register_forward_hook(self._leave, always_call=True),
         ]
         self.guard_parameters()
-        _forget_compiled_code()
+        forget_compiled_code()
 
     def remove(self) -> None:
         """Puts every module back as it was. Safe to call twice."""
@@ -155,7 +155,7 @@ class TappedModel:
             handle.remove()
         self._root_handles.clear()
         self._guards.drop()
-        _forget_compiled_code()
+        forget_compiled_code()
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles carry the taps, not what hangs on the originals' parameters and backward passes."""
@@ -398,17 +398,3 @@ class TappedModel:
             return found
         except DpfastError as error:
             raise type(error)(f"{tap.layer}: {error}") from error
-
-
-def _has_something_to_tap(module: nn.Module) -> bool:
-    """Parameters of its own, or a reason to fail."""
-    if any(m._parameters for m in owned_modules(module)):
-        return True
-    return find_fault(module) is not None
-
-
-def _forget_compiled_code() -> None:
-    """Code that torch.compile made of the modules would not notice that taps have come or gone."""
-    dynamo = sys.modules.get("torch._dynamo")
-    if dynamo is not None and hasattr(dynamo, "reset"):
-        dynamo.reset()

@@ -10,15 +10,15 @@ from dpfast.taps.detached import DetachableParameters
 from dpfast.taps.inputs import leaves_of
 from dpfast.taps.layout import Rows, batch_in_front, batch_to_front, given_layout, layouts, unfolded
 from dpfast.taps.node import Record
-from dpfast.taps.passes import in_backward, never_compiled, suspended, taps_suspended
+from dpfast.taps.passes import forget_compiled_code, in_backward, never_compiled, suspended, taps_suspended
 from dpfast.taps.probe import Probe
 from dpfast.taps.registry import (
     Activations,
     Rule,
     find_broadcast,
-    find_fault,
     find_forward,
     find_rule,
+    has_something_to_tap,
     owned_modules,
     owned_parameters,
     register_batch_dim,
@@ -46,10 +46,11 @@ __all__ = [
     "batch_in_front",
     "batch_to_front",
     "find_broadcast",
-    "find_fault",
     "find_forward",
     "find_rule",
+    "forget_compiled_code",
     "given_layout",
+    "has_something_to_tap",
     "in_backward",
     "layouts",
     "leaves_of",
