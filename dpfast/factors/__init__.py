@@ -6,6 +6,7 @@ makes one. Imports ``arithmetic`` and below.
 """
 
 from dpfast.factors.dense import Dense, Factor, channel_sum, row_sum
+from dpfast.factors.folded import folded
 from dpfast.factors.lookup import Lookup
 from dpfast.factors.merge import merge
 from dpfast.factors.outer_product import OuterProduct
@@ -24,6 +25,7 @@ __all__ = [
     "Reshaped",
     "Waiting",
     "channel_sum",
+    "folded",
     "merge",
     "row_sum",
     "sq_norms",

@@ -7,6 +7,9 @@ autograd_grad_sample.remove_hooks(model)
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import nn
 
 from dpfast.errors import StateError
@@ -15,7 +18,12 @@ from dpfast.modes.grad_sample_module import GradSampleModule, Hooks
 _NAME = "autograd_grad_sample_hooks"  # as in Opacus, so that each refuses a model that the other has
 
 
-def add_hooks(model: nn.Module, loss_reduction: str = "mean", batch_first: bool = True) -> None:
+def add_hooks(
+    model: nn.Module,
+    loss_reduction: str = "mean",
+    batch_first: bool = True,
+    layout: Mapping[str, Any] | None = None,
+) -> None:
     """From here on a backward pass leaves ``p.grad_sample`` on every trainable parameter of ``model``.
 
     Several backward passes without clearing ``p.grad_sample`` make it a list, one entry (N, *p.shape) a pass.
@@ -23,10 +31,11 @@ def add_hooks(model: nn.Module, loss_reduction: str = "mean", batch_first: bool 
     Args:
         model: stays what it is: same class, same attributes, same state_dict. loss_reduction: how the loss adds
             up samples, "mean" or "sum". batch_first: whether samples are dimension 0 or 1 of inputs and outputs.
+            layout: where layers have their samples, as in :class:`dpfast.GradSampleModule`.
 
     Raises:
         StateError: the model has hooks already. UnsupportedModuleError: it mixes samples. InputError: another
-            ``loss_reduction``.
+            ``loss_reduction``, or a ``layout`` that names no layer.
 
     Numerics:
         grad_sample is fp32 (fp64 for fp64 inputs) whatever the parameter's dtype.
@@ -44,7 +53,9 @@ def add_hooks(model: nn.Module, loss_reduction: str = "mean", batch_first: bool 
     if hasattr(model, _NAME):
         raise StateError("Trying to add hooks twice to the same model; remove the first ones with remove_hooks(model)")
     # In the model's __dict__, and not among its submodules: the state_dict and parameters() stay as they are.
-    model.__dict__[_NAME] = GradSampleModule(model, loss_reduction=loss_reduction, batch_first=batch_first)
+    model.__dict__[_NAME] = GradSampleModule(
+        model, loss_reduction=loss_reduction, batch_first=batch_first, layout=layout
+    )
 
 
 def remove_hooks(model: nn.Module) -> None:

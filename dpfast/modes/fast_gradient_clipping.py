@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -66,7 +66,7 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
     measured is what is summed. A sample whose norm is not finite gets c_n = 0 and adds exactly nothing.
 
     Args:
-        m, batch_first, loss_reduction, strict, force_functorch: as in :class:`GradSampleModule`.
+        m, batch_first, loss_reduction, strict, force_functorch, layout: as in :class:`GradSampleModule`.
         max_grad_norm: C; may be changed between steps.
         use_ghost_clipping: False takes every norm from materialized per-sample gradients.
         passes: 1 as above. 2 as Opacus: the backward pass leaves norms alone; the caller's second one, on
@@ -105,6 +105,7 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
         use_ghost_clipping: bool = True,
         passes: int = 1,
         norm_clipper: NormClipper | None = None,
+        layout: Mapping[str, Any] | None = None,
     ):
         check_threshold(max_grad_norm)
         if passes not in (1, 2):
@@ -116,6 +117,7 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
             loss_reduction=loss_reduction,
             strict=strict,
             force_functorch=force_functorch,
+            layout=layout,
         )
         self.max_grad_norm = max_grad_norm
         self.use_ghost_clipping = use_ghost_clipping

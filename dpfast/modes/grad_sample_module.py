@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -43,16 +43,20 @@ class GradSampleModule(nn.Module):
 
     Args:
         m: the module to wrap. It is changed in place until :meth:`to_standard_module` gives it back.
-        batch_first: samples are dimension 0 of inputs and outputs (True) or dimension 1 (False).
+        batch_first: samples are dimension 0 of inputs and outputs (True) or dimension 1 (False). A hint: what runs of
+            the model on a few samples tell (docs/layouts.md) goes before it.
         loss_reduction: how the loss adds up samples, "mean" or "sum"; with "mean" a sample's gradient is N times
             its share.
         strict: refuse at once a module that :meth:`validate` finds fault with; otherwise the error comes with
             the first backward pass that reaches it, and a faulty layer that is frozen does no harm.
         force_functorch: take every layer's gradients through ``torch.func``, none through its rule.
+        layout: where layers have their samples, by their names, where the model is not to be asked: a dimension (0, 1,
+            ...), "N*k" (k rows of dimension 0 are one sample's and stand together), "k*N" (the samples come again and
+            again) or "shared" (no samples). ``layout={"encoder.lin": 1}``.
 
     Raises:
         UnsupportedModuleError: ``strict`` and the module mixes samples (BatchNorm).
-        InputError: ``loss_reduction`` is not "mean" or "sum".
+        InputError: ``loss_reduction`` is not "mean" or "sum"; ``layout`` names no layer or says nothing of it.
         StateError: the module is wrapped already.
 
     Numerics:
@@ -83,6 +87,7 @@ class GradSampleModule(nn.Module):
         loss_reduction: str = "mean",
         strict: bool = True,
         force_functorch: bool = False,
+        layout: Mapping[str, Any] | None = None,
     ):
         super().__init__()
         check_loss_reduction(loss_reduction)
@@ -94,7 +99,9 @@ class GradSampleModule(nn.Module):
         self.grad_accumulation_allowed = True
         self._tapped: Hooks | None = None
         self._escaped = DroppedSamples(_ESCAPED)
-        self.add_hooks(loss_reduction=loss_reduction, batch_first=batch_first, force_functorch=force_functorch)
+        self.add_hooks(
+            loss_reduction=loss_reduction, batch_first=batch_first, force_functorch=force_functorch, layout=layout
+        )
         self.set_grad_sample_to_none()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -116,15 +123,20 @@ class GradSampleModule(nn.Module):
     # --- hooks ---
 
     def add_hooks(
-        self, *, loss_reduction: str = "mean", batch_first: bool = True, force_functorch: bool = False
+        self,
+        *,
+        loss_reduction: str = "mean",
+        batch_first: bool = True,
+        force_functorch: bool = False,
+        layout: Mapping[str, Any] | None = None,
     ) -> None:
-        """Taps the wrapped module.
+        """Taps the wrapped module; arguments as in the constructor.
 
         Raises:
-            StateError: it is tapped already. InputError: ``loss_reduction`` is not "mean" or "sum".
+            StateError: it is tapped already. InputError: ``loss_reduction`` is not "mean" or "sum", or for ``layout``.
         """
         check_loss_reduction(loss_reduction)
-        tapped = Hooks(self._module, self, batch_first=batch_first, force_functorch=force_functorch)
+        tapped = Hooks(self._module, self, batch_first=batch_first, force_functorch=force_functorch, layout=layout)
         tapped.add()
         self._tapped = tapped
         self.loss_reduction, self.batch_first, self.force_functorch = loss_reduction, batch_first, force_functorch

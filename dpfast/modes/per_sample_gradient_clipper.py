@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,8 +20,8 @@ class PerSampleGradientClipper:
     Args:
         module: the module; go on calling it as it is. :meth:`close` takes everything off it again.
         norm_clipper: says how much of each sample may stay.
-        batch_first, loss_reduction: as in :class:`dpfast.GradSampleModule`; with "mean", :meth:`pre_step` divides the
-            clipped sum by the number of samples, with "sum" it does not.
+        batch_first, loss_reduction, layout: as in :class:`dpfast.GradSampleModule`; with "mean", :meth:`pre_step`
+            divides the clipped sum by the number of samples, with "sum" it does not.
 
     Raises:
         as GradSampleModule; InputError where the clipper has thresholds for another number of parameters.
@@ -41,7 +41,12 @@ class PerSampleGradientClipper:
     """
 
     def __init__(
-        self, module: nn.Module, norm_clipper: NormClipper, batch_first: bool = True, loss_reduction: str = "mean"
+        self,
+        module: nn.Module,
+        norm_clipper: NormClipper,
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        layout: Mapping[str, Any] | None = None,
     ):
         self.module = module
         self.norm_clipper = norm_clipper
@@ -50,7 +55,7 @@ class PerSampleGradientClipper:
         self.on_batch_clip_func: Callable[..., None] | None = None
         norm_clipper.for_parameters(len(self._named_parameters()))
         self._wrapped: GradSampleModule | None = GradSampleModule(
-            module, batch_first=batch_first, loss_reduction=loss_reduction
+            module, batch_first=batch_first, loss_reduction=loss_reduction, layout=layout
         )
         self._sums: dict[nn.Parameter, Tensor] = {}
         self._samples = 0

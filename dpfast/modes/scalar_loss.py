@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dpfast.errors import LossError
+from dpfast.modes.mixed_losses import check_for_pairs
 
 
 def check_losses() -> None:
@@ -31,6 +32,8 @@ def check_losses() -> None:
                     f"the loss has shape {tuple(tensors.shape)}, and backward() takes one number; it was made from the "
                     f"output of {layer}: reduce it by .mean() (loss_reduction='mean') or .sum()"
                 )
+        if isinstance(tensors, Tensor):
+            check_for_pairs(tensors)
         return original(tensors, grad_tensors, *args, **kwargs)
 
     backward._checks_losses = True  # type: ignore[attr-defined]  # a mark of ours

@@ -5,7 +5,6 @@ In the backward pass each tap hands (activations, backprops) to its module's rul
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -20,8 +19,9 @@ from torch.utils.hooks import RemovableHandle
 from dpfast.arithmetic import exact_arithmetic
 from dpfast.distributed import in_process_group
 from dpfast.errors import DpfastError, InputError, StateError, UnsupportedModuleError
-from dpfast.factors import Factor
+from dpfast.factors import Factor, folded
 from dpfast.modes.escaped_gradients import Guards
+from dpfast.modes.mixed_losses import expect_loss, refuse_mixed
 from dpfast.modes.running import running, storage
 from dpfast.modes.scalar_loss import check_losses
 from dpfast.modes.second_pass import FirstPass, Output, SecondPass
@@ -34,13 +34,17 @@ from dpfast.taps import (
     DetachableParameters,
     Probe,
     Record,
+    Rows,
     Tap,
     TappedForward,
     batch_in_front,
     find_broadcast,
-    find_fault,
+    forget_compiled_code,
+    given_layout,
+    has_something_to_tap,
     in_backward,
     layouts,
+    leaves_of,
     never_compiled,
     owned_modules,
     suspended,
@@ -60,11 +64,21 @@ class TappedModel:
         mode: receives factors and the end of each backward pass.
         batch_first: whether samples are the first or the second dimension of inputs and outputs.
         force_functorch: take no layer's own rule.
+        layout: where layers have their samples, by name, where that must not be found out.
     """
 
-    def __init__(self, model: nn.Module, mode: Mode, *, batch_first: bool = True, force_functorch: bool = False):
+    def __init__(
+        self,
+        model: nn.Module,
+        mode: Mode,
+        *,
+        batch_first: bool = True,
+        force_functorch: bool = False,
+        layout: Mapping[str, Any] | None = None,
+    ):
         self.model = model
         self.mode = mode
+        self.layout = {} if layout is None else layout
         self.batch_dim = 0 if batch_first else 1
         self.force_functorch = force_functorch
         self.enabled = True
@@ -98,7 +112,7 @@ class TappedModel:
                 module._parameters = DetachableParameters(module._parameters)
                 self._swapped.watch(module._parameters)
                 self._parameter_owners.append(module)
-            if id(module) not in inner and _has_something_to_tap(module):
+            if id(module) not in inner and has_something_to_tap(module):
                 tap = Tap(self, name, module, **layout._asdict())
                 module.forward = TappedForward(tap, module.__dict__.get("forward"))
                 self._taps.append(tap)
@@ -109,12 +123,19 @@ class TappedModel:
                     module, method, BroadcastMethod(tap, method, getattr(module, child), functorch.linear_in_parameters)
                 )
                 self._broadcasts.append((module, method))
+        try:
+            given = given_layout(self.layout, [tap.name for tap in self._taps])
+        except InputError:
+            self.remove()
+            raise
+        for tap in self._taps:
+            tap.given = given.get(tap.name)
         self._root_handles = [
             self.model.register_forward_pre_hook(self._enter, with_kwargs=True),
             self.model.register_forward_hook(self._leave, always_call=True),
         ]
         self.guard_parameters()
-        _forget_compiled_code()
+        forget_compiled_code()
 
     def remove(self) -> None:
         """Puts every module back as it was. Safe to call twice."""
@@ -134,7 +155,7 @@ class TappedModel:
             handle.remove()
         self._root_handles.clear()
         self._guards.drop()
-        _forget_compiled_code()
+        forget_compiled_code()
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles carry the taps, not what hangs on the originals' parameters and backward passes."""
@@ -154,7 +175,7 @@ class TappedModel:
             self.mode.on_forward()
         self.guard_parameters()
         dim = self.batch_dim
-        leaves = tree_leaves((args, kwargs), is_leaf=lambda x: isinstance(x, PackedSequence))
+        leaves = leaves_of((args, kwargs))
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         sizes = (
             int(x.batch_sizes[0]) if isinstance(x, PackedSequence) else x.shape[dim]
@@ -162,8 +183,8 @@ class TappedModel:
             if isinstance(x, PackedSequence) or (isinstance(x, Tensor) and x.dim() > dim)
         )
         size = next(sizes, None)
-        if size is not None:
-            self._probe.look((args, kwargs), leaves, size)
+        if size is not None and self._probe.look((args, kwargs), leaves, size):
+            expect_loss(self)
         running.inputs = {storage(x) for x in tensors}
         running.push(self, size)
 
@@ -176,8 +197,11 @@ class TappedModel:
         batch_size = running.pop(self)
         if not (self.enabled and torch.is_grad_enabled()) or in_backward() is not None:
             return
-        for leaf in tree_leaves(output):
+        mixed = self._probe.mixed_outputs()
+        for number, leaf in enumerate(tree_leaves(output)):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
+                if number in mixed:
+                    leaf.register_hook(partial(refuse_mixed, number, tuple(leaf.shape), mixed[number]))
                 leaf.register_hook(partial(self._on_output_grad, Output(batch_size, self.batch_dim)))
 
     def batch_size(self) -> int | None:
@@ -314,13 +338,17 @@ class TappedModel:
             factors = self.factors(record, activations, backprops)
         forgotten = [p for p in record.parameters if p.requires_grad and p not in factors]  # or frozen since
         if forgotten:
-            names = [name for name, p in self.model.named_parameters() if any(p is f for f in forgotten)]
             raise UnsupportedModuleError(
-                f"{layer}: its rule gives no gradient of {', '.join(names) or 'a parameter'}; register a rule that "
-                "does (dpfast.register_rule), or freeze it"
+                f"{layer}: its rule gives no gradient of {', '.join(map(self._name_of, forgotten))}; register a rule "
+                "that does (dpfast.register_rule), or freeze it"
             )
         ordinary = {}
         for parameter, factor in factors.items():
+            if factor.shape != parameter.shape:
+                raise UnsupportedModuleError(
+                    f"{layer}: its rule gives gradients {tuple(factor.shape)} of {self._name_of(parameter)}, which is "
+                    f"{tuple(parameter.shape)}"
+                )
             if step.num_samples is None:
                 step.num_samples, step.first_layer = factor.num_samples, layer
             elif step.num_samples != factor.num_samples:
@@ -338,6 +366,10 @@ class TappedModel:
                 ordinary[parameter] = gradient
         return ordinary
 
+    def _name_of(self, parameter: nn.Parameter) -> str:
+        names = (name for name, p in self.model.named_parameters() if p is parameter)
+        return f"parameter {next(names, 'of another model')}"
+
     def check_ordinary(self, record: Record) -> None:
         """Raises StateError where a second backward pass is to come and this one came past the model's outputs."""
         if isinstance(record.seen_by, FirstPass) and record.seen_by.asked:
@@ -350,29 +382,19 @@ class TappedModel:
     def factors(self, record: Record, activations: Activations, backprops: Any) -> Mapping[nn.Parameter, Factor]:
         """The rule's answer; its errors name the layer."""
         tap, rule = record.tap, record.rule
-        dim = record.samples_in(activations, backprops)
+        place = record.samples_in(activations, backprops)
         if not record.as_is:
-            activations, backprops = batch_in_front(activations, backprops, dim)
-            if record.tap.folded and record.batch_size is not None:
+            activations, backprops = batch_in_front(activations, backprops, place)
+            if tap.folded and record.batch_size is not None and not (isinstance(place, Rows) and not place.together):
                 activations, backprops = unfolded(activations, backprops, record.batch_size)
             rule = functorch.functorch if self.force_functorch or rule is None else rule
         try:
             with taps_suspended():
                 gradients = backprops[0] if len(backprops) == 1 else backprops
-                return rule(tap.module, activations, gradients)  # type: ignore[misc]  # a piece always has one
+                found = rule(tap.module, activations, gradients)  # type: ignore[misc]  # a piece always has one
+            if isinstance(place, Rows) and record.batch_size is not None:
+                n, together = record.batch_size, bool(place.together)
+                return {p: folded(factor, n, rows_together=together) for p, factor in found.items()}
+            return found
         except DpfastError as error:
             raise type(error)(f"{tap.layer}: {error}") from error
-
-
-def _has_something_to_tap(module: nn.Module) -> bool:
-    """Parameters of its own, or a reason to fail."""
-    if any(m._parameters for m in owned_modules(module)):
-        return True
-    return find_fault(module) is not None
-
-
-def _forget_compiled_code() -> None:
-    """Code that torch.compile made of the modules would not notice that taps have come or gone."""
-    dynamo = sys.modules.get("torch._dynamo")
-    if dynamo is not None and hasattr(dynamo, "reset"):
-        dynamo.reset()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,6 +31,8 @@ class Use:
         shape: (T, D, P) of an outer product, (T, D) of a lookup, the parameter's shape otherwise.
         flops: what the norm costs a sample, on top of the clipped sum.
         kept_bytes: what is kept of a sample until its clip factor is known, beyond what autograd keeps anyway.
+        samples: where they are in the layer's output, as in ``layout=``: the dimension, or "N*k" or "k*N" rows of it;
+            "?" behind it where that is assumed, because the model could not be run to find out.
     """
 
     layer: str
@@ -40,6 +42,7 @@ class Use:
     shape: tuple[int, ...]
     flops: int
     kept_bytes: int
+    samples: str = ""
 
 
 @dataclass(frozen=True)
@@ -65,9 +68,18 @@ class Explanation:
         return sum(u.kept_bytes for u in self.uses)
 
     def __str__(self) -> str:
-        header = ("layer", "parameter", "rule", "way", "shape", "FLOPs", "kept bytes")
+        header = ("layer", "parameter", "rule", "way", "shape", "FLOPs", "kept bytes", "samples")
         rows = [
-            (u.layer, u.parameter, u.rule, u.way, "×".join(map(str, u.shape)), f"{u.flops:,}", f"{u.kept_bytes:,}")
+            (
+                u.layer,
+                u.parameter,
+                u.rule,
+                u.way,
+                "×".join(map(str, u.shape)),
+                f"{u.flops:,}",
+                f"{u.kept_bytes:,}",
+                u.samples,
+            )
             for u in self.uses
         ]
         widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
@@ -126,7 +138,8 @@ def _explained(tapped: TappedModel, model: nn.Module, batch: tuple[Any, ...], in
     def observe(record: Record, parameter: nn.Parameter, factor: Factor) -> None:
         rule = _rule_name(tapped, record)
         sizes.add(factor.num_samples)
-        uses.extend(_use(record.tap.layer, names.get(parameter, "?"), rule, part) for part in _parts(factor))
+        found = [_use(record.tap.layer, names.get(parameter, "?"), rule, part) for part in _parts(factor)]
+        uses.extend(replace(use, samples=record.where()) for use in found)
 
     before = tapped.mode, tapped.enabled, tapped.observe
     tapped.mode, tapped.enabled, tapped.observe = _Nothing(), True, observe

@@ -21,7 +21,7 @@ def embedding(layer: nn.Embedding, activations: Activations, backprops: Tensor) 
         return {}
     if activations[0].dim() == 0:
         raise InputError("its input has no dimension of samples")
-    factor = Lookup(activations[0], backprops, layer.num_embeddings, layer.padding_idx)
+    factor = Lookup(activations[0], backprops, len(layer.weight), layer.padding_idx)
     return {layer.weight: factor}  # type: ignore[dict-item]  # torch declares a Tensor
 
 
@@ -54,7 +54,7 @@ def embedding_bag(layer: nn.EmbeddingBag, activations: Activations, backprops: T
         if weights is not None:
             rows = rows * weights.to(rows.dtype).unsqueeze(-1)
     rows = rows.masked_fill(~inside.unsqueeze(-1), 0.0)
-    factor = Lookup(indices, rows, layer.num_embeddings)
+    factor = Lookup(indices, rows, len(layer.weight))
     return {layer.weight: factor}  # type: ignore[dict-item]  # torch declares a Tensor
 
 

@@ -7,17 +7,18 @@ registered and found in ``registry``. Imports ``factors`` and below.
 from dpfast.taps import registry
 from dpfast.taps.broadcast import BroadcastMethod
 from dpfast.taps.detached import DetachableParameters
-from dpfast.taps.layout import batch_in_front, batch_to_front, layouts, unfolded
+from dpfast.taps.inputs import leaves_of
+from dpfast.taps.layout import Rows, batch_in_front, batch_to_front, given_layout, layouts, unfolded
 from dpfast.taps.node import Record
-from dpfast.taps.passes import in_backward, never_compiled, suspended, taps_suspended
+from dpfast.taps.passes import forget_compiled_code, in_backward, never_compiled, suspended, taps_suspended
 from dpfast.taps.probe import Probe
 from dpfast.taps.registry import (
     Activations,
     Rule,
     find_broadcast,
-    find_fault,
     find_forward,
     find_rule,
+    has_something_to_tap,
     owned_modules,
     owned_parameters,
     register_batch_dim,
@@ -41,6 +42,7 @@ __all__ = [
     "Pieces",
     "Probe",
     "Record",
+    "Rows",
     "Rule",
     "Shared",
     "Tap",
@@ -48,11 +50,14 @@ __all__ = [
     "batch_in_front",
     "batch_to_front",
     "find_broadcast",
-    "find_fault",
     "find_forward",
     "find_rule",
+    "forget_compiled_code",
+    "given_layout",
+    "has_something_to_tap",
     "in_backward",
     "layouts",
+    "leaves_of",
     "never_compiled",
     "owned_modules",
     "owned_parameters",

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 from dpfast.errors import InputError
 from dpfast.taps.dependence import Dependence
@@ -49,7 +49,7 @@ def calls_in_forward(
         dims: the dimension of each of them that is set to ``size``, if any.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    memo: dict[int, Any] = {id(taps[0].taps): _Nobody()}
+    memo: dict[int, Any] = {id(taps[0].taps): Nobody()}
     with FakeCopyMode(mode):
         model, taps = copy.deepcopy((model, list(taps)), memo)
     for module in model.modules():  # hooks are not copied with what they hold
@@ -61,7 +61,7 @@ def calls_in_forward(
         samples = [x for x, dim in zip(inputs, dims, strict=True) if isinstance(x, Tensor) and dim is not None]
         dependence = Dependence(tensors, samples, size)
         probes = [_Probe.of(tap, size, dependence) for tap in taps]
-        args, kwargs = tree_unflatten(inputs, structure)
+        args, kwargs = structure.unflatten(inputs)
         with dependence:
             model(*args, **kwargs)
     return [probe.told() for probe in probes]
@@ -113,7 +113,9 @@ class _Probe(Tap):
         outputs = [x.shape for x in found]
         rank = len(outputs[0]) if outputs and substitute is None else None
         inputs = [x.shape for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        if not isinstance(output, Shared):  # which tells by itself
+        if isinstance(output, Shared):  # which tells by itself
+            self.fine[(ALONE, rank, "too")] = True
+        else:
             self.calls.append((rank, (inputs, outputs)))
         if self.dependence.mixed != mixed:
             self.fine[(OWN, "mixes")] = False
@@ -173,7 +175,7 @@ def _note(operation: Operation, fine: bool, where: str = "") -> None:
             probe.fine[source.key] = fine and probe.fine.get(source.key, True)
 
 
-class _Nobody:
+class Nobody:
     """Stands where the tapped model is, in a copy: catches nothing."""
 
     active = inserts = False

@@ -2,28 +2,51 @@
 
 from __future__ import annotations
 
+import difflib
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from dpfast.errors import InputError
 from dpfast.taps.registry import Activations, find_batch_dim, find_forward, find_rule, folds_samples
 
 Call = tuple[Sequence[Sequence[int]], Sequence[Sequence[int]]]
 """The shapes of the tensors that one run of a module took, and of the floating-point ones that it gave."""
 
-Place = int | str | None
+
+class Rows(NamedTuple):
+    """Samples that stand in a dimension together with something else, k rows of each.
+
+    Attributes:
+        dim: the dimension, k·N long.
+        together: a sample's rows stand together; False: the samples come again and again; None: not known.
+    """
+
+    dim: int
+    together: bool | None
+
+
+class Mixed(str):
+    """Why the rows of a module are not each one sample's, whatever the dimension."""
+
+
+Place = int | Rows | str | None
 """The dimension of a module's samples; why there is none that could be taken; None: not known."""
+
+Given = int | Rows | str | None
+"""What the user says of a layer."""
+
+NO_SAMPLES = "its output is the same whatever the batch, one for all samples"
+SHARED = "shared"
+_TOGETHER, _OVER_AND_OVER = "N*k", "k*N"
 
 Places = Place | dict[Any, Place]
 """The same for every kind of input, or by kinds."""
 
 # What torch itself has in dimension 0.
 _SAMPLES_FIRST = (nn.modules.conv._ConvNd, nn.GroupNorm, nn.modules.instancenorm._InstanceNorm, nn.EmbeddingBag)
-
-
-NO_SAMPLES = "its output is the same whatever the batch, one for all samples"
 
 
 class Layout(NamedTuple):
@@ -75,13 +98,74 @@ def layouts(model: nn.Module, batch_dim: int) -> list[tuple[str, nn.Module, Layo
     return found
 
 
+def layout_line(name: str) -> str:
+    """What settles where a layer has its samples."""
+    return f"layout={{{name!r}: 0}} (the dimension; 'N*k' or 'k*N' for k rows a sample; 'shared' for none)"
+
+
+def given_layout(layout: Mapping[str, Any], names: Sequence[str]) -> dict[str, Given]:
+    """What the user says of layers, by name.
+
+    Raises:
+        InputError: a name that is no layer's with parameters of its own, or a value that is none.
+    """
+    if not isinstance(layout, Mapping):
+        raise InputError(f"layout={layout!r} must be a dict of layers' names, as {layout_line('encoder.lin')}")
+    found: dict[str, Given] = {}
+    for name, value in layout.items():
+        if name not in names:
+            near = difflib.get_close_matches(str(name), names) or list(names[:3])
+            raise InputError(
+                f"layout: {name!r} is not the name of a layer with parameters of its own; near it: "
+                f"{', '.join(map(repr, near)) or 'none'}"
+            )
+        if value == SHARED or (type(value) is int and value >= 0):
+            found[name] = value
+        elif value in (_TOGETHER, _OVER_AND_OVER):
+            found[name] = Rows(0, value == _TOGETHER)
+        else:
+            raise InputError(
+                f"layout: {name!r} has {value!r}, and not a dimension 0, 1, ..., 'N*k' (k rows of dimension 0 a "
+                "sample, which stand together), 'k*N' (the samples over and over) or 'shared' (no samples)"
+            )
+    return found
+
+
+def check_given(layer: str, given: Given, learned: Place, shape: Sequence[int], n: int) -> Place:
+    """The place that has been given.
+
+    Raises:
+        InputError: it cannot be so.
+    """
+    if isinstance(learned, Mixed):
+        return learned
+    seen = f"{layer}: layout says {_in_words(given)}, and its output {tuple(shape)} of a batch of {n}"
+    if given == SHARED:
+        if isinstance(learned, (int, Rows)):
+            raise InputError(f"{seen} has samples: {_in_words(learned)}")
+        return NO_SAMPLES
+    dim = given.dim if isinstance(given, Rows) else given
+    assert isinstance(dim, int)
+    size = shape[dim] if dim < len(shape) else None
+    if size is None or (size % max(n, 1) if isinstance(given, Rows) else size != n):
+        raise InputError(f"{seen} does not have that")
+    return given
+
+
+def _in_words(place: Place) -> str:
+    if isinstance(place, Rows):
+        return f"{_TOGETHER if place.together else _OVER_AND_OVER} rows in dimension {place.dim}"
+    return f"samples in dimension {place}" if isinstance(place, int) else repr(place)
+
+
 def batch_to_front(x: Any, batch_dim: int) -> Any:
     """A tensor with its samples in dimension 0; anything else as it is."""
     return x.movedim(batch_dim, 0) if isinstance(x, Tensor) and x.dim() > batch_dim else x
 
 
-def batch_in_front(activations: Activations, backprops: Any, dim: int) -> tuple[Activations, Any]:
-    """Both with their samples in dimension 0."""
+def batch_in_front(activations: Activations, backprops: Any, place: int | Rows) -> tuple[Activations, Any]:
+    """Both with their samples, or rows, in dimension 0."""
+    dim = place.dim if isinstance(place, Rows) else place
     if dim != 0:
         activations = activations.map(lambda x: batch_to_front(x, dim))
         backprops = tuple(batch_to_front(x, dim) for x in backprops)
@@ -101,12 +185,11 @@ def unfolded(activations: Activations, backprops: Any, n: int) -> tuple[Activati
     return activations.map(unfold), tuple(map(unfold, backprops))
 
 
-def place_of(module: nn.Module, batch_dim: int, call: Call, other: Call, sizes: Sequence[int]) -> Place:
+def place_of(module: nn.Module, call: Call, other: Call, sizes: Sequence[int]) -> Place:
     """Where a module has its samples, from one run of it on a batch of each of two sizes.
 
     Args:
-        batch_dim: where it is taken to have them. Rows there that are not just the samples (positions folded into
-            them) are left to those who count the rows.
+        call, other: of the two runs. sizes: of the batches.
     """
     pairs = [list(zip(one, two, strict=True)) for one, two in zip(call, other, strict=True)]
     if any(len(one) != len(two) for some in pairs for one, two in some):
@@ -114,22 +197,24 @@ def place_of(module: nn.Module, batch_dim: int, call: Call, other: Call, sizes: 
     inputs, outputs = ([_dims(one, two, sizes) for one, two in some] for some in pairs)
     if find_forward(module) is not None:  # what is tapped are pieces of it, laid out as it says itself
         own = 0 if getattr(module, "batch_first", True) else 1
-        if not inputs or inputs[0] == {own: True}:
+        if not inputs or inputs[0] == {own: 1}:
             return own
+        if list(inputs[0]) == [own] and inputs[0][own] is not None:
+            return Rows(own, None)
         return f"its batch_first says that samples are in dimension {own} of its input, where they are not"
     found = [dims for dims in outputs if dims]
     if not found:
         return NO_SAMPLES if outputs else None
     if len({dim for dims in found for dim in dims}) > 1:
         return "its output has the batch in several dimensions"
-    ((dim, exact),) = found[0].items()
-    if not exact:
-        return dim if dim == batch_dim else f"its output has samples folded into dimension {dim}"
+    ((dim, times),) = found[0].items()
+    if times is None:
+        return f"dimension {dim} of its output follows the batch, but is no multiple of it"
     if dim != 0 and isinstance(module, _SAMPLES_FIRST):
         return f"its samples are in dimension {dim}, where {type(module).__name__} cannot have them"
-    if find_rule(module) is None and any(dims and dims != {dim: True} for dims in inputs):
+    if find_rule(module) is None and any(dims and dims != {dim: times} for dims in inputs):
         return f"its output has samples in dimension {dim}, an input has them elsewhere"
-    return dim
+    return dim if times == 1 else Rows(dim, None)
 
 
 def place_of_result(one: Sequence[Sequence[int]], two: Sequence[Sequence[int]], sizes: Sequence[int]) -> Place:
@@ -137,9 +222,14 @@ def place_of_result(one: Sequence[Sequence[int]], two: Sequence[Sequence[int]], 
     found = [_dims(x, y, sizes) for x, y in zip(one, two, strict=True)]
     if not any(found):
         return NO_SAMPLES
-    return next(iter(found[0])) if len(found) == 1 and list(found[0].values()) == [True] else None
+    return next(iter(found[0])) if len(found) == 1 and list(found[0].values()) == [1] else None
 
 
-def _dims(one: Sequence[int], two: Sequence[int], sizes: Sequence[int]) -> dict[int, bool]:
-    """The dimensions that follow the batch, and whether each is just the samples."""
-    return {d: list(pair) == list(sizes) for d, pair in enumerate(zip(one, two, strict=True)) if pair[0] != pair[1]}
+def _dims(one: Sequence[int], two: Sequence[int], sizes: Sequence[int]) -> dict[int, int | None]:
+    """The dimensions that follow the batch, and how many times as long as the batch each is, if any."""
+    found: dict[int, int | None] = {}
+    for d, (x, y) in enumerate(zip(one, two, strict=True)):
+        if x != y:
+            times, rest = divmod(x, sizes[0])
+            found[d] = times if not rest and y == times * sizes[1] else None
+    return found

@@ -12,9 +12,9 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from dpfast.arithmetic import exact_arithmetic
-from dpfast.errors import InputError, StateError
+from dpfast.errors import InputError, StateError, UnsupportedModuleError
 from dpfast.factors import Factor
-from dpfast.taps.layout import Place, Places
+from dpfast.taps.layout import Given, Mixed, Place, Places, Rows, layout_line
 from dpfast.taps.passes import in_backward
 from dpfast.taps.registry import Activations, Rule
 from dpfast.taps.watch import Watch
@@ -74,14 +74,17 @@ class TappedLayer:
         self.batch_dim = batch_dim
         self.places: dict[Any, Places] = {}  # learned, by the rank of the output; None: of pieces; or see Tap.follow
         self.alone = False  # whether it is known that its output may have no samples
-        self.warned = False
+        self.shapes: dict[Any, str] = {}  # those seen under two batch sizes, in words
+        self.given: Given = None
+        self.name = name
         self.folded = folded
         self.module = module
         self.layer = f"{name} ({type(module).__name__})" if name else type(module).__name__
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A tap that an earlier version has pickled has learned nothing."""
-        self.__dict__.update({"places": {}, "warned": False, "alone": False, **state})
+        learned = {"places": {}, "shapes": {}, "alone": False}
+        self.__dict__.update({**learned, "given": None, "name": "", **state})
 
 
 class Record:
@@ -123,19 +126,36 @@ class Record:
         """Whether the step has no other use of the parameter; False where that is not known."""
         return self.uses is not None and self.uses[id(parameter)] == 1
 
-    def samples_in(self, activations: Activations, backprops: tuple[Tensor, ...]) -> int:
-        """The dimension. Raises InputError where there is none that could be taken."""
-        if isinstance(self.place, str):
-            took, gave = (
-                ", ".join(str(tuple(x.shape)) for x in some if isinstance(x, Tensor))
-                for some in (activations, backprops)
+    def where(self) -> str:
+        """The samples' place, in words."""
+        place = self.place
+        if isinstance(place, Rows):
+            return f"{place.dim}: {'N*k' if place.together else 'k*N'}"
+        return str(place) if isinstance(place, int) else f"{self.tap.batch_dim}?"
+
+    def samples_in(self, activations: Activations, backprops: tuple[Tensor, ...]) -> int | Rows:
+        """Where they are. Raises InputError where they are in no dimension that could be taken, UnsupportedModuleError
+        where rows are not one sample's."""
+        place, tap = self.place, self.tap
+        if isinstance(place, Rows) and place.together is None and self.batch_size:
+            place = f"its output has samples folded into dimension {place.dim}, in an order that is not known"
+        if not isinstance(place, str):
+            return tap.batch_dim if place is None else place
+        if isinstance(place, Mixed):
+            raise UnsupportedModuleError(
+                f"{tap.layer}: {place}. A sample's gradient depends on the others in its batch then, and clipping it "
+                "bounds nothing: normalise, attend and compare within each sample"
             )
-            raise InputError(
-                f"{self.tap.layer}: {self.place} (as forward passes on fake tensors of two batch sizes tell; it took "
-                f"{took or 'no tensor'} and gave {gave}). Every layer must see each sample once, in one dimension: "
-                "expand to the batch what the model broadcasts over its samples, or freeze the layer"
-            )
-        return self.tap.batch_dim if self.place is None else self.place
+        took, gave = (
+            ", ".join(str(tuple(x.shape)) for x in some if isinstance(x, Tensor)) for some in (activations, backprops)
+        )
+        seen = next((text for rank, text in tap.shapes.items() if rank in (None, backprops[0].dim())), "")
+        raise InputError(
+            f"{tap.layer}: {place} ({f'as forward passes tell, with output {seen}; ' if seen else ''}it took "
+            f"{took or 'no tensor'} and gave {gave}). Every layer must see each sample once, in one dimension: "
+            f"expand to the batch what the model broadcasts over its samples, or freeze the layer; or say where they "
+            f"are, {layout_line(tap.name)}"
+        )
 
     def take_tensors(self) -> list[Tensor]:
         tensors = [self.leaves[i].detach() for i in self.tensor_places]

@@ -53,3 +53,10 @@ def in_backward() -> int | None:
     """The backward pass that runs in this thread."""
     task = torch._C._current_graph_task_id()
     return None if task == -1 else task
+
+
+def forget_compiled_code() -> None:
+    """Code that torch.compile made of the modules would not notice that taps have come or gone."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None and hasattr(dynamo, "reset"):
+        dynamo.reset()

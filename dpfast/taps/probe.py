@@ -10,25 +10,52 @@ from __future__ import annotations
 import itertools
 import types
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
+from dpfast.taps.exchange import calls_on_data, told_by_exchange
 from dpfast.taps.fake_run import Values, calls_in_forward, nothing_left_behind
-from dpfast.taps.layout import Place, Places, note_kind, place_of, place_of_result
+from dpfast.taps.inputs import WITHOUT_TENSORS, Structure
+from dpfast.taps.layout import Mixed, Place, Places, kind_here, note_kind, place_of, place_of_result
 from dpfast.taps.passes import in_backward
-from dpfast.taps.tap import Tap
+from dpfast.taps.tap import OWN, Tap
 
 _PRIMES = (53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109, 113)
+_SMALL = (3, 5, 2, 7, 11, 13, 17, 19, 23, 29)
 _MOST_RUNS = 16
-_MOST_LOOKS = 8  # a model that takes lists of tensors might see ever new ones
-_WITHOUT_TENSORS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
+_AGAIN = 4  # looks at batches that tell too little (empty ones)
+_MOST_LOOKS = 64  # a model that takes lists of tensors might see ever new ones
 
-Found = dict[tuple[int, Any], Place]
+Found = dict[Any, Place]
 """By the number of a tap and the rank of its output, or the way to an operation on what has no samples."""
+
+
+class Seen(NamedTuple):
+    """What shapes tell: the places of taps, and the shapes of their outputs in words."""
+
+    places: Found
+    shapes: dict[Any, str]
+
+
+class Learned(NamedTuple):
+    """What runs of the model tell.
+
+    Attributes:
+        places: of taps. shapes: of their outputs, in words. outputs: of the model's outputs, by number, why a loss
+            that is made of one has no gradients by sample.
+        settled: nothing more would come of another look.
+    """
+
+    places: Found
+    shapes: dict[Any, str]
+    outputs: dict[int, str]
+    settled: bool
+
+
+_NOTHING = Learned({}, {}, {}, settled=True)
 
 
 class Probe:
@@ -42,85 +69,140 @@ class Probe:
     def __init__(self, receiver: Any, taps: Sequence[Tap]):
         self._receiver = weakref.ref(receiver)
         self._taps = taps
-        self._looks: set[tuple[Any, ...]] = set()
+        self._looks: dict[tuple[Any, ...], int] = {}  # how many more each may have
+        self.outputs: dict[Any, dict[int, str]] = {}  # of the model's outputs, by kind: those that mix samples
         self._dims: dict[tuple[Any, ...], list[set[int]]] = {}  # of each input, those that may follow the batch
 
-    def look(self, inputs: Any, leaves: Sequence[Any], n: int) -> None:
+    def look(self, inputs: Any, leaves: Sequence[Any], n: int) -> bool:
         """The model is called.
 
         Args:
             inputs: (args, kwargs). leaves: what is in them. n: how many samples the first tensor has.
+
+        Returns:
+            whether such inputs had not been seen.
         """
         receiver: Any = self._receiver()
         # Sizes and numbers do not count: batches and sequences of another length are of the same kind.
         kind: tuple[Any, ...] = (receiver.model.training, *inputs[1])
         kind += tuple(x.dim() if isinstance(x, Tensor) else x is True or type(x) for x in leaves)
         dims = [{d for d, s in enumerate(x.shape) if s == n} if isinstance(x, Tensor) else set() for x in leaves]
+        by_accident = _alike_by_accident(leaves, dims)
         for some, before in zip(dims, self._dims.get(kind, dims), strict=True):
             some &= before  # what once was not as long as the batch does not follow it
         self._dims[kind] = dims
+        kind += by_accident
         note_kind(receiver, kind)
         look = (*kind, *map(frozenset, dims))
-        if look in self._looks or not (receiver.enabled and torch.is_grad_enabled()) or in_backward() is not None:
-            return
-        if len(self._looks) < _MOST_LOOKS:
-            self._looks.add(look)
+        if self._looks.get(look, 1) == 0 or not (receiver.enabled and torch.is_grad_enabled()):
+            return False
+        if look not in self._looks and len(self._looks) >= _MOST_LOOKS:
+            note_kind(receiver, None)
+            return False
+        if in_backward() is None:
             follow = [receiver.batch_dim if receiver.batch_dim in some else min(some, default=None) for some in dims]
-            found = learned(receiver.model, self._taps, inputs, leaves, follow)
+            found = learned(receiver.model, self._taps, inputs, leaves, follow, n)
+            self._looks[look] = 0 if found.settled else self._looks.get(look, _AGAIN) - (n > 0)
+            self.outputs[kind] = found.outputs
             for i, tap in enumerate(self._taps):
-                for rank in {*tap.places, *(rank for number, rank in found if number == i)}:
-                    self._note(tap.places, rank, kind, found.get((i, rank)))
+                for rank in {*tap.places, *(rank for number, rank in found.places if number == i)}:
+                    self._note(tap.places, rank, kind, found.places.get((i, rank)))
+                    if (i, rank) in found.shapes:
+                        tap.shapes[rank] = found.shapes[i, rank]
                 tap.note_uses()
+        return True
+
+    def mixed_outputs(self) -> dict[int, str]:
+        """Of the model's outputs, by number, why those have no gradients by sample that have none."""
+        return self.outputs.get(kind_here(self._receiver()), {})
 
     def _note(self, places: dict[Any, Places], rank: Any, kind: Any, place: Place) -> None:
         before = places.get(rank, place)
         if isinstance(before, dict):
             before[kind] = place
-        elif before == place or len(self._dims) == 1:
+        elif before == place or self.outputs.keys() == {kind}:
             places[rank] = place
         else:
-            places[rank] = {**dict.fromkeys(self._dims, before), kind: place}
+            places[rank] = {**dict.fromkeys(self.outputs, before), kind: place}
+
+
+def _alike_by_accident(leaves: Sequence[Any], dims: Sequence[set[int]]) -> tuple[Any, ...]:
+    """The shapes, numbers and names, where an input is as long as the batch in another dimension too: a forward that
+    goes by these may go another way then, and nobody would see it."""
+    if all(len(some) < 2 for some in dims):
+        return ()
+    return tuple(tuple(x.shape) if isinstance(x, Tensor) else x if isinstance(x, (int, str)) else None for x in leaves)
 
 
 def learned(
-    model: nn.Module, taps: Sequence[Tap], inputs: Any, leaves: Sequence[Any], dims: Sequence[int | None]
-) -> Found:
-    """The places of taps when the model is called with such inputs, of which these dimensions may follow the batch;
-    none where it cannot run on fake tensors."""
-    if not taps or not all(isinstance(x, _WITHOUT_TENSORS) or type(x) in (Tensor, nn.Parameter) for x in leaves):
-        return {}
+    model: nn.Module, taps: Sequence[Tap], inputs: Any, leaves: Sequence[Any], dims: Sequence[int | None], n: int
+) -> Learned:
+    """What is told when the model is called with such inputs, of which these dimensions may follow the batch of n
+    samples; nothing where it runs neither on fake tensors nor on a few of the samples."""
+    if not taps or not all(isinstance(x, WITHOUT_TENSORS) or type(x) in (Tensor, nn.Parameter) for x in leaves):
+        return _NOTHING
     if any(isinstance(_own_forward(m), types.FunctionType) for m in model.modules()):
-        return {}  # a closure, which would run the model itself and not its copy
-    leaves, structure = tree_flatten(inputs)
+        return _NOTHING  # a closure, which would run the model itself and not its copy
+    structure = Structure(inputs)
+    leaves = structure.leaves
     sizes = {size for x in leaves for size in (x.shape if isinstance(x, Tensor) else [x]) if isinstance(size, int)}
-    sizes |= {size for x in (*model.parameters(), *model.buffers()) for size in x.shape}
-    primes = [p for p in _PRIMES if all(size == 0 or size % p for size in sizes)][:2]
+    inside = {size for x in (*model.parameters(), *model.buffers()) for size in x.shape}
+    primes = [p for p in _PRIMES if all(size == 0 or size % p for size in sizes | inside)][:2]
+    found, batched = _by_shapes(dims, lambda some: _found(model, taps, leaves, structure, some, primes))
+    if batched is None and n:
+        primes = [p for p in _SMALL if p not in sizes][:2]
+        found, batched = _by_shapes(dims, lambda some: _found_on_data(model, taps, leaves, structure, some, primes))
+    if batched is None:
+        return _NOTHING._replace(settled=n > 0)
+    places, shapes = found
+    told = told_by_exchange(model, taps, leaves, structure, batched, places, n) if n else None
+    if told is not None:
+        places.update(told.places)
+        for number in {number for (number, _), place in told.places.items() if isinstance(place, Mixed)}:
+            places[number, (OWN,)] = None  # its operations one by one would not show it
+    return Learned(
+        places, shapes, {} if told is None else told.outputs, settled=n > 0 and (told is None or told.changed)
+    )
+
+
+def _by_shapes(
+    dims: Sequence[int | None], run: Callable[[list[int | None]], list[Seen]]
+) -> tuple[Seen, list[int | None] | None]:
+    """What runs tell, and which dimensions of the inputs followed the batch in them; None where none of them runs.
+
+    Where not all can follow the batch (a (T, T) mask with T = N), as few as possible do not.
+    """
     following = [i for i, dim in enumerate(dims) if dim is not None]
     runs = 0
-    # Where not all of them can follow the batch (a (T, T) mask with T = N), as few as possible do not.
     for number in range(len(following)):
-        found: list[Found] = []
+        found: list[Seen] = []
+        batched: list[int | None] = []
         for fixed in itertools.combinations(following[1:], number):
-            batched = [None if i in fixed else dim for i, dim in enumerate(dims)]
-            found += _found(model, taps, leaves, structure, batched, primes)
+            some = [None if i in fixed else dim for i, dim in enumerate(dims)]
+            new = run(some)
+            batched = batched or (some if new else [])
+            found += new
             runs += 1
-        if found or runs >= _MOST_RUNS:
-            return _agreed(found)
-    return {}
+        if found:
+            return _agreed(found), batched
+        if runs >= _MOST_RUNS:
+            break
+    return Seen({}, {}), None
 
 
-def _agreed(found: Sequence[Found]) -> Found:
+def _agreed(found: Sequence[Seen]) -> Seen:
     """What all runs say that say something."""
-    together: Found = {}
-    for places in found:
+    together = Seen({}, {})
+    for places, shapes in found:
         for key, place in places.items():
-            together[key] = place if together.get(key, place) == place else None
+            together.places[key] = place if together.places.get(key, place) == place else None
+            together.shapes.update({key: shapes[key]} if key in shapes else {})
     return together
 
 
 def _found(
     model: nn.Module, taps: Sequence[Tap], leaves: list[Any], structure: Any, dims: list[int | None], primes: list[int]
-) -> list[Found]:
+) -> list[Seen]:
     """The places, with these dimensions of the inputs following the batch; several where the forward asks for values,
     which may be true or false; none where it does not run."""
     found = []
@@ -137,9 +219,20 @@ def _found(
     return found
 
 
-def _compared(taps: Sequence[Tap], first: Any, second: Any, primes: list[int]) -> Found:
+def _found_on_data(
+    model: nn.Module, taps: Sequence[Tap], leaves: list[Any], structure: Any, dims: list[int | None], sizes: list[int]
+) -> list[Seen]:
+    """The same from the samples themselves."""
+    try:
+        first, second = (calls_on_data(model, taps, leaves, structure, dims, size) for size in sizes)
+    except Exception:  # as above
+        return []
+    return [_compared(taps, first, second, sizes)]
+
+
+def _compared(taps: Sequence[Tap], first: Any, second: Any, sizes: list[int]) -> Seen:
     """What two forwards tell together; nothing of a tap that they do not run equally often."""
-    places: Found = {}
+    seen = Seen({}, {})
     for i, (tap, calls, others) in enumerate(zip(taps, first, second, strict=True)):
         if len(calls) != len(others):
             continue
@@ -147,12 +240,14 @@ def _compared(taps: Sequence[Tap], first: Any, second: Any, primes: list[int]) -
             if isinstance(call, bool):
                 place: Place = 0 if call and other else None
             elif isinstance(rank, tuple):
-                place = place_of_result(call[1], other[1], primes)
+                place = place_of_result(call[1], other[1], sizes)
             else:
-                place = place_of(tap.module, tap.batch_dim, call, other, primes)
-            if places.setdefault((i, rank), place) != place:
-                places[i, rank] = "its samples are in different dimensions at different uses"
-    return places
+                place = place_of(tap.module, call, other, sizes)
+                one, two = (", ".join(str(tuple(x)) for x in outputs) for _, outputs in (call, other))
+                seen.shapes[i, rank] = f"{one} of {sizes[0]} samples and {two} of {sizes[1]}"
+            if seen.places.setdefault((i, rank), place) != place:
+                seen.places[i, rank] = "its samples are in different dimensions at different uses"
+    return seen
 
 
 def _own_forward(module: nn.Module) -> Any:

@@ -304,6 +304,13 @@ def owned_modules(module: nn.Module) -> list[nn.Module]:
     return [m for _, m in _owned(module)]
 
 
+def has_something_to_tap(module: nn.Module) -> bool:
+    """Parameters of its own, or a reason to fail."""
+    if any(m._parameters for m in owned_modules(module)):
+        return True
+    return find_fault(module) is not None
+
+
 def owned_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """The trainable parameters of :func:`owned_modules`, by their names in the module."""
     return {

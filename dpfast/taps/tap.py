@@ -9,7 +9,6 @@ keeps the inputs through autograd's own saved tensors: activation checkpointing,
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,10 +17,10 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from dpfast.errors import DpfastWarning, InputError, UnsupportedModuleError
+from dpfast.errors import InputError, UnsupportedModuleError
 from dpfast.factors import Factor
 from dpfast.taps.detached import DetachableParameters, detached_parameters
-from dpfast.taps.layout import NO_SAMPLES, Place, kind_here
+from dpfast.taps.layout import NO_SAMPLES, Place, check_given, kind_here, layout_line
 from dpfast.taps.node import Record, TapFunction, TappedLayer
 from dpfast.taps.passes import in_backward, never_compiled, suspended
 from dpfast.taps.registry import (
@@ -264,17 +263,23 @@ class Tap(TappedLayer):
         if n is None:  # the model's own forward does not run
             return None
         place = self.places.get(None if output is None else output.dim())
+        kind = kind_here(self.taps)
         if isinstance(place, dict):
-            place = place.get(kind_here(self.taps), _NOT_TOLD) if record.created_in is None else _NOT_TOLD
-        if place is None and output is not None and n > 1 and not self.warned:
-            dim, shape = self.batch_dim, tuple(output.shape)
+            place = place.get(kind, _NOT_TOLD) if record.created_in is None else _NOT_TOLD
+        elif kind is None and record.created_in is None:
+            place = None  # one of too many kinds, which has not been looked at
+        if output is None:
+            return place
+        shape = tuple(output.shape)
+        if self.given is not None:
+            return check_given(self.layer, self.given, place, shape, n)
+        if place is None and n > 1:
+            dim = self.batch_dim
             if n in (shape[:dim] + shape[dim + 1 :])[:-1]:
-                self.warned = True
-                warnings.warn(
-                    f"{self.layer}: its samples are taken to be in dimension {dim} of its output {shape}, of which "
-                    "another is as long; a run on fake tensors, which would tell, failed or did not reach it",
-                    DpfastWarning,
-                    stacklevel=2,
+                raise InputError(
+                    f"{self.layer}: are samples in dimension {dim} of its output {shape}? Another is as long as the "
+                    f"batch of {n}, and the model could not be run on fake tensors, nor on a few samples, to find out; "
+                    f"say where they are, {layout_line(self.name)}"
                 )
         return place
 

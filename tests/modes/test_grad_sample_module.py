@@ -291,7 +291,7 @@ def test_layers_that_see_different_batches():
 
     model = Two()
     wrapped = dpfast.GradSampleModule(model)
-    with pytest.raises(InputError, match=r"(?s)\((Linear)\) saw a batch of . samples, . \(Linear\) one of"):
+    with pytest.raises(InputError, match=r"b \(Linear\): dimension 0 of its output follows the batch, but is no"):
         wrapped(torch.ones(5, 3)).backward()
     assert model.a.weight.grad_sample is None
     wrapped(torch.ones(2, 3), first=0).backward()

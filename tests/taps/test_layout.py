@@ -4,7 +4,6 @@ import copy
 import functools
 import pickle
 import random
-import warnings
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
 
 import dpfast
-from dpfast.errors import DpfastWarning, InputError
+from dpfast.errors import InputError, UnsupportedModuleError
 from dpfast.taps.fake_run import _Probe
 from dpfast.testing import clipped_sum, loop_over_samples, norms_of, relative_error
 
@@ -187,13 +186,6 @@ def test_samples_in_another_dimension(make, n, mode):
 # --- no samples, or not in one dimension ---
 
 
-class Folded(Model):
-    """Samples folded behind the positions, (T·N, D)."""
-
-    def between(self, x):
-        return self.lin(x.transpose(0, 1).flatten(0, 1)).unflatten(0, (T, -1)).transpose(0, 1)
-
-
 class OfTheirMean(Model):
     """A Linear on the mean of the samples."""
 
@@ -225,10 +217,9 @@ class RecurrentOverSamples(Model):
 
 
 REFUSED = {
-    OfTheirMean: "its output is the same whatever the batch",
-    Folded: "saw a batch of",
-    Pairs: "its output has the batch in several dimensions",
-    RecurrentOverSamples: "its batch_first says",
+    OfTheirMean: "samples meet in",
+    Pairs: "samples meet in",
+    RecurrentOverSamples: "samples meet in",
 }
 
 
@@ -237,7 +228,9 @@ REFUSED = {
 @pytest.mark.parametrize("wrapper", [dpfast.GradSampleModule, dpfast.GradSampleModuleFastGradientClipping])
 def test_no_samples_is_an_error_that_names_the_layer(make, n, wrapper):
     model = make()
-    with pytest.raises(InputError, match=rf"lin \(\w+\):? {REFUSED[make]}"):
+    mixes = REFUSED[make] == "samples meet in"
+    match = r"samples meet in (lin|head) \(\w+\)" if mixes else rf"lin \(\w+\):? {REFUSED[make]}"
+    with pytest.raises(UnsupportedModuleError if mixes else InputError, match=match):
         wrapper(model)(torch.randn(n, T, D)).sum().backward()
 
 
@@ -268,7 +261,7 @@ def runs(monkeypatch):
 
 def test_other_sizes_are_not_looked_at_again(runs):
     wrapped = dpfast.GradSampleModuleFastGradientClipping(TimeFirst())
-    for n, t in [(3, 4), (4, 4), (0, 4), (7, 2), (1, 9)]:
+    for n, t in [(3, 4), (5, 4), (0, 4), (7, 2), (1, 9)]:
         wrapped(torch.randn(n, t, D)).sum().backward()
         assert len(runs) == 2 * 3
     wrapped.eval()
@@ -289,7 +282,7 @@ def test_a_mask_taken_for_samples_at_first():
     plain.reentrant = None
     exact = loop_over_samples(plain, lambda m, x: m(x, mask.to(x.dtype)).square().sum(), x)
     wrapped = dpfast.GradSampleModuleFastGradientClipping(model, loss_reduction="sum")
-    with pytest.raises(InputError, match="the batch in several dimensions"):
+    with pytest.raises(UnsupportedModuleError, match="depends on several samples"):
         wrapped(torch.randn(T, T, D), mask).square().sum().backward()
     wrapped(x, mask).square().sum().backward()
     assert relative_error(wrapped.get_norm_sample(), norms_of(exact)) <= 1e-5
@@ -351,21 +344,38 @@ def test_a_layer_that_is_unfrozen_later():
 
 
 class Unknown(Model):
+    """Runs on a batch of one size alone."""
+
+    size = T
+
     def between(self, x):
-        return self.lin(x[: int(x.abs().sum() * 0.0) + len(x)])
+        if len(x) != self.size:
+            raise ValueError("a batch of another size")
+        return self.lin(x)
 
 
-def test_where_another_dimension_is_as_long_a_warning_names_the_layer():
-    wrapped = dpfast.GradSampleModuleFastGradientClipping(Unknown(), loss_reduction="sum")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        wrapped(torch.randn(3, T, D)).sum().backward()
-    with pytest.warns(DpfastWarning) as told:
-        wrapped(torch.randn(T, T, D)).sum().backward()
-    assert [str(w.message).split(":")[0] for w in told] == ["first (Linear)", "lin (Linear)", "head (Linear)"]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        wrapped(torch.randn(T, T, D)).sum().backward()
+def _of_any_size(model):
+    plain = copy.deepcopy(model)
+    plain.size = 1
+    return plain
+
+
+def test_where_another_dimension_is_as_long_an_error_names_the_layer_and_the_line_to_write():
+    x = torch.randn(T, T, D)
+    with pytest.raises(InputError, match=r"first \(Linear\): .* \(5, 5, 6\)\? .*layout=\{'first': 0\}"):
+        dpfast.GradSampleModuleFastGradientClipping(Unknown())(x)
+    model = Unknown()
+    exact = loop_over_samples(_of_any_size(model), lambda m, x: m(x).square().sum(), x)
+    given = dict.fromkeys(("first", "lin", "head"), 0)
+    wrapped = dpfast.GradSampleModuleFastGradientClipping(model, loss_reduction="sum", layout=given)
+    wrapped(x).square().sum().backward()
+    assert relative_error(wrapped.get_norm_sample(), norms_of(exact)) <= 1e-5
+
+
+def test_where_no_other_dimension_is_as_long_there_is_nothing_to_ask():
+    model = Unknown()
+    model.size = 3
+    dpfast.GradSampleModuleFastGradientClipping(model)(torch.randn(3, T, D)).sum().backward()
 
 
 @functools.lru_cache
