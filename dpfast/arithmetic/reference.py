@@ -11,10 +11,8 @@ size follows from T, D and P, and matrix products whose result could depend on t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Iterator, Sequence
 
-import opt_einsum
 import torch
 from torch import Tensor
 
@@ -31,16 +29,6 @@ _WORTH_TRANSPOSING = 2**17
 KEPT_BLOCK = 2**20
 """The most bytes of kept gradients that are made at a time, but of one sample: they are still in the cache when their
 norm is taken, and find room where activations have been freed."""
-
-
-@lru_cache(maxsize=4096)
-def _expression(equation: str, *shapes: tuple[int, ...]) -> Callable[..., Tensor]:
-    return opt_einsum.contract_expression(equation, *shapes)
-
-
-def contract(equation: str, *operands: Tensor) -> Tensor:
-    """``opt_einsum.contract``, its path planned once for each equation and shapes."""
-    return _expression(equation, *(tuple(x.shape) for x in operands))(*operands, backend="torch")
 
 
 def grad_sample(activations: Tensor, backprops: Tensor, *, scale: float = 1.0) -> Tensor:
@@ -90,9 +78,11 @@ def weighted_sum(activations: Tensor, backprops: Tensor, coefficients: Tensor) -
         activations = activations * c
     else:
         backprops = backprops * c
+    rows = c.numel() * activations.shape[1]
+    activations, backprops = activations.reshape(rows, d), backprops.reshape(rows, p)
     if d < min(products.BATCH_INVARIANT_FROM, p):  # as in products
-        return contract("ntp,ntd->dp", backprops, activations).mT.contiguous()
-    return contract("ntd,ntp->pd", activations, backprops).contiguous()
+        return (activations.T @ backprops).T.contiguous()
+    return backprops.T @ activations
 
 
 def _transposed_product(x: Tensor, y: Tensor, c: Tensor) -> Tensor:
