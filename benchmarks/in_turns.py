@@ -21,11 +21,16 @@ from rows import reason
 
 AS_IT_IS, TUNED = "default", "tuned"
 ALLOCATORS = (AS_IT_IS, TUNED)
-_MALLOPT = {-4: 0, -1: 2**31 - 1}  # M_MMAP_MAX and M_TRIM_THRESHOLD: no block of its own for large ones, nothing given back
+_MALLOPT = {
+    -4: 0,
+    -1: 2**31 - 1,
+}  # M_MMAP_MAX and M_TRIM_THRESHOLD: no block of its own for large ones, nothing given back
 
 Step = Callable[[], None]
 Build = Callable[[], tuple[Step, list[torch.Tensor]]]
 """Makes a step, and says which tensors are there before it: parameters and batch."""
+WarmUp = Callable[[], None]
+"""Takes a tiny step, with which all code is there that a step needs."""
 
 
 class Turns:
@@ -37,20 +42,20 @@ class Turns:
         allocator: "default": the C library's as it comes; "tuned": told to keep its memory.
     """
 
-    def __init__(self, builds: dict[str, Build], threads: int, allocator: str):
+    def __init__(self, builds: dict[str, tuple[WarmUp, Build]], threads: int, allocator: str):
         self._ends: dict[str, Connection] = {}
         self._processes = []
         fork = multiprocessing.get_context("fork")
-        for name, build in builds.items():
+        for name, (warm_up, build) in builds.items():
             ours, theirs = fork.Pipe()
-            process = fork.Process(target=_serve, args=(theirs, build, threads, allocator), daemon=True)
+            process = fork.Process(target=_serve, args=(theirs, warm_up, build, threads, allocator), daemon=True)
             process.start()
             theirs.close()
             self._ends[name] = ours
             self._processes.append(process)
 
     def ask(self, name: str, what: str) -> dict[str, Any]:
-        """ "step": seconds by "cpu" and "wall", page "faults". "peak": MB at most so far. "tensors": those of tensors
+        """ "step": seconds by "cpu" and "wall", page "faults". "peak": MB at most so far, and of code. "tensors": those of tensors
         alone in a step more. Ends the process: "end", or an error, whose reason is a "note"."""
         end = self._ends[name]
         try:
@@ -70,24 +75,29 @@ class Turns:
             process.kill()
 
 
-def _serve(end: Connection, build: Build, threads: int, allocator: str) -> None:
+def _serve(end: Connection, warm_up: WarmUp, build: Build, threads: int, allocator: str) -> None:
     if allocator == TUNED:
         for option, value in _MALLOPT.items():
             ctypes.CDLL(None).mallopt(option, value)
     warnings.simplefilter("ignore")  # hooks announce themselves
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    _libraries_memory()
-    before, made = resident("VmRSS"), None
+    before, made = 0, None
     while (what := end.recv()) != "end":
         try:
             with contextlib.redirect_stdout(io.StringIO()):
                 if made is None:
+                    started = resident("VmRSS")
+                    warm_up()
+                    before = resident("VmRSS")  # code that has been imported and libraries that have run are there
                     made = build()
                 step, held = made
                 answers = {
                     "step": lambda: _timed(step),
-                    "peak": lambda: {"peak_mb": _megabytes(resident("VmHWM") - before)},
+                    "peak": lambda: {
+                        "peak_mb": _megabytes(resident("VmHWM") - before),
+                        "code_mb": _megabytes(before - started),
+                    },
                     "tensors": lambda: {"tensors_mb": _megabytes(peak_of_tensors(step, held))},
                 }
                 answer = answers[what]()
@@ -96,12 +106,6 @@ def _serve(end: Connection, build: Build, threads: int, allocator: str) -> None:
             end.send({"note": reason(error)})
     end.send({})
     os._exit(0)  # what a forked process would clean up is not its own
-
-
-def _libraries_memory() -> None:
-    """What the libraries of products and convolutions hold once they have run is nobody's."""
-    torch.mm(torch.ones(64, 64), torch.ones(64, 64))
-    torch.conv2d(torch.ones(1, 16, 8, 8), torch.ones(16, 16, 3, 3))
 
 
 def _timed(step: Step) -> dict[str, Any]:

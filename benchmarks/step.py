@@ -31,7 +31,7 @@ from legs import FASTDP, LEGS, PRIVATE, C, add_fastdp, build
 from rich.console import Console
 from rich.table import Table
 from rows import RESULTS, Rows, environment, processor, reason
-from workloads import WORKLOADS, Workload
+from workloads import WORKLOADS, Workload, class_losses
 
 from dpfast.testing import clipped_sum, loop_over_samples, relative_error
 
@@ -90,7 +90,7 @@ def measure_in_turns(
     steps: dict[str, list[dict]] = {leg: [] for leg, row in found.items() if "note" not in row}
     running = list(steps)
     for generation in range(GENERATIONS):
-        turns = Turns({leg: _builder(workload, leg) for leg in running}, threads, allocator)
+        turns = Turns({leg: (_warm_up(leg), _builder(workload, leg)) for leg in running}, threads, allocator)
 
         def step(leg: str, turns: Turns = turns) -> dict:
             answer = turns.ask(leg, "step")
@@ -132,6 +132,23 @@ def _builder(workload: Workload, leg: str) -> Build:
         return lambda: step(*batch), [*model.parameters(), *batch]
 
     return make
+
+
+TINY = Workload(
+    "tiny",
+    "the smallest model that needs what the others need",
+    lambda: torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.Linear(16, 2)),
+    lambda: (torch.randn(2, 3, 4, 4), torch.tensor([0, 1])),
+    class_losses,
+    2,
+)
+
+
+def _warm_up(leg: str) -> Callable[[], None]:
+    def step() -> None:
+        build(leg, _model(TINY), TINY, SIGMA)(*TINY.batch())
+
+    return step
 
 
 def _errors(workload: Workload, legs: list[str]) -> dict[str, dict]:
