@@ -55,8 +55,8 @@ class Turns:
             self._processes.append(process)
 
     def ask(self, name: str, what: str) -> dict[str, Any]:
-        """ "step": seconds by "cpu" and "wall", page "faults". "peak": MB at most so far, and of code. "tensors": those of tensors
-        alone in a step more. Ends the process: "end", or an error, whose reason is a "note"."""
+        """ "step": seconds by "cpu" and "wall", page "faults". "peak": MB at most so far, and of code. "tensors": MB of
+        tensors alone in a step more. Ends the process: "end", or an error, whose reason is a "note"."""
         end = self._ends[name]
         try:
             end.send(what)
@@ -82,30 +82,33 @@ def _serve(end: Connection, warm_up: WarmUp, build: Build, threads: int, allocat
     warnings.simplefilter("ignore")  # hooks announce themselves
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    before, made = 0, None
+    worker = None
     while (what := end.recv()) != "end":
         try:
             with contextlib.redirect_stdout(io.StringIO()):
-                if made is None:
-                    started = resident("VmRSS")
-                    warm_up()
-                    before = resident("VmRSS")  # code that has been imported and libraries that have run are there
-                    made = build()
-                step, held = made
-                answers = {
-                    "step": lambda: _timed(step),
-                    "peak": lambda: {
-                        "peak_mb": _megabytes(resident("VmHWM") - before),
-                        "code_mb": _megabytes(before - started),
-                    },
-                    "tensors": lambda: {"tensors_mb": _megabytes(peak_of_tensors(step, held))},
-                }
-                answer = answers[what]()
+                worker = worker or _Worker(warm_up, build)
+                answer = worker.answer(what)
             end.send(answer)
         except Exception as error:
             end.send({"note": reason(error)})
     end.send({})
     os._exit(0)  # what a forked process would clean up is not its own
+
+
+class _Worker:
+    def __init__(self, warm_up: WarmUp, build: Build):
+        started = resident("VmRSS")
+        warm_up()
+        self.before = resident("VmRSS")  # imported code, and libraries that have run
+        self.code = self.before - started
+        self.step, self.held = build()
+
+    def answer(self, what: str) -> dict[str, Any]:
+        if what == "step":
+            return _timed(self.step)
+        if what == "peak":
+            return {"peak_mb": _megabytes(resident("VmHWM") - self.before), "code_mb": _megabytes(self.code)}
+        return {"tensors_mb": _megabytes(peak_of_tensors(self.step, self.held))}
 
 
 def _timed(step: Step) -> dict[str, Any]:
