@@ -36,8 +36,8 @@ Key = tuple[str, str, int, str]
 
 
 def latest_rows(results: Path = RESULTS) -> dict[Key, dict[str, dict]]:
-    """{machine, workload, threads, allocator: {leg: its newest row}}. Rows of a CPU that do not say with which allocator
-    are history where others do."""
+    """{machine, workload, threads, allocator: {leg: its newest row}}. Rows of a CPU that do not name the allocator are
+    history where others do."""
     rows: dict[Key, dict[str, dict]] = {}
     found = read(results / "step.jsonl")
     told = {row["workload"] for row in found if "allocator" in row}
