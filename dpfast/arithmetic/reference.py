@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from dpfast.arithmetic import bounds, products
+from dpfast.arithmetic import bounds, buffers, products
 from dpfast.arithmetic.precision import accumulating_dtype, towards_zero
 
 WORKSPACE_BYTES = 32 * 2**20
@@ -89,7 +89,8 @@ def weighted_sum(activations: Tensor, backprops: Tensor, coefficients: Tensor) -
     activations, backprops = activations.reshape(rows, d), backprops.reshape(rows, p)
     if d < min(products.BATCH_INVARIANT_FROM, p):  # as in products
         return (activations.T @ backprops).T.contiguous()
-    return backprops.T @ activations
+    # On a block of our own: glibc would give the memory of p.grad back at every step, and fault it in again.
+    return torch.mm(backprops.T, activations, out=buffers.empty((p, d), dtype, activations.device))
 
 
 def _transposed_product(x: Tensor, y: Tensor, c: Tensor) -> Tensor:
