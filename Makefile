@@ -92,9 +92,11 @@ SLOW := tests/arithmetic/test_bounds.py::test_the_kernels_bounds_hold_too \
 check: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --hypothesis-profile=check $(SLOW:%=--deselect=%)
 
+# FASTDP=PATH: the sources of fast-differential-privacy, whose leg is measured too.
+FASTDP ?=
 bench: $(READY)
 	$(BIN)/python -m pytest benchmarks --benchmark-only
-	$(BIN)/python benchmarks/step.py
+	$(BIN)/python benchmarks/step.py $(if $(FASTDP),--fastdp $(FASTDP))
 	$(BIN)/python benchmarks/report.py
 
 # For a machine with a GPU and the packages already there: nothing is installed, nothing fetched. `kernels/` stands beside

@@ -8,7 +8,7 @@ the 1B Llama against cuBLAS; the private steps of both against the plain ones; t
 steps; the kernels under compute-sanitizer, where it is installed; the device's measured ceilings; the search for better
 tiles. A part writes a row the moment it is measured, skips what this commit has a row of, and stops by itself when its
 time is used: run it again for the rest. Any GPU will do: a row says which one it is of.
-Needs torch, Triton, pytest, hypothesis, opt_einsum and rich; Opacus's legs only where Opacus is installed. No network.
+Needs torch, Triton, pytest, hypothesis and rich; Opacus's legs only where Opacus is installed. No network.
 Where the sources came without their history, DPFAST_COMMIT says which commit they are.
 """
 

@@ -7,9 +7,13 @@ gradient in ``p.grad``. Every private leg and ``plain+noise`` add noise of the s
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
+import io
+import sys
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 from noisy_sgd import NoisySgd, two_backwards
@@ -33,7 +37,9 @@ LEARNING_RATE = 1e-4
 
 Step = Callable[..., None]
 LEGS: dict[str, Callable[[nn.Module, Workload, float], Step]] = {}
+FASTDP = "fastDP"  # a leg where its sources are at hand
 PRIVATE = (
+    FASTDP,
     "opacus hooks",
     "opacus ghost",
     "float-then-contract",
@@ -172,6 +178,27 @@ def one_pass(model: nn.Module, workload: Workload, sigma: float) -> Step:
 def two_pass(model: nn.Module, workload: Workload, sigma: float) -> Step:
     wrapped = dpfast.GradSampleModuleFastGradientClipping(model, max_grad_norm=C, passes=2)
     return _two_backwards(wrapped, _private(DPOptimizerFast, model, sigma, len(workload.batch()[0])), workload)
+
+
+def add_fastdp(sources: Path) -> None:
+    """Has its leg run too, from a copy of github.com/awslabs/fast-differential-privacy: clipping and noise as here."""
+    sys.path.insert(0, str(sources.resolve()))
+
+    @leg(FASTDP)
+    def fastdp(model: nn.Module, workload: Workload, sigma: float) -> Step:
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints
+            engine = importlib.import_module("fastDP").PrivacyEngine(
+                model,
+                batch_size=len(workload.batch()[0]),
+                sample_size=100_000,
+                epochs=1,
+                max_grad_norm=C,
+                noise_multiplier=sigma,
+                clipping_fn="Abadi",
+            )
+        optimizer = _sgd(model)
+        engine.attach(optimizer)
+        return _one_backward(model, optimizer, workload)
 
 
 def build(name: str, model: nn.Module, workload: Workload, sigma: float) -> Step:

@@ -25,20 +25,41 @@ LEGS = (
     "plain+noise",
     "opacus hooks",
     "opacus ghost",
+    "fastDP",
     "float-then-contract",
     "dpfast materialize",
     "dpfast one-pass",
     "dpfast two-pass",
 )
-Key = tuple[str, str]
+Key = tuple[str, str, int, str]
+"""Machine, workload, threads, allocator."""
 
 
 def latest_rows(results: Path = RESULTS) -> dict[Key, dict[str, dict]]:
-    """{(machine, workload): {leg: its newest row}}."""
+    """{machine, workload, threads, allocator: {leg: its newest row}}. Rows of a CPU that do not name the allocator are
+    history where others do."""
     rows: dict[Key, dict[str, dict]] = {}
-    for row in read(results / "step.jsonl"):
-        rows.setdefault((row["machine"], row["workload"]), {})[row["leg"]] = row
-    return dict(sorted(rows.items(), key=lambda item: (item[0][0], [*WORKLOADS].index(item[0][1]))))
+    found = read(results / "step.jsonl")
+    told = {row["workload"] for row in found if "allocator" in row}
+    for row in found:
+        if "allocator" in row or row["workload"] not in told:
+            rows.setdefault(_key(row), {})[row["leg"]] = row
+    names = [*WORKLOADS]
+    return dict(sorted(rows.items(), key=lambda item: (item[0][0], names.index(item[0][1]), *item[0][2:])))
+
+
+def _key(row: dict) -> Key:
+    machine = row["machine"]
+    if "cpu" in row:
+        machine = f"{row['cpu']}, {row['instructions']}"
+        if row["used"] != of_all(row["instructions"]):
+            machine += f" (used: {row['used']})"
+    return machine, row["workload"], row.get("threads", 1), row.get("allocator", "")
+
+
+def of_all(instructions: str) -> str:
+    """What a row says where torch and both its libraries use all that the processor has."""
+    return f"torch {instructions.replace('-', '')}, oneDNN {instructions}, MKL {instructions}"
 
 
 def markdown(rows: dict[Key, dict[str, dict]]) -> str:
@@ -49,40 +70,59 @@ def _lines(rows: dict[Key, dict[str, dict]]) -> Iterator[str]:
     yield "# A training step, private and plain"
     yield ""
     yield (
-        "Made by `python benchmarks/report.py` from the rows that `python benchmarks/step.py` writes. All legs of a "
-        "workload run in one process and take turns; a ratio is the median over rounds of (leg / plain) within a "
-        "round, its quartiles beside it. On a CPU: one thread, fp32, CPU time, rounds from four processes, a C "
-        "allocator that keeps its memory (for all legs alike). *Memory* is the peak of model, batch and three steps "
-        "in a process of its own, where the C allocator's unusable gaps count and differ from run to run; *tensors* "
-        "is the peak of the tensors alone in a step. *Error* is the largest relative error of a parameter's clipped "
-        "gradient against an fp64 loop over samples; for dpfast it is the slack of the proven norm bound. Every "
-        "private leg adds the same noise as *plain+noise*."
+        "Made by `python benchmarks/report.py` from the rows that `python benchmarks/step.py` writes. A ratio is the "
+        "median over rounds of (leg / plain) within a round, its quartiles beside it. On a CPU: fp32, each leg in a "
+        "process of its own, with the C library's allocator as it comes unless the row says *tuned*; the processes "
+        "take turns. One thread is measured in CPU time, several in wall time. *Faults* are page faults a step. "
+        "*Memory* is the peak of the process beyond the code of the leg, where the C allocator's unusable gaps count "
+        "and differ from run to run; *tensors* is the peak of the tensors alone in a step. *Error* is the largest "
+        "relative error of a parameter's clipped gradient against an fp64 loop over samples; for dpfast it is the "
+        "slack of the proven norm bound. Every private leg adds the same noise as *plain+noise*. `used` says what a "
+        "processor that is told by its environment to use less still may, which imitates a smaller one."
     )
-    for (machine, workload), legs in rows.items():
-        some = next(iter(legs.values()))
+    for workload in dict.fromkeys(key[1] for key in rows):
+        chosen = {key: legs for key, legs in rows.items() if key[1] == workload}
         yield ""
         yield f"## {WORKLOADS[workload].title}"
         yield ""
-        yield f"{machine}, torch {some['torch']}, commit {some['commit']}, {some['date']}"
-        yield ""
-        memory = "memory, MB | / plain | tensors, MB | / plain"
-        yield f"| leg | ms | / plain | quartiles | / plain+noise | {memory} | error |"
-        yield "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|"
-        for leg in LEGS:
-            if leg in legs:
-                yield _table_row(legs[leg], legs.get("plain", {}))
+        yield from _side_by_side(chosen)
+        for (machine, _, threads, allocator), legs in chosen.items():
+            some = next(iter(legs.values()))
+            yield ""
+            where = f", {threads} thread{'s' * (threads > 1)}, {allocator}" if allocator else ""
+            yield f"{machine}{where}, torch {some['torch']}, commit {some['commit']}, {some['date']}:"
+            yield ""
+            memory = "memory, MB | / plain | tensors, MB | / plain"
+            yield f"| leg | ms | / plain | quartiles | / plain+noise | faults | {memory} | error |"
+            yield "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|"
+            for leg in LEGS:
+                if leg in legs:
+                    yield _table_row(legs[leg], legs.get("plain", {}))
+
+
+def _side_by_side(chosen: dict[Key, dict[str, dict]]) -> Iterator[str]:
+    """A workload's ratios to the plain step, a column for each machine, number of threads and allocator."""
+    if len(chosen) < 2:
+        return
+    heads = [f"{machine}; {threads} thr.; {allocator}" for machine, _, threads, allocator in chosen]
+    yield f"| / plain | {' | '.join(heads)} |"
+    yield "|---|" + "--:|" * len(heads)
+    for leg in LEGS:
+        if any(leg in legs for legs in chosen.values()):
+            yield f"| {leg} | {' | '.join(_ratio(legs.get(leg), 'ratio_plain') for legs in chosen.values())} |"
 
 
 def _table_row(row: dict, plain: dict) -> str:
     if "note" in row:
-        return f"| {row['leg']} | {row['note']} | | | | | | | | {row.get('error', '')} |"
+        return f"| {row['leg']} | {row['note']} | | | | | | | | | {row.get('error', '')} |"
     cells = [
         row["leg"],
         f"{row['ms']:.0f}",
         f"{row['ratio_plain']:.2f}",
         "–".join(f"{q:.2f}" for q in row["quartiles"]),
+        f"{row['ratio_noise']:.2f}",
+        f"{row['faults']:,}" if "faults" in row else "",
     ]
-    cells.append(f"{row['ratio_noise']:.2f}")
     for peak in ("peak_mb", "tensors_mb"):
         cells.append(f"{row[peak]:.0f}" if peak in row else "")
         cells.append(f"{row[peak] / plain[peak]:.2f}" if peak in row and peak in plain else "")
@@ -93,6 +133,7 @@ def _table_row(row: dict, plain: dict) -> str:
 def picture(rows: dict[Key, dict[str, dict]], path: Path) -> None:
     """Bars of the ratio to plain+noise; those that do not fit are cut off and carry their number."""
     top = 3.0
+    rows = {key: legs for key, legs in rows.items() if "tuned" not in key[3]}
     legs = [leg for leg in LEGS if leg not in ("plain", "plain+noise")]
     figure, axes = plt.subplots(figsize=(1.5 + 2.0 * len(rows), 4), layout="constrained")
     width = 0.8 / len(legs)
@@ -110,7 +151,8 @@ def picture(rows: dict[Key, dict[str, dict]], path: Path) -> None:
                 x, min(ratio, top) + 0.03, f"{ratio:.2f}" if ratio < 10 else f"{ratio:.0f}", ha="center", fontsize=6
             )
     axes.axhline(1.0, color="black", linewidth=0.8)
-    axes.set_xticks(range(len(rows)), [workload for _, workload in rows])
+    labels = [f"{workload}\n{threads} thr." for _, workload, threads, _ in rows]
+    axes.set_xticks(range(len(rows)), labels, fontsize=7)
     axes.set_ylim(0, top + 0.25)
     axes.set_ylabel("step / plain step with noise")
     axes.legend(fontsize=7, loc="upper left")
@@ -118,28 +160,46 @@ def picture(rows: dict[Key, dict[str, dict]], path: Path) -> None:
     plt.close(figure)
 
 
-IN_README = {"dpfast one-pass": "dpfast, one pass", "opacus hooks": "Opacus hooks", "opacus ghost": "Opacus ghost"}
+IN_README = {
+    "plain+noise": "plain + noise",
+    "dpfast one-pass": "dpfast",
+    "opacus hooks": "Opacus hooks",
+    "opacus ghost": "Opacus ghost",
+    "fastDP": "fastDP",
+}
 
 
 def readme_steps(rows: dict[Key, dict[str, dict]], cuda: bool) -> Iterator[str]:
-    """A line a workload of the device: the private step over the plain one with the same noise."""
+    """For each machine, a line a workload: the private step over the plain one. On a CPU with the allocator as it
+    comes; several threads first, one in brackets."""
     chosen = {key: legs for key, legs in rows.items() if (WORKLOADS[key[1]].device == "cuda") == cuda}
-    for machine in dict.fromkeys(machine for machine, _ in chosen):
-        yield f"| {machine} | {' | '.join(IN_README.values())} |"
+    chosen = {key: legs for key, legs in chosen.items() if "tuned" not in key[3]}
+    for machine in dict.fromkeys(key[0] for key in chosen):
+        own = {key[1:]: legs for key, legs in chosen.items() if key[0] == machine}
+        numbers = sorted({threads for _, threads, _ in own}, reverse=True)
+        counts = [f"{n} thread{'s' * (n > 1)}" for n in numbers]
+        told = "" if cuda else ", " + counts[0] + "".join(f" ({count})" for count in counts[1:])
+        yield f"| {machine}{told} | {' | '.join(IN_README.values())} |"
         yield "|---|" + "---:|" * len(IN_README)
-        for (owner, workload), legs in chosen.items():
-            if owner == machine:
-                cells = (_ratio(legs.get(leg)) for leg in IN_README)
-                yield f"| {WORKLOADS[workload].title} | {' | '.join(cells)} |"
+        for workload in dict.fromkeys(workload for workload, _, _ in own):
+            by_threads = {threads: legs for (name, threads, _), legs in own.items() if name == workload}
+            cells = (_ratios([by_threads.get(n, {}).get(leg) for n in numbers]) for leg in IN_README)
+            yield f"| {WORKLOADS[workload].title} | {' | '.join(cells)} |"
         yield ""
 
 
-def _ratio(row: dict | None) -> str:
+def _ratios(rows: list[dict | None]) -> str:
+    """The first, the others in brackets."""
+    first, *others = (_ratio(row, "ratio_plain") for row in rows)
+    return f"{first} ({', '.join(others)})" if others and set(others) | {first} != {"–"} else first
+
+
+def _ratio(row: dict | None, of: str) -> str:
     if row is None:
         return "–"
-    if "ratio_noise" not in row:
+    if of not in row:
         return row["note"]
-    return f"{row['ratio_noise']:.2f}" if row["ratio_noise"] < 10 else f"{row['ratio_noise']:.0f}"
+    return f"{row[of]:.2f}" if row[of] < 10 else f"{row[of]:.0f}"
 
 
 def readme_gpu(results: Path, rows: dict[Key, dict[str, dict]]) -> Iterator[str]:

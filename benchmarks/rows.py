@@ -36,6 +36,24 @@ def read(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def processor() -> dict[str, str]:
+    """Of which family and model the CPU is, and the widest instructions that it has and that torch and its libraries
+    may use: less where their environment says so."""
+    from dpfast.arithmetic import instruction_set  # a GPU's rows need none of it
+
+    family, model = (_of_cpu(field) for field in ("cpu family", "model"))
+    used = {
+        "torch": torch.backends.cpu.get_cpu_capability(),
+        "oneDNN": instruction_set.of_onednn(),
+        "MKL": instruction_set.of_mkl(),
+    }
+    return {
+        "cpu": f"{cpu_name()}, family {family}, model {model}" if family else cpu_name(),
+        "instructions": instruction_set.of_processor(),
+        "used": ", ".join(f"{library} {widest}" for library, widest in used.items()),
+    }
+
+
 class DeviceLost(RuntimeError):
     """An error after which nothing runs on the device in this process; its row is written."""
 
@@ -73,10 +91,15 @@ def reason(error: Exception) -> str:
 
 
 def cpu_name() -> str:
+    return _of_cpu("model name") or platform.processor() or platform.machine()
+
+
+def _of_cpu(field: str) -> str:
     for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+        name, _, value = line.partition(":")
+        if name.strip() == field:
+            return value.strip()
+    return ""
 
 
 def _commit() -> str:

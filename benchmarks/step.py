@@ -1,15 +1,18 @@
 """A training step, private and plain: time and memory of every leg on every workload.
 
-    python benchmarks/step.py                      # the CPU's workloads that have no row yet
+    python benchmarks/step.py                      # the CPU's workloads that have no row yet, with 1 and 2 threads
     python benchmarks/step.py gpt mlp --again      # these workloads, measured anew
+    python benchmarks/step.py --threads 1 --allocator default tuned --fastdp ../fast-differential-privacy
     python benchmarks/step.py gpt --legs "dpfast one-pass" --no-write
 
-Before a leg is timed, its clipped gradient is compared with an fp64 loop over samples. Legs take turns, round after
-round; the figure is the median over rounds of (leg / plain) within a round. On a CPU: one thread, CPU time, rounds from
-several processes (where a process's memory happens to lie moves its ratios by several percent). Peak memory is measured
-in a process of its own, with the C allocator's defaults, and that of tensors alone beside it, which does not depend on
-the allocator; on a GPU the allocator counts it. Rows go to
-benchmarks/results/step.jsonl, one a leg. A GPU's workloads are the "steps" of benchmarks/gpu.py.
+Before a leg is timed, its clipped gradient is compared with an fp64 loop over samples. On a CPU each leg has a process
+of its own, as a user's training has, with the C library's allocator as it comes; the processes take turns, round after
+round, in several generations. One thread is measured in CPU time, several in wall time. The figure is the median over
+rounds of (leg / plain) within a round. Peak memory is that of the process, beyond what it had before, and that of
+tensors alone beside it, which does not depend on the allocator; on a GPU all legs run in one process, and torch's
+allocator counts. `ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 ATEN_CPU_CAPABILITY=avx2` in front imitates a
+smaller processor. Rows go to benchmarks/results/step.jsonl, one a leg. A GPU's workloads are the "steps" of
+benchmarks/gpu.py.
 """
 
 from __future__ import annotations
@@ -17,78 +20,175 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
-import json
-import os
 import statistics
-import subprocess
-import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
-from legs import LEGS, PRIVATE, C, build
-from memory import peak_of_tensors, resident
+from in_turns import ALLOCATORS, AS_IT_IS, Build, Turns, allocator_name, in_fork
+from legs import FASTDP, LEGS, PRIVATE, C, add_fastdp, build
 from rich.console import Console
 from rich.table import Table
-from rows import RESULTS, Rows, environment, reason
-from workloads import WORKLOADS, Workload
+from rows import RESULTS, Rows, environment, processor, reason
+from workloads import WORKLOADS, Workload, class_losses
 
-from dpfast.arithmetic import buffers
 from dpfast.testing import clipped_sum, loop_over_samples, relative_error
 
 # Of the clipped gradient against fp64, the slack of the norm's bound included. In 16 bits the model's own forward and
 # backward round, so there twice the error of a loop over samples in that dtype is allowed too.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
-PROCESSES = 4
-WARM_UP = 2  # rounds of each process: until then its memory grows
-SLOW = 10.0  # a leg that takes this many plain steps is timed once, without a round to warm up
+GENERATIONS = 2
+WARM_UP = 2  # steps of each process: until then its memory grows
+SLOW = 10.0  # a leg that takes this many plain steps is timed once
 SIGMA = 1.0
-# One process runs all legs, so one leg's memory would decide how many pages the next one has to get from the system
-# (seen: 0 to 14,000 faults of 2 µs a step for the same leg). The C allocator keeps its memory instead, for all.
-STEADY = {"MALLOC_TRIM_THRESHOLD_": "4000000000", "MALLOC_MMAP_THRESHOLD_": "4000000000"}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("workloads", nargs="*", metavar="workload", help=", ".join(WORKLOADS))
-    parser.add_argument("--legs", nargs="*", choices=[*LEGS], help="these legs; plain and plain+noise always run")
-    parser.add_argument("--rounds", type=int, default=5, help=f"on a CPU, of each of {PROCESSES} processes")
+    parser.add_argument("--legs", nargs="*", help=f"these of {', '.join((*LEGS, FASTDP))}; the plain ones always run")
+    parser.add_argument("--rounds", type=int, default=6, help=f"of each of {GENERATIONS} generations of processes")
+    parser.add_argument("--threads", type=int, nargs="*", default=[1, 2])
+    parser.add_argument("--allocator", nargs="*", choices=ALLOCATORS, default=[AS_IT_IS])
+    parser.add_argument("--fastdp", type=Path, metavar="PATH", help="sources of fastDP, whose leg runs too")
     parser.add_argument("--again", action="store_true", help="measure anew what this commit has rows of")
     parser.add_argument("--no-write", action="store_true")
-    parser.add_argument("--no-memory", action="store_true")
-    parser.add_argument("--memory-of", help=argparse.SUPPRESS)  # a child process: this leg's peak, nothing else
-    parser.add_argument("--seconds", action="store_true", help=argparse.SUPPRESS)  # likewise: the legs' times
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    if options.memory_of:
-        print(json.dumps(_peak_memory(WORKLOADS[options.workloads[0]], options.memory_of)))
-        return
-    if options.seconds:
-        workload = WORKLOADS[options.workloads[0]]
+    if options.fastdp:
+        add_fastdp(options.fastdp)
+    chosen = [leg for leg in LEGS if not options.legs or leg in ("plain", "plain+noise", *options.legs)]
+    for name in options.workloads or [w.name for w in WORKLOADS.values() if w.device == "cpu"]:
+        workload, errors = WORKLOADS[name], {}
+        for threads in options.threads:
+            for allocator in options.allocator:
+                where = {"threads": threads, "allocator": allocator_name(allocator)}
+                table = Rows(RESULTS / "step.jsonl", {**environment("cpu"), **processor()})
+                if table.has(workload=name, **where, **processor()) and not options.again:
+                    print(f"{name}, {where}: this commit has its rows in {table.out.name}")
+                    continue
+                if not errors:
+                    errors = _errors(workload, chosen)
+                rows = measure_in_turns(workload, errors, options.rounds, threads, allocator)
+                rows = [{**row, **where} for row in rows]
+                if not options.no_write:
+                    for row in rows:
+                        table.add(**row)
+                show(f"{workload.title}; {threads} threads, {where['allocator']}", rows)
+
+
+def measure_in_turns(
+    workload: Workload, errors: dict[str, dict], rounds: int, threads: int, allocator: str
+) -> list[dict]:
+    """One row a leg, on a CPU: milliseconds, ratios to plain and plain+noise, their spread, page faults, peak memory.
+
+    Args:
+        errors: {leg: what is known of its gradient}; a leg with a "note" is not timed.
+    """
+    clock = "cpu" if threads == 1 else "wall"
+    found = {leg: {"workload": workload.name, "leg": leg, "clock": clock, **known} for leg, known in errors.items()}
+    steps: dict[str, list[dict]] = {leg: [] for leg, row in found.items() if "note" not in row}
+    running = list(steps)
+    for generation in range(GENERATIONS):
+        turns = Turns({leg: (_warm_up(leg), _builder(workload, leg)) for leg in running}, threads, allocator)
+
+        def step(leg: str, turns: Turns = turns) -> dict:
+            answer = turns.ask(leg, "step")
+            if "note" in answer:
+                found[leg].update(answer)
+                running.remove(leg)
+            return answer
+
+        for warm_up in range(WARM_UP):
+            for leg in list(running):
+                first = step(leg)
+                if not warm_up and leg == "plain":
+                    limit = SLOW * first.get(clock, 0.0)
+                if not warm_up and first.get(clock, 0.0) > limit:  # its gradients may fill the memory
+                    steps[leg] = [first]
+                    found[leg].update(turns.ask(leg, "peak"))
+                    turns.ask(leg, "end")
+                    running.remove(leg)
+        for i in range(rounds):
+            places = i % max(1, len(running))
+            for leg in running[places:] + running[:places]:
+                answer = step(leg)
+                if "note" not in answer:
+                    steps[leg].append(answer)
+        for leg in running if generation == 0 else ():
+            found[leg].update(turns.ask(leg, "peak"))
+            found[leg].update(turns.ask(leg, "tensors"))
+        turns.close()
+    seconds = {leg: [s[clock] for s in own] for leg, own in steps.items() if own and "note" not in found[leg]}
+    for leg in seconds:
+        found[leg].update(_figures(seconds, leg), faults=int(statistics.median(s["faults"] for s in steps[leg])))
+    return list(found.values())
+
+
+def _builder(workload: Workload, leg: str) -> Build:
+    def make() -> tuple[Callable[[], None], list[torch.Tensor]]:
+        model, batch = _model(workload), workload.batch()
+        step = build(leg, model, workload, SIGMA)
+        return lambda: step(*batch), [*model.parameters(), *batch]
+
+    return make
+
+
+TINY = Workload(
+    "tiny",
+    "the smallest model that needs what the others need",
+    lambda: torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.Linear(16, 2)),
+    lambda: (torch.randn(2, 3, 4, 4), torch.tensor([0, 1])),
+    class_losses,
+    2,
+)
+
+
+def _warm_up(leg: str) -> Callable[[], None]:
+    def step() -> None:
+        build(leg, _model(TINY), TINY, SIGMA)(*TINY.batch())
+
+    return step
+
+
+def _errors(workload: Workload, legs: list[str]) -> dict[str, dict]:
+    """{leg: the relative error of its clipped gradient, and a note where it is too large or the leg cannot run}."""
+
+    def known() -> dict[str, dict]:
         torch.manual_seed(0)
         model, batch = _model(workload), workload.batch()
-        steps = {leg: build(leg, copy.deepcopy(model), workload, SIGMA) for leg in options.legs}
-        _interleaved(workload, steps, batch, WARM_UP)
-        print(json.dumps(_interleaved(workload, steps, batch, options.rounds)))
-        return
-    if sys.platform == "linux" and not STEADY.keys() <= os.environ.keys():
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **STEADY})
-    for name in options.workloads or [w.name for w in WORKLOADS.values() if w.device == "cpu"]:
-        workload = WORKLOADS[name]
-        table = Rows(RESULTS / "step.jsonl", environment(workload.device))
-        if table.has(workload=name) and not options.again:
-            print(f"{name}: this commit has its rows in {table.out.name}")
-            continue
-        chosen = [leg for leg in LEGS if not options.legs or leg in ("plain", "plain+noise", *options.legs)]
-        several = workload.device == "cpu"
-        rows = measure(workload, chosen, options.rounds, memory=not options.no_memory, in_processes=several)
-        if not options.no_write:
-            for row in rows:
-                table.add(**row)
-        show(workload, rows)
+        exact, allowed = _exact_gradient(workload, model, batch)
+        return {leg: _checked(workload, leg, model, batch, exact, allowed) for leg in legs}
+
+    return in_fork(known)
 
 
-def measure(workload: Workload, legs: list[str], rounds: int, memory: bool, in_processes: bool = False) -> list[dict]:
-    """One row a leg: milliseconds, ratios to plain and plain+noise, their spread, the gradient's error, peak memory."""
+def _checked(workload: Workload, leg: str, model: torch.nn.Module, batch: tuple, exact: dict, allowed: float) -> dict:
+    if leg not in PRIVATE:
+        return {}
+    try:
+        error = _gradient_error(workload, leg, model, batch, exact)
+    except Exception as failure:
+        return {"note": reason(failure)}
+    row: dict = {"error": float(f"{error:.2g}")}
+    return row if error <= allowed else {**row, "note": "wrong gradient: not timed"}
+
+
+def _figures(seconds: dict[str, list[float]], leg: str) -> dict:
+    own = seconds[leg]
+    ratios = {base: [x / y for x, y in zip(own, seconds[base], strict=False)] for base in ("plain", "plain+noise")}
+    low, _, high = statistics.quantiles(ratios["plain"], n=4) if len(own) > 1 else 3 * ratios["plain"]
+    return {
+        "ms": round(1e3 * statistics.median(own), 2),
+        "ratio_plain": round(statistics.median(ratios["plain"]), 3),
+        "ratio_noise": round(statistics.median(ratios["plain+noise"]), 3),
+        "quartiles": [round(low, 3), round(high, 3)],
+        "rounds": len(own),
+    }
+
+
+def measure(workload: Workload, legs: list[str], rounds: int, memory: bool) -> list[dict]:
+    """As :func:`measure_in_turns`, all legs in this process: a GPU's allocator keeps what it has."""
     steps, slow, rows = {}, {}, {leg: {"workload": workload.name, "leg": leg} for leg in legs}
     limit = float("inf")
     torch.manual_seed(0)
@@ -98,14 +198,11 @@ def measure(workload: Workload, legs: list[str], rounds: int, memory: bool, in_p
     except Exception as error:
         return [{**row, "note": reason(error)} for row in rows.values()]
     for leg in legs:
+        rows[leg].update(_checked(workload, leg, model, batch, exact, allowed))
+        if "note" in rows[leg]:
+            continue
         try:
-            if leg in PRIVATE:
-                error = _gradient_error(workload, leg, model, batch, exact)
-                rows[leg]["error"] = float(f"{error:.2g}")
-                if not error <= allowed:
-                    rows[leg]["note"] = "wrong gradient: not timed"
-                    continue
-            if memory and workload.device == "cuda":
+            if memory:
                 rows[leg].update(_peak_memory(workload, leg))
             step = build(leg, copy.deepcopy(model), workload, SIGMA)
             first = _timed(workload, step, batch)
@@ -125,25 +222,9 @@ def measure(workload: Workload, legs: list[str], rounds: int, memory: bool, in_p
             torch.cuda.empty_cache()
     if not {"plain", "plain+noise"} <= steps.keys():  # nothing to compare with: the notes say why
         return list(rows.values())
-    if in_processes:
-        seconds = _in_processes(workload.name, list(steps), rounds)
-    else:
-        seconds = _interleaved(workload, steps, batch, rounds)
-    seconds.update(slow)
-    steps.clear()
-    buffers.release()
-    for leg, own in seconds.items():
-        ratios = {base: [x / y for x, y in zip(own, seconds[base], strict=False)] for base in ("plain", "plain+noise")}
-        low, _, high = statistics.quantiles(ratios["plain"], n=4) if len(own) > 1 else 3 * ratios["plain"]
-        rows[leg].update(
-            ms=round(1e3 * statistics.median(own), 2),
-            ratio_plain=round(statistics.median(ratios["plain"]), 3),
-            ratio_noise=round(statistics.median(ratios["plain+noise"]), 3),
-            quartiles=[round(low, 3), round(high, 3)],
-            rounds=len(own),
-        )
-        if memory and workload.device == "cpu":
-            rows[leg].update(_peak_in_own_process(workload.name, leg))
+    seconds = {**_interleaved(workload, steps, batch, rounds), **slow}
+    for leg in seconds:
+        rows[leg].update(_figures(seconds, leg))
     return list(rows.values())
 
 
@@ -201,50 +282,23 @@ def _interleaved(workload: Workload, steps: dict, batch: tuple, rounds: int) -> 
     return seconds
 
 
-def _in_processes(name: str, legs: list[str], rounds: int) -> dict[str, list[float]]:
-    """Seconds per leg and round of :data:`PROCESSES` processes, one after the other."""
-    seconds: dict[str, list[float]] = {leg: [] for leg in legs}
-    command = [sys.executable, __file__, name, "--seconds", "--rounds", str(rounds), "--legs", *legs]
-    for _ in range(PROCESSES):
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        for leg, own in json.loads(done.stdout.splitlines()[-1]).items():
-            seconds[leg] += own
-    return seconds
-
-
 def _peak_memory(workload: Workload, leg: str) -> dict[str, float]:
-    """MB that model, batch and three steps need at most, beyond what the process had before; on a CPU also those of
-    tensors alone, in a step."""
-    torch.manual_seed(0)
-    torch.mm(torch.ones(64, 64), torch.ones(64, 64))  # the libraries' own memory
-    if workload.device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated() if workload.device == "cuda" else resident("VmRSS")
+    """MB that model, batch and three steps need at most on a GPU, beyond what the process had before."""
+    torch.mm(*(torch.ones(64, 64, device="cuda") for _ in range(2)))  # the libraries' own memory
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
     step, batch = build(leg, _model(workload), workload, SIGMA), workload.batch()
     for _ in range(3):
         step(*batch)
-    peak = torch.cuda.max_memory_allocated() if workload.device == "cuda" else resident("VmHWM")
-    found = {"peak_mb": round((peak - before) / 2**20, 1)}
-    if workload.device == "cpu":
-        model = _model(workload)
-        step = build(leg, model, workload, SIGMA)
-        found["tensors_mb"] = round(peak_of_tensors(lambda: step(*batch), [*model.parameters(), *batch]) / 2**20, 1)
-    return found
+    return {"peak_mb": round((torch.cuda.max_memory_allocated() - before) / 2**20, 1)}
 
 
-def _peak_in_own_process(name: str, leg: str) -> dict[str, float]:
-    command = [sys.executable, __file__, name, "--memory-of", leg]
-    environment = {k: v for k, v in os.environ.items() if k not in STEADY}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {}
-
-
-def show(workload: Workload, rows: list[dict]) -> None:
-    table = Table(title=workload.title)
-    for column in ("leg", "ms", "/ plain", "/ plain+noise", "quartiles", "peak MB", "tensors MB", "error", "note"):
-        table.add_column(column, justify="left" if column in ("leg", "note") else "right")
+def show(title: str, rows: list[dict]) -> None:
+    table = Table(title=title)
+    keys = ("leg", "ms", "ratio_plain", "ratio_noise", "quartiles", "faults", "peak_mb", "tensors_mb", "error", "note")
+    for key in keys:
+        table.add_column(key, justify="left" if key in ("leg", "note") else "right")
     for r in rows:
-        keys = ("leg", "ms", "ratio_plain", "ratio_noise", "quartiles", "peak_mb", "tensors_mb", "error", "note")
         table.add_row(*("" if r.get(k) is None else str(r[k]) for k in keys))
     Console(width=140).print(table)
 

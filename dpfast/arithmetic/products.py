@@ -26,16 +26,22 @@ _WORTH_ONEDNN = 2**22
 """Multiply-adds from which a product is large enough for oneDNN's call and the transposed copies that it wants."""
 
 
-def batched(x: Tensor, y: Tensor, *, scale: float = 1.0, add_to: Tensor | None = None) -> Tensor:
-    """``scale · x_n y_n`` (n, r, k)·(n, k, c), added to ``add_to`` where that is given."""
+def batched(x: Tensor, y: Tensor, *, scale: float = 1.0, add_to: Tensor | None = None, to_keep: bool = False) -> Tensor:
+    """``scale · x_n y_n`` (n, r, k)·(n, k, c), added to ``add_to`` where that is given.
+
+    Args:
+        to_keep: the result is one of many that stay until the backward pass ends. They stand where the C allocator has
+            room, which is where activations have been freed, and not on blocks of our own beside that.
+    """
     n, r, k = x.shape
+    empty = _by_allocator if to_keep else buffers.empty
     c = y.shape[-1]
     if min(n, r, k, c) == 0:
         return x.new_zeros(n, r, c) if add_to is None else add_to
     if by_onednn(r, k, c, x):
         if n == 1 and add_to is None and scale == 1.0:
             return onednn(x[0], y[0].mT).unsqueeze(0)
-        out = buffers.empty((n, r, c), x.dtype, x.device) if add_to is None else add_to
+        out = empty((n, r, c), x.dtype, x.device) if add_to is None else add_to
         for x_n, y_n, out_n in zip(x, y, out, strict=True):
             product = onednn(x_n, y_n.mT)
             if add_to is not None:
@@ -46,7 +52,7 @@ def batched(x: Tensor, y: Tensor, *, scale: float = 1.0, add_to: Tensor | None =
                 out_n.copy_(product)
         return out
     if min(r, c) >= BATCH_INVARIANT_FROM:
-        out, beta = (buffers.empty((n, r, c), x.dtype, x.device), 0.0) if add_to is None else (add_to, 1.0)
+        out, beta = (empty((n, r, c), x.dtype, x.device), 0.0) if add_to is None else (add_to, 1.0)
         return torch.baddbmm(out, x, y, beta=beta, alpha=scale, out=out)
     if r * k * c >= _WORTH_A_CALL:
         # A narrow result is taken with its short side as rows, in which MKL is 3 times as fast.
@@ -59,6 +65,10 @@ def batched(x: Tensor, y: Tensor, *, scale: float = 1.0, add_to: Tensor | None =
     if scale != 1.0:
         products.mul_(scale)
     return products if add_to is None else add_to.add_(products)
+
+
+def _by_allocator(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def _narrow(x: Tensor, y: Tensor) -> Tensor:

@@ -11,14 +11,12 @@ size follows from T, D and P, and matrix products whose result could depend on t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Iterator, Sequence
 
-import opt_einsum
 import torch
 from torch import Tensor
 
-from dpfast.arithmetic import bounds, products
+from dpfast.arithmetic import bounds, buffers, products
 from dpfast.arithmetic.precision import accumulating_dtype, towards_zero
 
 WORKSPACE_BYTES = 32 * 2**20
@@ -29,22 +27,16 @@ _WORTH_TRANSPOSING = 2**17
 
 
 KEPT_BLOCK = 2**20
-"""The most bytes of kept gradients that are made at a time, but of one sample: they are still in the cache when their
-norm is taken, and find room where activations have been freed."""
+"""The most bytes of kept gradients that are made at a time for each of torch's threads, but of one sample: they are
+still in the cache when their norm is taken, and find room where activations have been freed."""
+
+_SLICES, _SLICE = 64, 2048
+"""Into how many slices a sum of rows is cut, at most and of so many entries at least: torch shares them out among its
+threads, and a product of a row with a matrix is one thread's."""
 
 
-@lru_cache(maxsize=4096)
-def _expression(equation: str, *shapes: tuple[int, ...]) -> Callable[..., Tensor]:
-    return opt_einsum.contract_expression(equation, *shapes)
-
-
-def contract(equation: str, *operands: Tensor) -> Tensor:
-    """``opt_einsum.contract``, its path planned once for each equation and shapes."""
-    return _expression(equation, *(tuple(x.shape) for x in operands))(*operands, backend="torch")
-
-
-def grad_sample(activations: Tensor, backprops: Tensor, *, scale: float = 1.0) -> Tensor:
-    """``scale · Σ_t b_nt a_ntᵀ`` of shape (N, P, D), in fp32 or fp64."""
+def grad_sample(activations: Tensor, backprops: Tensor, *, scale: float = 1.0, to_keep: bool = False) -> Tensor:
+    """``scale · Σ_t b_nt a_ntᵀ`` of shape (N, P, D), in fp32 or fp64; ``to_keep`` as in ``products.batched``."""
     dtype = accumulating_dtype(activations, backprops)
     activations, backprops = activations.to(dtype), backprops.to(dtype)
     t = activations.shape[1]
@@ -52,8 +44,8 @@ def grad_sample(activations: Tensor, backprops: Tensor, *, scale: float = 1.0) -
         return (backprops.mT * scale) * activations if scale != 1.0 else backprops.mT * activations
     block = bounds.CHAIN_BLOCK  # short chains of additions: see bounds.direct_error
     if t <= block:
-        return products.batched(backprops.mT, activations, scale=scale)
-    out = products.batched(backprops[:, :block].mT, activations[:, :block], scale=scale)
+        return products.batched(backprops.mT, activations, scale=scale, to_keep=to_keep)
+    out = products.batched(backprops[:, :block].mT, activations[:, :block], scale=scale, to_keep=to_keep)
     for start in range(block, t, block):
         positions = slice(start, start + block)
         products.batched(backprops[:, positions].mT, activations[:, positions], scale=scale, add_to=out)
@@ -61,11 +53,14 @@ def grad_sample(activations: Tensor, backprops: Tensor, *, scale: float = 1.0) -
 
 
 def grad_sample_blocks(activations: Tensor, backprops: Tensor) -> Iterator[Tensor]:
-    """:func:`grad_sample` in blocks of samples of at most :data:`KEPT_BLOCK` bytes, or of one sample."""
-    gradient = activations.shape[2] * backprops.shape[2] * accumulating_dtype(activations, backprops).itemsize
-    n = max(1, KEPT_BLOCK // max(1, gradient))
+    """:func:`grad_sample` in blocks of samples of at most :data:`KEPT_BLOCK` bytes a thread, or of one sample: oneDNN,
+    which takes them one by one anyway, then needs no copy."""
+    (_, t, d), p, dtype = activations.shape, backprops.shape[2], accumulating_dtype(activations, backprops)
+    n = max(1, KEPT_BLOCK * torch.get_num_threads() // max(1, d * p * dtype.itemsize))
+    if t <= bounds.CHAIN_BLOCK and products.by_onednn(p, t, d, activations):
+        n = 1
     for a, b in zip(activations.split(n), backprops.split(n), strict=True):
-        yield grad_sample(a, b)
+        yield grad_sample(a, b, to_keep=True)
 
 
 def bias_grad_sample(backprops: Tensor, *, scale: float = 1.0) -> Tensor:
@@ -90,9 +85,12 @@ def weighted_sum(activations: Tensor, backprops: Tensor, coefficients: Tensor) -
         activations = activations * c
     else:
         backprops = backprops * c
+    rows = c.numel() * activations.shape[1]
+    activations, backprops = activations.reshape(rows, d), backprops.reshape(rows, p)
     if d < min(products.BATCH_INVARIANT_FROM, p):  # as in products
-        return contract("ntp,ntd->dp", backprops, activations).mT.contiguous()
-    return contract("ntd,ntp->pd", activations, backprops).contiguous()
+        return (activations.T @ backprops).T.contiguous()
+    # On a block of our own: glibc would give the memory of p.grad back at every step, and fault it in again.
+    return torch.mm(backprops.T, activations, out=buffers.empty((p, d), dtype, activations.device))
 
 
 def _transposed_product(x: Tensor, y: Tensor, c: Tensor) -> Tensor:
@@ -126,8 +124,20 @@ def weighted_rows(blocks: Sequence[Tensor], coefficients: Tensor) -> Tensor:
         values = values.to(dtype).reshape(len(values), values.shape[1:].numel())
         if masks:
             values = _without_dropped(values, c)
-        total = torch.mv(values.mT, c) if total is None else total.addmv_(values.mT, c)
+        slices = _slices(values)
+        if slices > 1:
+            rows, c = values.unflatten(1, (slices, -1)).transpose(0, 1), c.expand(slices, 1, -1)
+            total = torch.bmm(c, rows) if total is None else total.baddbmm_(c, rows)
+        else:
+            total = torch.mv(values.mT, c) if total is None else total.addmv_(values.mT, c)
     return total.view(blocks[0].shape[1:])  # type: ignore[union-attr]  # at least one block
+
+
+def _slices(values: Tensor) -> int:
+    entries, slices = values.shape[1], _SLICES if values.device.type == "cpu" else 1
+    while slices > 1 and (entries % slices or entries < slices * _SLICE):
+        slices //= 2
+    return slices
 
 
 def _drops_samples(coefficients: Tensor) -> bool:

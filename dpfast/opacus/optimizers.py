@@ -124,8 +124,8 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
         On a CPU they are drawn a piece at a time: a piece of a multiple of 16 has the numbers it has in the whole,
         stays in the cache until it is added, and takes no memory from step to step.
         """
-        pieces = summed_grad.dtype is torch.float32 and summed_grad.device.type == "cpu" and summed_grad.is_contiguous()
-        if self.secure_mode or std == 0 or not pieces:
+        plain = type(summed_grad) is Tensor and summed_grad.dtype is torch.float32 and summed_grad.is_contiguous()
+        if self.secure_mode or std == 0 or not plain or summed_grad.device.type != "cpu":
             noise = _generate_noise(std, summed_grad, generator=self.generator, secure_mode=self.secure_mode)
             summed_grad.add_(noise.to(summed_grad.dtype))
             return

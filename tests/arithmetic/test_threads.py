@@ -1,0 +1,47 @@
+"""Several threads: the same bits of a sample, and sums of rows that are shared out."""
+
+import pytest
+import torch
+
+from dpfast.arithmetic import ops, reference
+from dpfast.factors import Dense, OuterProduct
+from dpfast.testing import relative_error
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("t", "d", "p"), [(128, 256, 768), (128, 256, 256), (300, 64, 200), (100, 256, 8), (1, 40, 50)]
+)
+@pytest.mark.parametrize("onednn", [False, True])
+def test_the_same_bits_with_any_number(monkeypatch, threads, t, d, p, onednn):
+    if onednn and not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
+        pytest.skip("this torch has no oneDNN")
+    monkeypatch.setattr("dpfast.arithmetic.products.onednn_is_faster", lambda: onednn)
+    torch.manual_seed(0)
+    a, b = torch.randn(9, t, d), torch.randn(9, t, p)
+    found = []
+    for n in (1, 2, 3):
+        threads(n)
+        kept = OuterProduct(a, b).kept()
+        norms = [ops.certified_sq_norm(a, b, way=way).upper for way in ("direct", "gram")]
+        found.append((kept.materialize(), kept.sq_norm().upper, *norms))
+    for other in found[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize("shape", [(5, 64 * 2048), (5, 3, 2048 * 2), (1, 2047), (4, 0), (3, 128, 100), (7, 6144 * 33)])
+def test_sums_of_rows_in_slices(shape):
+    torch.manual_seed(0)
+    values, c = torch.randn(shape), torch.rand(shape[0])
+    truth = torch.einsum("n,n...->...", c.double(), values.double())
+    assert relative_error(Dense(values).weighted_sum(c), truth) <= 1e-6
+    blocks = list(values.split(2))
+    assert relative_error(reference.weighted_rows(blocks, c), truth) <= 1e-6
+    values[0], c[0] = float("nan"), 0.0
+    assert reference.weighted_rows(list(values.split(2)), c).isfinite().all()
