@@ -11,8 +11,10 @@ size follows from T, D and P, and matrix products whose result could depend on t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 
+import opt_einsum
 import torch
 from torch import Tensor
 
@@ -33,6 +35,16 @@ still in the cache when their norm is taken, and find room where activations hav
 _SLICES, _SLICE = 64, 2048
 """Into how many slices a sum of rows is cut, at most and of so many entries at least: torch shares them out among its
 threads, and a product of a row with a matrix is one thread's."""
+
+
+@lru_cache(maxsize=4096)
+def _expression(equation: str, *shapes: tuple[int, ...]) -> Callable[..., Tensor]:
+    return opt_einsum.contract_expression(equation, *shapes)
+
+
+def contract(equation: str, *operands: Tensor) -> Tensor:
+    """``opt_einsum.contract``, its path planned once for each equation and shapes."""
+    return _expression(equation, *(tuple(x.shape) for x in operands))(*operands, backend="torch")
 
 
 def grad_sample(activations: Tensor, backprops: Tensor, *, scale: float = 1.0, to_keep: bool = False) -> Tensor:
@@ -88,7 +100,7 @@ def weighted_sum(activations: Tensor, backprops: Tensor, coefficients: Tensor) -
     rows = c.numel() * activations.shape[1]
     activations, backprops = activations.reshape(rows, d), backprops.reshape(rows, p)
     if d < min(products.BATCH_INVARIANT_FROM, p):  # as in products
-        return (activations.T @ backprops).T.contiguous()
+        return contract("rp,rd->dp", backprops, activations).mT.contiguous()
     # On a block of our own: glibc would give the memory of p.grad back at every step, and fault it in again.
     return torch.mm(backprops.T, activations, out=buffers.empty((p, d), dtype, activations.device))
 

@@ -29,7 +29,7 @@ _SAMPLES = 3
 _AT_ONCE = 2**22
 _ODD = -7046029254386353131  # 2^64 over the golden ratio
 
-Key = tuple[int, int | None]
+Key = tuple[int, Any]
 """The number of a tap and the rank of its output; None: of pieces."""
 
 

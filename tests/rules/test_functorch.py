@@ -144,7 +144,9 @@ def test_sample_that_is_not_finite(function):
 @pytest.mark.parametrize("function", [lambda x: x - x.mean(0), lambda x: Square.apply(x) / x.max().item()])
 def test_layers_that_mix_samples_are_refused(function):
     model = dpfast.GradSampleModule(Scale(function))
-    with pytest.raises(dpfast.errors.UnsupportedModuleError, match="mixes them|depends on several samples|not its own"):
+    with pytest.raises(
+        dpfast.errors.UnsupportedModuleError, match=r"mixes them|depends on several samples|not its own"
+    ):
         model(X).sum().backward()
 
 

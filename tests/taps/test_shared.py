@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import dpfast
-from dpfast.errors import EscapedGradientError
+from dpfast.errors import EscapedGradientError, UnsupportedModuleError
 from dpfast.testing import clipped_sum, loop_over_samples, norms_of, relative_error
 
 T, D, C = 5, 4, 0.3
