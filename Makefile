@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo check test fuzz test-opacus test-opacus-oldest emulate lint bench bench-gpu clean
+.PHONY: demo check test fuzz test-models test-opacus test-opacus-oldest emulate lint bench bench-gpu clean
 
 demo: $(READY)
 	$(BIN)/python examples/digits.py
@@ -22,6 +22,19 @@ test-opacus: $(READY) build/torchvision
 
 test-opacus-oldest: $(READY) build/torchvision build/opacus-1.5.4
 	$(BIN)/python tests/run_opacus_tests.py --torchvision build/torchvision --opacus build/opacus-1.5.4
+
+# Models of other people's packages, in every mode; some twenty minutes. The packages stay out of .venv for the same
+# reason, and torch out of their folder.
+WRITE ?=
+test-models: $(READY) build/models/.ready
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 tests/models --packages=build/models $(WRITE)
+
+build/models/.ready: $(READY) tests/models/packages.txt
+	rm -rf build/models
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target build/models \
+		--requirement tests/models/packages.txt
+	rm -rf build/models/torchaudio/lib
+	touch $@
 
 build/torchvision: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ torchvision==0.29.2
@@ -69,6 +82,7 @@ SLOW := tests/arithmetic/test_bounds.py::test_the_kernels_bounds_hold_too \
 	tests/kernels/test_rows.py \
 	tests/kernels/test_traffic.py \
 	tests/kernels/test_weighted_sum.py \
+	tests/models/test_models.py::test_model \
 	tests/modes/test_memory.py \
 	tests/modes/test_models.py \
 	tests/opacus/test_distributed.py \

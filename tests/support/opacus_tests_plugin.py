@@ -9,24 +9,7 @@ import sys
 from functools import partialmethod
 from importlib import import_module
 
-import torch
-
-
-def _import_torchvision() -> object:
-    """Opacus's tests build torchvision's models. A torchvision that was compiled for another build of torch lacks
-    its operators, which those models do not use, and imports once their names are declared. Returns what must live
-    as long as the declarations."""
-    library = None
-    try:
-        import_module("torchvision")
-    except RuntimeError:
-        library = torch.library.Library("torchvision", "DEF")
-        for name in ("nms", "qnms"):
-            library.define(f"{name}(Tensor boxes, Tensor scores, float iou_threshold) -> Tensor")
-        import_module("torchvision")
-    except ImportError:
-        pass  # the tests that need it fail, with dpfast and without
-    return library
+from torchvision_apart import import_torchvision
 
 
 def _put_ours() -> None:
@@ -48,7 +31,7 @@ def _put_ours() -> None:
                     setattr(module, attribute, ours[value])
 
 
-_LIBRARY = _import_torchvision()
+_LIBRARY = import_torchvision()
 _LEG = os.environ.get("OPACUS_TESTS_LEG", "plain")
 if _LEG == "installed":
     import_module("dpfast.opacus").install()
