@@ -151,10 +151,12 @@ class _Exchange:
     def _run(self, other: int | None, again: Callable[[], None], size: int | None = None) -> _Run:
         """One forward with the sample of that number exchanged."""
         leaves = list(self.leaves)
+        # Numbers of samples may be lengths, and others of them make other shapes of what is packed.
+        more = any(dim is not None and not _is_a_number_each(leaves[i]) for i, dim in enumerate(self.dims))
         for i, dim in enumerate(self.dims):
             if dim is not None:
                 leaves[i] = first_samples(leaves[i], dim, size or self.size)
-                if other is not None:
+                if other is not None and not (more and _is_a_number_each(leaves[i])):
                     leaves[i] = _exchanged(leaves[i], dim, other)
         model, taps = _copy(self.model, self.taps)
         run = _Run({}, {}, [])
@@ -307,6 +309,11 @@ def first_samples(x: Any, dim: int | None, size: int) -> Any:
     if dim is None or not isinstance(x, Tensor):
         return x
     return x.detach().index_select(dim, torch.arange(size, device=x.device) % x.shape[dim])
+
+
+def _is_a_number_each(x: Any) -> bool:
+    """One whole number a sample."""
+    return isinstance(x, Tensor) and x.dim() == 1 and not x.is_floating_point()
 
 
 def _exchanged(x: Tensor, dim: int, j: int) -> Tensor:

@@ -30,6 +30,7 @@ from dpfast.taps.passes import taps_suspended
 from dpfast.taps.registry import find_forward, find_function, find_rule, owned_modules
 from dpfast.taps.shared import Meeting, Operation, Shared, without_samples
 from dpfast.taps.tap import ALONE, ELSEWHERE, OWN, Pieces, Tap
+from dpfast.taps.unsharded import copied_whole
 
 
 @functools.lru_cache(maxsize=1)
@@ -50,7 +51,7 @@ def calls_in_forward(
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     memo: dict[int, Any] = {id(taps[0].taps): Nobody()}
-    with FakeCopyMode(mode):
+    with copied_whole(model, memo, mode), FakeCopyMode(mode):
         model, taps = copy.deepcopy((model, list(taps)), memo)
     for module in model.modules():  # hooks are not copied with what they hold
         for hooks in (module._forward_pre_hooks, module._forward_hooks):

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from dpfast import DpfastError, GradSampleModule, GradSampleModuleFastGradientClipping
-from dpfast.errors import EscapedGradientError
+from dpfast.errors import EscapedGradientError, StateError
 from dpfast.testing import clipped_sum, loop_over_samples, norms_of, relative_error
 
 C = 0.1
@@ -112,26 +112,52 @@ class KeepingOnTheWay(nn.Module):
 @pytest.mark.parametrize("passes", [0, 1, 2])
 @pytest.mark.parametrize("how", ["tensor", "list", "tuple", "dict"])
 def test_what_a_forward_keeps_on_the_way_to_its_output(how, passes):
-    """A loss of it gave ``body`` its gradient and ``scale`` none, in every mode; not used, it does no harm."""
+    """A loss of it gave ``body`` its gradient and ``scale`` none, in every mode; not used, it does no harm. Through
+    torch.func it is an error; function by function its gradients count."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 4), KeepingOnTheWay(how))
     inputs = torch.randn(3, 4)
 
-    if passes == 0:
-        model = GradSampleModule(net)
-    else:
-        model = GradSampleModuleFastGradientClipping(net, max_grad_norm=C, passes=passes)
-    for kept in (0.0, 1.0):
+    def losses(model, x, kept=1.0):
+        output = model(x).square().sum(1)
+        return output + tree_leaves(net[1].kept)[-1].square().sum(1) if kept else output
+
+    def wrapped(**options):
+        if passes == 0:
+            return GradSampleModule(net, loss_reduction="sum", **options)
+        return GradSampleModuleFastGradientClipping(
+            net, max_grad_norm=C, passes=passes, loss_reduction="sum", **options
+        )
+
+    def backward(model, kept):
         model.zero_grad()
-        output = model(inputs).square().sum(1)
-        both = output + tree_leaves(net[1].kept)[-1].square().sum(1) if kept else output
-        if kept:
-            with pytest.raises(EscapedGradientError, match=r"1 \(KeepingOnTheWay\): a gradient left it"):
-                both.mean().backward()
-        elif passes == 2:
-            in_two_passes(model, both)
+        if passes == 2:
+            in_two_passes(model, losses(model, inputs, kept), "sum")
         else:
-            both.mean().backward()
+            losses(model, inputs, kept).sum().backward()
+
+    model = wrapped(force_functorch=True)
+    backward(model, kept=0.0)
+    with pytest.raises(EscapedGradientError, match=r"1 \(KeepingOnTheWay\): a gradient left it"):
+        backward(model, kept=1.0)
+    model.to_standard_module()
+
+    model = wrapped()
+    if passes == 2:  # what is kept is no output of the model, so the second pass does not repeat it
+        with pytest.raises(StateError, match="saw other activations or gradients"):
+            backward(model, kept=1.0)
+        return
+    backward(model, kept=1.0)
+    found = {name: p.grad_sample if passes == 0 else p.grad for name, p in net.named_parameters()}
+    model.to_standard_module()
+    samples = [{}, {}, {}]
+    for n, of_one in enumerate(samples):
+        net.zero_grad()
+        losses(net, inputs[n : n + 1]).sum().backward()
+        of_one.update({name: p.grad.double().clone() for name, p in net.named_parameters()})
+    exact = {name: torch.stack([of_one[name] for of_one in samples]) for name in found}
+    for name, expected in (exact if passes == 0 else clipped_sum(exact, C)).items():
+        assert relative_error(found[name], expected) < 1e-3, name
 
 
 class Checkpointed(nn.Module):
