@@ -26,6 +26,10 @@ _PIECE = 2**16
 """Numbers of noise that are drawn at a time: a quarter of a megabyte, a part of a core's own cache."""
 
 
+_ROUNDING = 1e-6
+"""How far, relatively, two ways of computing one sensitivity may be apart."""
+
+
 class DPOptimizerFast(DPOptimizerFastGradientClipping):
     """``DPOptimizerFastGradientClipping`` with the same noise from the same generator, in fewer passes over memory.
 
@@ -48,7 +52,7 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
     Raises:
         StateError: ``step()`` where no parameter has a gradient, where gradients are sums over ranks and there is no
             ``secret``, or where they are still this rank's alone (``no_sync``; the module called past its
-        DistributedDataParallel). InputError: ``secret`` in secure mode.
+        DistributedDataParallel), or clipped to more than ``max_grad_norm``. InputError: ``secret`` in secure mode.
     """
 
     _passes = 0
@@ -98,6 +102,7 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
         left = held_by(params)
         self._check_ranks(left)
         if left is not None:
+            self._check_sensitivity(left)
             self._passes = max(self._passes, left.passes)
         for p in params:
             grad = torch.zeros_like(p) if p.grad is None else p.grad
@@ -120,6 +125,13 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
                 f"p.grad holds the sum over {left.ranks} ranks, which must all add the same noise: give the optimizer "
                 "secret=dpfast.distributed.SharedSecret.agreed() and the expected batch size of all ranks, or have "
                 "dpfast.opacus.PrivacyEngine make it of a model in DistributedDataParallel"
+            )
+
+    def _check_sensitivity(self, left: Left) -> None:
+        if left.sensitivity > self.max_grad_norm * (1.0 + _ROUNDING):
+            raise StateError(
+                f"p.grad holds a sum that a sample moves by up to {left.sensitivity}, and the noise is for "
+                f"max_grad_norm={self.max_grad_norm}: give the optimizer the module's sensitivity"
             )
 
     @torch.no_grad()
@@ -206,6 +218,9 @@ class _BoundToModule(DPOptimizerFast):
     def max_grad_norm(self, value: float) -> None:
         clip_to(self.module, value)
         self._noise_for = float(value)
+
+    def _check_sensitivity(self, left: Left) -> None:
+        """Noise is for the largest in any case."""
 
     def add_noise(self) -> None:
         """Adds ``noise_multiplier · sensitivity`` times Gaussian noise. Stores the result in ``p.grad``."""
