@@ -3,7 +3,17 @@
 from dpfast.distributed.sampling import PoissonBatches
 from dpfast.distributed.secret import SharedSecret
 from dpfast.distributed.sums import Sums, sums_of
-from dpfast.distributed.wrappers import Wrapper, find_wrapper, in_process_group, is_shard, local, not_in, shard_of
+from dpfast.distributed.wrappers import (
+    Wrapper,
+    find_wrapper,
+    in_process_group,
+    is_shard,
+    local,
+    not_in,
+    number_of_ranks,
+    ranks_of,
+    shard_of,
+)
 
 __all__ = [
     "PoissonBatches",
@@ -15,6 +25,8 @@ __all__ = [
     "is_shard",
     "local",
     "not_in",
+    "number_of_ranks",
+    "ranks_of",
     "shard_of",
     "sums_of",
 ]

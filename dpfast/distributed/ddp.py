@@ -32,8 +32,8 @@ class DDPSums:
             its end; any other goes DDP's ordinary way.
 
     Raises:
-        InputError: the DDP is static_graph, has a communication hook (mixed_precision is one), or has trainable
-            parameters that are not the model's.
+        InputError: the DDP is static_graph, has the python_reducer, a communication hook (mixed_precision is one), or
+            trainable parameters that are not the model's.
     """
 
     def __init__(self, ddp: DistributedDataParallel, parameters: Iterable[nn.Parameter], withholds: Callable[[], bool]):
@@ -46,6 +46,8 @@ class DDPSums:
             )
         if ddp.static_graph:
             raise InputError("DistributedDataParallel(static_graph=True) sends gradients unclipped; leave it out")
+        if ddp._use_python_reducer:
+            raise InputError("DistributedDataParallel's python_reducer takes no communication hook; leave it out")
         if ddp._comm_hooks:
             raise InputError(
                 "DistributedDataParallel has a communication hook (mixed_precision= is one), and clipped sums need one "

@@ -84,6 +84,8 @@ class ShardedSums:
         """As :class:`dpfast.distributed.Sums` says; ``total`` is asked unit by unit in the order of the backward, and
         ``p.grad`` is this rank's part, a DTensor as the parameter."""
         wanted = set(parameters)
+        if not wanted.issubset(p for unit in self._units for p in unit):  # something has been unfrozen
+            self._units = list(_units(self._model, self._own, self._root))
         names = {self._own(p): name for name, p in self._model.named_parameters()}
         units = [[p for p in unit if p in wanted] for unit in self._units]
         units = [unit for unit in units if unit]

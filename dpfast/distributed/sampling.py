@@ -67,6 +67,10 @@ class PoissonBatches(Sampler[list[int]]):
         mine: list[int] = taken.nonzero().flatten()[self._rank :: self._ranks].tolist()
         return mine
 
+    def must_agree(self) -> tuple[object, ...]:
+        """What all ranks must have alike, or a sample could be in the parts of two of them."""
+        return self.num_samples, self.sample_rate, self.steps, self.step, self._ranks, self._secret.fingerprint()
+
     @property
     def drop_last(self) -> bool:
         """Only who would deal batches out once more asks for it (``accelerate.prepare`` on the loader).

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from itertools import count
 from typing import Any
 
 import torch
@@ -34,9 +35,18 @@ class SharedSecret:
         if len(secret) != _BYTES:
             raise InputError(f"a secret has {_BYTES} bytes, not {len(secret)}; SharedSecret.agreed() makes one")
         self._secret = bytes(secret)
+        self._streams = count()
 
     def __repr__(self) -> str:
         return "SharedSecret(...)"
+
+    def new_stream(self) -> int:
+        """A number that this secret has given to nobody else: two optimizers with one secret add different noise."""
+        return next(self._streams)
+
+    def fingerprint(self) -> str:
+        """Tells secrets apart and says nothing else of them."""
+        return hashlib.sha256(b"fingerprint" + self._secret).hexdigest()
 
     @classmethod
     def agreed(cls, generator: torch.Generator | None = None, group: Any = None) -> SharedSecret:

@@ -47,6 +47,18 @@ def in_process_group() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+def number_of_ranks() -> int:
+    """Of the default process group; 1 where there is none."""
+    return dist.get_world_size() if in_process_group() else 1
+
+
+def ranks_of(wrapper: Wrapper) -> int:
+    """Over how many ranks a DDP, or a module that was given to ``fully_shard``, sums."""
+    if wrapper.kind == "DDP":
+        return dist.get_world_size(wrapper.module.process_group)
+    return next((int(p.device_mesh.size()) for p in wrapper.module.parameters() if is_shard(p)), 1)
+
+
 def find_wrapper(model: nn.Module, around: nn.Module) -> Wrapper | None:
     """Asked while a forward pass of the model, or of what is around it, runs; ``around``: dpfast's own module."""
     outside = DistributedDataParallel._active_ddp_module

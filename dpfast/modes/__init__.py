@@ -6,7 +6,7 @@ and ``escaped_gradients`` are what they share; ``clippers`` says what is release
 """
 
 from dpfast.modes import autograd_grad_sample
-from dpfast.modes.accumulation import Left, count_noised, held_by
+from dpfast.modes.accumulation import Left, held_by, shares_noise
 from dpfast.modes.clippers import (
     AutomaticClipper,
     ClipFactors,
@@ -38,8 +38,8 @@ __all__ = [
     "TappedModel",
     "autograd_grad_sample",
     "check_threshold",
-    "count_noised",
     "create_norm_sample",
     "held_by",
     "safe_factors",
+    "shares_noise",
 ]

@@ -6,28 +6,33 @@ may have moved it.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from dpfast.distributed import local
+from dpfast.errors import StateError
 
 _NAME = "_dpfast_left"
-_STEPS = "_dpfast_noised_steps"
+_SHARING: Any = WeakIdKeyDictionary()
+"""By parameter: a weak reference to the optimizer that shares its noise with other ranks."""
 
 
 @dataclass(frozen=True)
 class Left:
     """``passes`` backward passes whose clipped sums a gradient holds, and the largest ``sensitivity`` of them;
     ``of_rank``: of this rank's samples alone, where there are other ranks to add (``no_sync``). ``ranks``: how many the
-    sum is over."""
+    sum is over; 0: the pass knew of no other ranks."""
 
     passes: int
     sensitivity: float
     of_rank: bool = False
-    ranks: int = 1
+    ranks: int = 0
 
 
 def held_by(parameters: Iterable[nn.Parameter]) -> Left | None:
@@ -72,12 +77,31 @@ def _noted(parameters: Iterable[nn.Parameter]) -> list[tuple[Tensor, Left, int]]
     return [(grad, *vars(grad)[_NAME]) for grad in grads if grad is not None and _NAME in vars(grad)]
 
 
-def count_noised(parameters: Iterable[nn.Parameter], steps: int) -> None:
-    """An optimizer that shares its noise with other ranks has added it so many times; ranks must be at the same."""
+def check_ranks(before: Left, ranks: int, *, crosses: bool) -> None:
+    """Raises StateError where a sum over ``ranks`` ranks cannot be added to what was left ``before``; ``crosses``:
+    whether it has crossed them."""
+    if max(before.ranks, ranks) > 1 and before.ranks != ranks:
+        raise StateError(
+            f"p.grad holds a sum over {before.ranks or 1} ranks, and this backward pass leaves one over {ranks or 1}: "
+            "the model was called through its DistributedDataParallel once and past it once; step and zero_grad() "
+            "between them"
+        )
+    if ranks and not crosses and not before.of_rank:
+        raise StateError(
+            "p.grad holds the sum of all ranks, and this backward pass, under no_sync(), that of one; step and "
+            "zero_grad() between them"
+        )
+
+
+def shares_noise(parameters: Iterable[nn.Parameter], optimizer: Any) -> None:
+    """That optimizer adds the same noise to them on all ranks, which must mean the same by it: ``must_agree()``."""
     for p in parameters:
-        setattr(p, _STEPS, steps)
+        _SHARING[p] = weakref.ref(optimizer)
 
 
-def noised(parameters: Iterable[nn.Parameter]) -> int:
-    """What :func:`count_noised` has counted."""
-    return max((getattr(p, _STEPS, 0) for p in parameters), default=0)
+def noise_of(parameters: Iterable[nn.Parameter]) -> list[object]:
+    """What the optimizers of :func:`shares_noise` must have alike on all ranks."""
+    if not _SHARING:
+        return []
+    optimizers = dict.fromkeys(_SHARING[p]() for p in parameters if p in _SHARING)
+    return [optimizer.must_agree() for optimizer in optimizers if optimizer is not None]

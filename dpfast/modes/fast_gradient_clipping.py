@@ -12,7 +12,7 @@ from dpfast.arithmetic import SquaredNorm, towards_zero
 from dpfast.distributed import Sums, local, not_in, sums_of
 from dpfast.errors import InputError, StateError
 from dpfast.factors import Dense, Factor, Waiting, merge, sq_norms
-from dpfast.modes.accumulation import Left, leave, left_in, noised
+from dpfast.modes.accumulation import Left, check_ranks, leave, left_in, noise_of
 from dpfast.modes.clippers import (
     ClipFactors,
     ConstantFlatClipper,
@@ -351,7 +351,7 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
                     p.grad = added(p.grad, own, p.dtype)
                 elif p.grad is None and p.requires_grad:
                     p.grad = torch.zeros_like(p)
-            self._note(before, of_rank=ranks is not None)
+            self._note(before, of_rank=ranks is not None, ranks=0 if ranks is None else ranks.number)
             return
         add_first = before is not None and before.of_rank
         of_all = {p: local(p.grad).clone() for p in self._places if p.grad is not None and not add_first}
@@ -370,7 +370,8 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
             self._clipper().sensitivity,
             type(self._clipper()).__name__,
             self.loss_reduction,
-            noised(self._places),
+            0 if before is None else before.passes,
+            noise_of(self._places),
         )
 
     def _left_before(self) -> Left | None:
@@ -378,11 +379,8 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
         before = left_in(self._places) if self._over_ranks is None else self._left
         if before is not None:
             self.check_accumulation()
-            if self._over_ranks is not None and not self._over_ranks.crosses and not before.of_rank:
-                raise StateError(
-                    "p.grad holds the sum of all ranks, and this backward pass, under no_sync(), that of one; step and "
-                    "zero_grad() between them"
-                )
+            ranks = self._over_ranks
+            check_ranks(before, 0 if ranks is None else ranks.number, crosses=ranks is not None and ranks.crosses)
         return before
 
     def _note(self, before: Left | None, **of: Any) -> None:

@@ -13,7 +13,7 @@ from opacus.validators.errors import IllegalModuleConfigurationError, Unsupporte
 from torch import nn, optim
 from torch.utils.data import DataLoader
 
-from dpfast.distributed import PoissonBatches, SharedSecret, find_wrapper, not_in
+from dpfast.distributed import PoissonBatches, SharedSecret, find_wrapper, not_in, number_of_ranks, ranks_of
 from dpfast.errors import InputError, StateError
 from dpfast.modes import ConstantPerLayerClipper, GradSampleModule, GradSampleModuleFastGradientClipping
 from dpfast.opacus.losses import ClippedLoss
@@ -64,6 +64,8 @@ class PrivacyEngine(opacus.PrivacyEngine):
 
     _module: GradSampleModuleFastGradientClipping | None = None  # while make_private runs
     _dealt_out = False  # whether, meanwhile, batches come from one draw for all ranks
+    _over_ranks = False  # whether, meanwhile, the module leaves sums over ranks
+    _batches: PoissonBatches | None = None  # meanwhile
 
     def make_private(
         self,
@@ -127,7 +129,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
             criterion = ClippedLoss(module, optimizer, arguments["criterion"], loss_reduction)
             return module, optimizer, criterion, data_loader
         finally:
-            self._module, self._dealt_out = None, False
+            self._module, self._dealt_out, self._over_ranks, self._batches = None, False, False, None
 
     def make_private_with_epsilon(
         self, *, criterion: Any = None, grad_sample_mode: str = "dpfast", **options: Any
@@ -142,6 +144,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
     def _prepare_data_loader(
         self, data_loader: DataLoader[Any], *, poisson_sampling: bool, distributed: bool, **options: Any
     ) -> DataLoader[Any]:
+        distributed = distributed or self._over_ranks  # Opacus does not see a DDP in a module that is wrapped already
         deal_out = self._dealt_out and distributed and poisson_sampling
         loader = super()._prepare_data_loader(
             data_loader, poisson_sampling=poisson_sampling, distributed=distributed and not deal_out, **options
@@ -150,7 +153,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
             secret = SharedSecret.agreed(self.secure_rng if self.secure_mode else data_loader.generator)
             # Opacus's own samplers leave out empty batches, each on its rank, and the others would wait for ever.
             # In the attributes' dict, because a DataLoader has no other way to another sampler.
-            vars(loader)["batch_sampler"] = PoissonBatches(
+            vars(loader)["batch_sampler"] = self._batches = PoissonBatches(
                 len(loader.dataset),
                 1 / len(data_loader),
                 secret,
@@ -190,6 +193,14 @@ class PrivacyEngine(opacus.PrivacyEngine):
         else:
             prepared = cls(module, **given, **passes)
         self._module = prepared if passes else None
+        wrapper = find_wrapper(prepared._module, prepared) if passes else None
+        self._over_ranks = wrapper is not None
+        if wrapper is not None and ranks_of(wrapper) != number_of_ranks():
+            raise InputError(
+                f"the model sums over {ranks_of(wrapper)} of {number_of_ranks()} ranks, and batches would be dealt out "
+                "to all of them; start the others in a process group of their own, or take PoissonBatches and "
+                "DPOptimizerFast with a SharedSecret of that group"
+            )
         return prepared
 
     def _prepare_optimizer(
@@ -224,9 +235,10 @@ class PrivacyEngine(opacus.PrivacyEngine):
             )
         if isinstance(optimizer, opacus.optimizers.DPOptimizer):
             optimizer = optimizer.original_optimizer
-        wrapper = find_wrapper(self._module._module, self._module)
-        if wrapper is not None:  # p.grad is the sum over all ranks
-            given["expected_batch_size"] = expected_batch_size * dist.get_world_size()
+        batches = None
+        if self._over_ranks:  # p.grad is the sum over all ranks
+            given["expected_batch_size"] = expected_batch_size * (dist.get_world_size() if distributed else 1)
+            batches = self._batches
             given["secret"] = None if self.secure_mode else SharedSecret.agreed(noise_generator)
             distributed, noise_generator = False, None
         if clipping == "per_layer":
@@ -239,7 +251,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
             ("dpfast_two_pass", False): TwoPassOptimizer,
             ("dpfast_two_pass", True): DistributedTwoPassOptimizer,
         }[grad_sample_mode, distributed]
-        return cls(
+        prepared = cls(
             optimizer,
             module=self._module,
             max_grad_norm=max_grad_norm,
@@ -248,6 +260,8 @@ class PrivacyEngine(opacus.PrivacyEngine):
             **given,
             **options,
         )
+        prepared.batches = batches
+        return prepared
 
 
 def validate(module: nn.Module, *, over_ranks: bool = True) -> None:

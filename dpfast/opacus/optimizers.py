@@ -10,7 +10,7 @@ from opacus.optimizers.ddpoptimizer_fast_gradient_clipping import DistributedDPO
 from opacus.optimizers.optimizer import _check_processed_flag, _generate_noise, _mark_as_processed
 from torch import Tensor, optim
 
-from dpfast.distributed import SharedSecret, local, shard_of
+from dpfast.distributed import PoissonBatches, SharedSecret, local, number_of_ranks, shard_of
 from dpfast.errors import InputError, StateError
 from dpfast.modes import (
     ConstantFlatClipper,
@@ -18,12 +18,16 @@ from dpfast.modes import (
     GradSampleModuleFastGradientClipping,
     Left,
     check_threshold,
-    count_noised,
     held_by,
+    shares_noise,
 )
 
 _PIECE = 2**16
 """Numbers of noise that are drawn at a time: a quarter of a megabyte, a part of a core's own cache."""
+
+
+_ROUNDING = 1e-6
+"""How far, relatively, two ways of computing one sensitivity may be apart."""
 
 
 class DPOptimizerFast(DPOptimizerFastGradientClipping):
@@ -47,10 +51,13 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
 
     Raises:
         StateError: ``step()`` where no parameter has a gradient, where gradients are sums over ranks and there is no
-            ``secret``, or where they are still this rank's alone (``no_sync``). InputError: ``secret`` in secure mode.
+            ``secret``, or where they are still this rank's alone (``no_sync``; the module called past its
+        DistributedDataParallel), or clipped to more than ``max_grad_norm``. InputError: ``secret`` in secure mode.
     """
 
     _passes = 0
+    batches: PoissonBatches | None = None
+    """Where they are known: all ranks must be at the same step of them, or a sample could count twice."""
 
     def __init__(self, optimizer: optim.Optimizer, *, secret: SharedSecret | None = None, **options: Any):
         if secret is not None and options.get("secure_mode"):
@@ -61,6 +68,24 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
         self._secret = secret
         self.noised_steps = 0
         super().__init__(optimizer, **options)
+        if secret is not None:
+            self._stream = secret.new_stream()
+            shares_noise(self.params, self)
+
+    def must_agree(self) -> tuple[object, ...]:
+        """What all ranks must have alike: replicas with different noise would drift apart, and two that have the same
+        noise in different sizes give the gradient away."""
+        assert self._secret is not None
+        return (
+            self._secret.fingerprint(),
+            self._stream,
+            self.noised_steps,
+            float(self.noise_multiplier),
+            float(self.max_grad_norm),
+            float(self.expected_batch_size or 0),
+            self.loss_reduction,
+            None if self.batches is None else self.batches.must_agree(),
+        )
 
     @property
     def accumulated_iterations(self) -> int:
@@ -77,6 +102,7 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
         left = held_by(params)
         self._check_ranks(left)
         if left is not None:
+            self._check_sensitivity(left)
             self._passes = max(self._passes, left.passes)
         for p in params:
             grad = torch.zeros_like(p) if p.grad is None else p.grad
@@ -89,11 +115,23 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
                 "p.grad holds clipped gradients of this rank alone: the last backward pass was under no_sync(); take "
                 "one without it before step()"
             )
+        if left is not None and left.ranks == 0 and self._secret is not None and number_of_ranks() > 1:
+            raise StateError(
+                "p.grad holds clipped gradients of this rank alone, and the optimizer shares its noise with others: "
+                "call the DistributedDataParallel, not the module inside it (and leave out its python_reducer)"
+            )
         if left is not None and left.ranks > 1 and self._secret is None:
             raise StateError(
                 f"p.grad holds the sum over {left.ranks} ranks, which must all add the same noise: give the optimizer "
                 "secret=dpfast.distributed.SharedSecret.agreed() and the expected batch size of all ranks, or have "
                 "dpfast.opacus.PrivacyEngine make it of a model in DistributedDataParallel"
+            )
+
+    def _check_sensitivity(self, left: Left) -> None:
+        if left.sensitivity > self.max_grad_norm * (1.0 + _ROUNDING):
+            raise StateError(
+                f"p.grad holds a sum that a sample moves by up to {left.sensitivity}, and the noise is for "
+                f"max_grad_norm={self.max_grad_norm}: give the optimizer the module's sensitivity"
             )
 
     @torch.no_grad()
@@ -113,10 +151,10 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
     def _share_noise(self, secret: SharedSecret) -> None:
         """The generator of this step's noise: the same on ranks that have the same shards, another on others."""
         self.generator = secret.generator(
-            "noise", self.noised_steps, shard_of(self.params), device=self.params[0].device
+            "noise", self._stream, self.noised_steps, shard_of(self.params), device=self.params[0].device
         )
         self.noised_steps += 1
-        count_noised(self.params, self.noised_steps)
+        shares_noise(self.params, self)  # what is trainable may have changed
 
     def _noise(self, summed_grad: Tensor, std: float) -> None:
         """Adds Opacus's numbers, in the gradient's dtype (Opacus 1.5.4 draws fp32 whatever that is).
@@ -180,6 +218,9 @@ class _BoundToModule(DPOptimizerFast):
     def max_grad_norm(self, value: float) -> None:
         clip_to(self.module, value)
         self._noise_for = float(value)
+
+    def _check_sensitivity(self, left: Left) -> None:
+        """Noise is for the largest in any case."""
 
     def add_noise(self) -> None:
         """Adds ``noise_multiplier · sensitivity`` times Gaussian noise. Stores the result in ``p.grad``."""

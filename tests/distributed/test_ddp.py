@@ -153,6 +153,10 @@ def test_nothing_is_silent(ranks, order, what):
     ("what", "message"),
     [
         (("mixed",), "StateError: p.grad holds the sum of all ranks"),
+        (("past DDP first",), "StateError: p.grad holds a sum over 1 ranks, and this backward pass leaves one over 2"),
+        (("past DDP then",), "StateError: p.grad holds a sum over 2 ranks, and this backward pass leaves one over 1"),
+        (("passes differ",), "StateError: ranks disagree"),
+        (("python reducer",), "InputError: .*python_reducer"),
         (("other trainable",), "InputError: DistributedDataParallel also trains module.b.weight"),
         (("hook",), "InputError: DistributedDataParallel has a communication hook"),
         (("nested",), r"StateError: 1 \(DistributedDataParallel\)"),

@@ -58,6 +58,12 @@ def test_ways_of_sharding(ranks, what):
         assert ranks[0][what][2] == ranks[0]["plain, kept whole"]
 
 
+def test_what_is_unfrozen_between_steps_has_its_sums(ranks):
+    for rank in ranks:
+        assert not isinstance(rank["unfrozen later"], str), rank["unfrozen later"]
+        assert_gradients(rank["unfrozen later"], clipped_sum(exact(), C))
+
+
 def test_bf16_copies_of_fp32_parameters(ranks):
     assert_step(ranks, "bf16", exact(), tolerance=0.03)
 

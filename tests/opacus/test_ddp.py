@@ -73,11 +73,29 @@ def test_an_optimizer_of_its_own(ranks):
     assert all(g.any() for g in first.values())
 
 
+def test_two_optimizers_of_one_secret_add_different_noise(ranks):
+    for one, other in both(ranks, "one secret for two"):
+        assert not any(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_module_that_is_private_already_still_has_batches_dealt_out(ranks):
+    (first, size), (second, same) = both(ranks, "private again")
+    assert size == same == BATCH
+    for taken, others in zip(first, second, strict=True):
+        assert not set(taken) & set(others)
+
+
 @pytest.mark.parametrize(
     ("what", "message"),
     [
         ("no secret", "StateError: p.grad holds the sum over 2 ranks, which must all add the same noise"),
         ("no_sync", "StateError: p.grad holds clipped gradients of this rank alone"),
+        ("past DDP", "StateError: p.grad holds clipped gradients of this rank alone, and the optimizer shares"),
+        ("secrets differ", "StateError: ranks disagree"),
+        ("noise differs", "StateError: ranks disagree"),
+        ("looked at", "StateError: ranks disagree"),
+        ("rates differ", "StateError: ranks disagree"),
+        ("group of one", "InputError: the model sums over 1 of 2 ranks"),
         ("dealt out again", "StateError: these Poisson batches have been dealt out"),
         ("memory manager", "StateError: ranks disagree"),
         ("materialize", "UnsupportedModuleError: .*DistributedDataParallel"),

@@ -8,7 +8,7 @@ from torch import nn
 
 import dpfast
 from dpfast.errors import InputError, StateError
-from dpfast.opacus import OnePassOptimizer, TwoPassOptimizer
+from dpfast.opacus import DPOptimizerFast, OnePassOptimizer, TwoPassOptimizer
 from dpfast.testing import clipped_sum, loop_over_samples
 
 C = 0.5
@@ -108,6 +108,23 @@ def test_noise_covers_the_threshold_that_was_clipped_to(later):
     module(torch.zeros(2, 100)).mean().backward()
     optimizer.pre_step()
     assert model.weight.grad.std() == pytest.approx(later, rel=0.05)
+
+
+@pytest.mark.parametrize("clipper", [None, dpfast.ConstantPerLayerClipper([C / 6**0.5] * 6)])
+def test_noise_for_less_than_the_module_clips_to_is_refused(clipper):
+    """An optimizer that is not bound to the module has a ``max_grad_norm`` of its own."""
+    model, x, y = opacus_example("mlp")
+    module = dpfast.GradSampleModuleFastGradientClipping(model, max_grad_norm=C, norm_clipper=clipper)
+    optimizer = DPOptimizerFast(
+        torch.optim.SGD(model.parameters(), lr=1.0), noise_multiplier=1.0, max_grad_norm=C, expected_batch_size=1
+    )
+    mean_loss(module, x, y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    mean_loss(module, x, y).backward()
+    optimizer.max_grad_norm = C / 2
+    with pytest.raises(StateError, match=r"the noise is for max_grad_norm=0\.25"):
+        optimizer.step()
 
 
 def test_max_grad_norm_sets_what_the_module_clips_to():

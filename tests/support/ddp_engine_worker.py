@@ -91,7 +91,7 @@ def dealt_out_again():
         pass
 
 
-def standalone(sigma=1.0):
+def standalone(sigma=1.0, secret=None, past=False):
     """DPOptimizerFast without an engine."""
     model, x, y = opacus_example("mlp", N)
     module = dpfast.GradSampleModuleFastGradientClipping(model, max_grad_norm=C, loss_reduction="sum")
@@ -100,13 +100,55 @@ def standalone(sigma=1.0):
         noise_multiplier=sigma,
         max_grad_norm=C,
         expected_batch_size=N,
-        secret=SharedSecret.agreed(),
+        secret=secret or SharedSecret.agreed(),
     )
     own = slice(dist.get_rank(), None, 2)
     ddp = DDP(module)
+    ddp = module if past else ddp
     nn.functional.cross_entropy(ddp(x[own]), y[own], reduction="sum").backward()
     optimizer.step()
     return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def one_secret_for_two():
+    secret = SharedSecret.agreed()
+    return [standalone(secret=secret) for _ in range(2)]
+
+
+def differently(change=None, **options):
+    """One rank has another length of data, has looked at a batch, or (``change``) a setting of the optimizer's."""
+    _, module, optimizer, criterion, loader = private(sigma=1.0, **options)
+    if dist.get_rank() == 0:
+        optimizer.noise_multiplier *= 2 if change == "noise" else 1
+        if change == "look":
+            next(iter(loader))
+        if change == "rate":
+            loader.batch_sampler.sample_rate /= 2
+    for x, y, _ in loader:
+        optimizer.zero_grad()
+        criterion(module(x), y).backward()
+        optimizer.step()
+
+
+def private_again():
+    """A second engine takes what the first has made: (samples of each step, expected batch size)."""
+    _, module, optimizer, _, loader = private()
+    _, optimizer, loader = dpfast.opacus.PrivacyEngine().make_private(
+        module=module, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=C
+    )
+    return [index.tolist() for _ in range(4) for *_, index in loader], optimizer.expected_batch_size
+
+
+def group_of_one():
+    groups = [dist.new_group([rank]) for rank in range(2)]
+    model, x, y = opacus_example("mlp", N)
+    dpfast.opacus.PrivacyEngine().make_private(
+        module=DDP(model, process_group=groups[dist.get_rank()]),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(TensorDataset(x, y), batch_size=BATCH),
+        noise_multiplier=1.0,
+        max_grad_norm=C,
+    )
 
 
 def memory_manager():
@@ -137,6 +179,14 @@ def main():
         "dealt out again": attempt(dealt_out_again),
         "standalone": attempt(standalone),
         "memory manager": attempt(memory_manager),
+        "one secret for two": attempt(one_secret_for_two),
+        "secrets differ": attempt(standalone, secret=SharedSecret(bytes(31) + bytes([dist.get_rank()]))),
+        "past DDP": attempt(standalone, past=True),
+        "noise differs": attempt(differently, "noise"),
+        "looked at": attempt(differently, "look"),
+        "rates differ": attempt(differently, "rate"),
+        "private again": attempt(private_again),
+        "group of one": attempt(group_of_one),
     }
 
 

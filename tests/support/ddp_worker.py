@@ -4,6 +4,7 @@ import contextlib
 from collections import Counter
 
 import torch
+import torch._dynamo
 import torch.distributed as dist
 from cases import Mlp, Tied, Transformer
 from processes import attempt, rank_main
@@ -160,6 +161,31 @@ def no_sync_after_sync():
         losses(call, part(x), part(y)).sum().backward()
 
 
+def other_ranks_than_before(order):
+    """Sums of one rank and of both in one ``p.grad``: (past DDP, in it) or the other way round."""
+    model, x, y = case("mlp")
+    call, module, _ = wrapped(model)
+    for run in (module, call)[::order]:
+        losses(run, part(x), part(y)).sum().backward()
+
+
+def passes_differ():
+    model, x, y = case("mlp")
+    call, _, ddp = wrapped(model)
+    if dist.get_rank() == 0:
+        with ddp.no_sync():
+            losses(call, part(x), part(y)).sum().backward()
+    losses(call, part(x), part(y)).sum().backward()
+
+
+def python_reducer():
+    torch._dynamo.config.optimize_ddp = "python_reducer"
+    try:
+        return backward(Mlp(), "inside")
+    finally:
+        torch._dynamo.config.optimize_ddp = True
+
+
 def frozen_later():
     """The gradients of what is still trainable."""
     model, x, y = case("mlp")
@@ -276,6 +302,10 @@ def main():
     found["disagreement"] = disagreement()
     found["frozen later"] = attempt(frozen_later)
     found["mixed"] = attempt(no_sync_after_sync)
+    found["past DDP first"] = attempt(other_ranks_than_before, 1)
+    found["past DDP then"] = attempt(other_ranks_than_before, -1)
+    found["passes differ"] = attempt(passes_differ)
+    found["python reducer"] = attempt(python_reducer)
     found["other trainable"] = attempt(other_trainable)
     found["hook"] = attempt(with_hook)
     found["nested"] = attempt(nested)

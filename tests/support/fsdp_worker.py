@@ -189,6 +189,18 @@ def one_module_further_out():
     losses(around, part(x), part(y)).sum().backward()
 
 
+def unfrozen_later():
+    """The gradients, after a step in which a layer was frozen."""
+    model, x, y = case()
+    model.blocks[0].up.requires_grad_(False)
+    module = dpfast.GradSampleModuleFastGradientClipping(shard(model), max_grad_norm=C, loss_reduction="sum")
+    for _ in range(2):
+        module.zero_grad()
+        losses(module, part(x), part(y)).sum().backward()
+        model.blocks[0].up.requires_grad_(True)
+    return {name: whole(p.grad) for name, p in model.named_parameters()}
+
+
 def train(sigma=0.0, shape=None, mode="dpfast", seed=None, steps=8):
     """PrivacyEngine: (weights, the samples of each step, the gradient of each step)."""
     model, x, y = opacus_example("mlp", 24)
@@ -238,6 +250,7 @@ def main():
         found[name] = attempt(sums, steps=2, mesh=mesh)
     found["plain"], found["plain, kept whole"] = plain(), plain(reshard_after_forward=False)
     found["disagreement"] = disagreement()
+    found["unfrozen later"] = attempt(unfrozen_later)
     found["escaping"] = attempt(backward, shard(case(block=Escaping)[0]))
     found["blocks alone"] = attempt(blocks_alone)
     found["without sync"] = attempt(without_sync)
