@@ -18,8 +18,8 @@ def ranks(tmp_path_factory):
     return run_ranks(fsdp_worker.__file__, tmp_path_factory.mktemp("fsdp"))
 
 
-def exact(tied=True):
-    model, x, y = case(tied)
+def exact(tied=True, **how):
+    model, x, y = case(tied, **how)
     return loop_over_samples(model, lambda m, a, b: fsdp_worker.losses(m, a, b).sum(), x, y)
 
 
@@ -62,6 +62,10 @@ def test_what_is_unfrozen_between_steps_has_its_sums(ranks):
     for rank in ranks:
         assert not isinstance(rank["unfrozen later"], str), rank["unfrozen later"]
         assert_gradients(rank["unfrozen later"], clipped_sum(exact(), C))
+
+
+def test_a_weight_that_is_used_functionally(ranks):
+    assert_step(ranks, "functional", exact(block=fsdp_worker.Functional))
 
 
 def test_bf16_copies_of_fp32_parameters(ranks):

@@ -130,7 +130,7 @@ class Skips(nn.Module):
 
 class Functional(Skips):
     def forward(self, x):
-        return self.used(x) + nn.functional.linear(x, self.skipped.weight) + self.skipped(x)
+        return self.used(x) + torch.cdist(x, self.skipped.weight) + self.skipped(x)
 
 
 def backward(model, order="outside", cls=dpfast.GradSampleModuleFastGradientClipping, threshold=C, **ddp):

@@ -54,9 +54,18 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(x)))
 
 
-class Escaping(Block):
+class Functional(Block):
+    """Uses a weight past its own module, in a way that has a rule."""
+
     def forward(self, x):
         return super().forward(x) + nn.functional.linear(x, self.out.weight)
+
+
+class Escaping(Block):
+    """In a way that has none."""
+
+    def forward(self, x):
+        return super().forward(x) + torch.cdist(x, self.out.weight)
 
 
 class Model(nn.Module):
@@ -104,10 +113,19 @@ def whole(p):
 
 
 def sums(
-    split="equal", tied=True, order="before", steps=1, passes=1, zero=True, checkpointed=False, clipper=None, **options
+    split="equal",
+    tied=True,
+    order="before",
+    steps=1,
+    passes=1,
+    zero=True,
+    checkpointed=False,
+    clipper=None,
+    block=Block,
+    **options,
 ):
     """({name: p.grad of all shards}, norms, collectives of the last step)."""
-    model, x, y = case(tied)
+    model, x, y = case(tied, block)
     if checkpointed:
         for i, block in enumerate(model.blocks):
             model.blocks[i] = checkpoint_wrapper(block)
@@ -241,6 +259,7 @@ def main():
         found[split] = attempt(sums, split, steps=2)
     found["zeroed"] = attempt(sums, steps=2, zero="in place")
     found["checkpointed"] = attempt(sums, steps=2, checkpointed=True)
+    found["functional"] = attempt(sums, steps=2, block=Functional)
     found["kept whole"] = attempt(sums, steps=2, reshard_after_forward=False)
     found["offloaded"] = attempt(sums, steps=2, offload_policy=CPUOffloadPolicy(pin_memory=False))
     found["per layer"] = attempt(sums, steps=2, clipper=dpfast.ConstantPerLayerClipper(C))
