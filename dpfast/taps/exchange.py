@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves
 
 from dpfast.taps.fake_run import Nobody, nothing_left_behind
@@ -253,6 +254,8 @@ class _Witness(Tap):
         if isinstance(self.module, nn.Embedding):
             args, kwargs, _ = self.with_whole_batch(args, kwargs, self.size)
         output = forward(*args, **kwargs)
+        if any(isinstance(x, PackedSequence) for x in args):  # it knows itself where its samples are
+            return output
         outputs = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]
         rank = outputs[0].dim() if outputs and find_forward(self.module) is None else None
         inputs = [x.shape for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
