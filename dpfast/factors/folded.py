@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dpfast.arithmetic import accumulating_dtype, bounds, reference, sums
+from dpfast.errors import InputError
 from dpfast.factors.dense import Dense, Factor
 from dpfast.factors.lookup import Lookup
 from dpfast.factors.outer_product import OuterProduct
@@ -28,6 +29,11 @@ def folded(factor: Factor, n: int, *, rows_together: bool) -> Factor:
 
     if n == 0 or factor.num_samples == n:
         return factor
+    if factor.num_samples % n:
+        raise InputError(
+            f"it saw {factor.num_samples} rows, which are not as many for each of the batch's {n} samples: how many "
+            "depends on the data (experts, masked positions)"
+        )
     if isinstance(factor, OuterProduct):
         a, b = (by_sample(x).flatten(1, 2) for x in (factor.activations, factor.backprops))
         return OuterProduct(a, b)
