@@ -62,9 +62,12 @@ def test_outer_products_and_direct_norms(pair, tile):
     with in_place():
         actual = outer_product(*far, bias=True, norm=True, tile=tile)
         norm = outer_norm(*far, bias=True, tile=tile)
+        products = outer_product(*far, row_products=True, tile=tile)
     for x, y in zip(actual, outer_product(*packed, bias=True, norm=True, tile=tile), strict=True):
-        assert identical(x, y)
+        assert x is y is None or identical(x, y)  # row products were not asked for
     assert identical(norm.sq_norm, actual.sq_norm)
+    for x, y in zip(products, outer_product(*packed, row_products=True, tile=tile), strict=True):
+        assert x is y is None or identical(x, y)
 
 
 @pytest.mark.parametrize("tile", TILES)
