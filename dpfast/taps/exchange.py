@@ -52,6 +52,7 @@ class _Run(NamedTuple):
     calls: dict[Key, list[Any]]  # fingerprints along the samples' dimension, or the shape where these do not fit
     order: dict[Key, int]
     outputs: list[dict[int, Tensor]]  # the same of the model's outputs, along every dimension as long as the batch
+    packed: list[str]  # layers that took packed sequences
 
 
 def told_by_exchange(
@@ -84,7 +85,7 @@ def calls_on_data(
 ) -> list[list[tuple[int | None, Call]]]:
     """As ``fake_run.calls_in_forward``, of a forward on that many of the samples themselves."""
     model, taps = _copy(model, taps)
-    witnesses = [_Witness.of(tap, i, _Run({}, {}, []), {}, size) for i, tap in enumerate(taps)]
+    witnesses = [_Witness.of(tap, i, _Run({}, {}, [], []), {}, size) for i, tap in enumerate(taps)]
     with _same_random_numbers():
         some = [first_samples(x, dim, size) for x, dim in zip(leaves, dims, strict=True)]
         args, kwargs = structure.unflatten([x.clone() if isinstance(x, Tensor) else x for x in some])
@@ -110,11 +111,13 @@ class _Exchange:
         # Taps by which tensors without samples go too, which have a way of their own.
         self.also_alone = {(number, way[1]) for number, way in places if isinstance(way, tuple) and way[2:] == ("too",)}
         self.leaves = leaves
+        self.packed = False
 
     def told(self) -> Told:
         which = list(dict.fromkeys((0, 1, self.size - 1)))
         with _same_random_numbers() as again:
             base = self._run(None, again)
+            self.packed = bool(base.packed)
             runs = [self._run(j, again) for j in which]
             found: dict[Key, Place] = {}
             wrong: list[Key] = []
@@ -152,15 +155,17 @@ class _Exchange:
     def _run(self, other: int | None, again: Callable[[], None], size: int | None = None) -> _Run:
         """One forward with the sample of that number exchanged."""
         leaves = list(self.leaves)
-        # Numbers of samples may be lengths, and others of them make other shapes of what is packed.
-        more = any(dim is not None and not _is_a_number_each(leaves[i]) for i, dim in enumerate(self.dims))
+        # Where sequences are packed, numbers of samples are lengths, and others of them make other shapes.
+        more = self.packed and any(
+            dim is not None and not _is_a_number_each(leaves[i]) for i, dim in enumerate(self.dims)
+        )
         for i, dim in enumerate(self.dims):
             if dim is not None:
                 leaves[i] = first_samples(leaves[i], dim, size or self.size)
                 if other is not None and not (more and _is_a_number_each(leaves[i])):
                     leaves[i] = _exchanged(leaves[i], dim, other)
         model, taps = _copy(self.model, self.taps)
-        run = _Run({}, {}, [])
+        run = _Run({}, {}, [], [])
         for i, tap in enumerate(taps):
             _Witness.of(tap, i, run, self.places, size or self.size)
         leaves = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
@@ -255,6 +260,7 @@ class _Witness(Tap):
             args, kwargs, _ = self.with_whole_batch(args, kwargs, self.size)
         output = forward(*args, **kwargs)
         if any(isinstance(x, PackedSequence) for x in args):  # it knows itself where its samples are
+            self.seen.packed.append(self.layer)
             return output
         outputs = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]
         rank = outputs[0].dim() if outputs and find_forward(self.module) is None else None

@@ -137,3 +137,21 @@ def test_nothing_is_left_behind():
     assert not seen and model.kept is None and float(model.calls) == 0.0 and model.training
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
     assert wrapped._tapped._taps[1].places == {2: (0, True)}
+
+
+class MeanOfLabels(nn.Module):
+    """Mixes samples by an input of one whole number each."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(9, 4), nn.Linear(4, 2)
+
+    def forward(self, x, labels):
+        return self.head(x + self.table(labels).mean(0))
+
+
+@pytest.mark.parametrize("n", [2, 4, 5])
+def test_whole_numbers_are_exchanged_too(n):
+    model = dpfast.GradSampleModuleFastGradientClipping(MeanOfLabels())
+    with pytest.raises(dpfast.errors.DpfastError, match="samples"):
+        model(torch.randn(n, 4), torch.arange(n)).square().sum().backward()
