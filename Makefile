@@ -62,9 +62,16 @@ lint: $(READY)
 # For every edit: lint, types, and the tests that are not slow, with few random cases each. `make test` runs everything.
 # A test is slow that takes some seconds; every folder keeps tests that are not (tests/test_packaging.py holds that).
 SLOW := tests/arithmetic/test_bounds.py::test_the_kernels_bounds_hold_too \
+	tests/compiled/test_certificate.py \
+	tests/compiled/test_guards.py::test_another_shape_dtype_flag_or_clipper_is_captured_again \
+	tests/compiled/test_kernels.py \
+	tests/compiled/test_models.py \
 	tests/distributed/test_ddp.py \
 	tests/distributed/test_fsdp.py \
 	tests/distributed/test_killed.py \
+	tests/opacus/test_compiled.py \
+	tests/distributed/test_tensor_parallel.py \
+	tests/opacus/test_checkpoint.py \
 	tests/opacus/test_ddp.py \
 	tests/arithmetic/test_ops.py::test_verbs_equal_fp64 \
 	tests/examples/ \

@@ -1,4 +1,4 @@
-"""The measured rows as the README's tables, docs/step.md and docs/kernels.md, and as pictures.
+"""The measured rows as the README's tables, docs/step.md, docs/host.md and docs/kernels.md, and as pictures.
 
 python benchmarks/report.py            # write them
 python benchmarks/report.py --check    # exit 1 where a table is not what the rows say
@@ -11,7 +11,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import host_report
 import kernel_report
+import loops_report
 import matplotlib
 
 matplotlib.use("Agg")
@@ -216,6 +218,40 @@ def readme_gpu(results: Path, rows: dict[Key, dict[str, dict]]) -> Iterator[str]
         yield "On a GPU nothing has been measured yet; `make bench-gpu` does it."
 
 
+def medium(rows: list[dict]) -> Iterator[str]:
+    """Of other people's models a line each, newest rows: private steps over the plain one, and over one with noise."""
+    yield "# The step of other people's models"
+    yield ""
+    yield (
+        "Made by `python benchmarks/report.py` from the rows that `python benchmarks/medium.py` writes: fp32, one "
+        "thread, CPU time, measured as in [step.md](step.md). With few samples and many parameters the noise is a good "
+        "part of a private step, so there are two ratios: to the plain step, and in brackets to the plain step with "
+        "noise. *Error* is dpfast's largest relative error of a parameter's clipped gradient against an fp64 loop over "
+        "samples."
+    )
+    newest: dict[tuple[str, str], dict[str, dict]] = {}
+    for row in rows:
+        newest.setdefault((_key(row)[0], row["title"]), {})[row["leg"]] = row
+    for machine in dict.fromkeys(machine for machine, _ in newest):
+        yield ""
+        yield f"{machine}:"
+        yield ""
+        yield "| model | plain, ms | plain + noise | Opacus hooks | dpfast | error | commit, rounds |"
+        yield "|---|--:|--:|--:|--:|--:|---|"
+        for title, legs in ((title, legs) for (where, title), legs in newest.items() if where == machine):
+            plain, ours = legs["plain"], legs["dpfast one-pass"]
+            both = [_ratio_and_with_noise(legs.get(leg)) for leg in ("opacus hooks", "dpfast one-pass")]
+            cells = [title, f"{plain['ms']:.0f}", _ratio(legs.get("plain+noise"), "ratio_plain"), *both]
+            cells += [f"{ours['error']:.1g}" if "error" in ours else "", f"{plain['commit']}, {plain['rounds']}"]
+            yield f"| {' | '.join(cells)} |"
+
+
+def _ratio_and_with_noise(row: dict | None) -> str:
+    if row is None or "note" in row:
+        return _ratio(row, "ratio_plain")
+    return f"{_ratio(row, 'ratio_plain')} ({_ratio(row, 'ratio_noise')})"
+
+
 def documents(results: Path = RESULTS, root: Path = ROOT) -> dict[Path, str]:
     """{file: what it must hold}; of the README, what stands between its markers is replaced."""
     rows, readme = latest_rows(results), (root / "README.md").read_text()
@@ -225,7 +261,12 @@ def documents(results: Path = RESULTS, root: Path = ROOT) -> dict[Path, str]:
         text = "\n".join(lines).strip()
         readme = f"{before}<!-- {name}: made by benchmarks/report.py -->\n{text}\n<!-- /{name} -->{after}"
     made = {root / "README.md": readme}
-    made[root / "docs" / "step.md"] = markdown(rows) + "\n![step / plain step with noise](step.png)\n"
+    cores = "".join(f"{line}\n" for line in loops_report.lines(results))
+    made[root / "docs" / "step.md"] = f"{markdown(rows)}{cores}\n![step / plain step with noise](step.png)\n"
+    if models := host_report.newest(results):
+        made[root / "docs" / "host.md"] = "\n".join(host_report.lines(models)) + "\n"
+    if other := read(results / "medium.jsonl"):
+        made[root / "docs" / "medium.md"] = "\n".join(medium(other)) + "\n"
     if machines := kernel_report.newest(results):
         made[root / "docs" / "kernels.md"] = "\n".join(kernel_report.tables(machines)) + "\n"
     return made

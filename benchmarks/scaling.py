@@ -1,13 +1,18 @@
 """Where each way wins: time and memory of one-pass clipping over the plain step against T, N and width, and the
 measured crossover of the direct and the Gram norm beside that of ``cost.py``.
 
-    python benchmarks/scaling.py        # a few minutes on one CPU thread; writes docs/scaling.png
+    python benchmarks/scaling.py          # a few minutes on one CPU thread; writes docs/scaling.png
+    python benchmarks/scaling.py norms    # a minute: what a FLOP of the Gram norm takes beside one of the direct norm
+
+The second writes rows to results/norms.jsonl, of which ``cost.GRAM_FLOP`` has the median for each set of instructions;
+``MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2`` in front imitates a smaller processor.
 """
 
 from __future__ import annotations
 
 import copy
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,12 +22,13 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
+from rows import RESULTS, Rows, environment, processor
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from workloads import Gpt, language_losses
 
 import dpfast
-from dpfast.arithmetic import buffers, cost, ops
+from dpfast.arithmetic import buffers, cost, ops, products
 
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "scaling.png"
 ROUNDS = 5
@@ -32,6 +38,8 @@ STEPS = {  # what varies -> its values and (N, T, width) of each
     "width": [(d, (8, 128, d)) for d in (64, 128, 256, 512)],
 }
 NORMS = [(128, 128), (256, 256), (256, 1024), (256, 8)]  # D, P
+NEAR_EQUAL = [(256, 256, 128), (256, 768, 128), (256, 1024, 128), (256, 1024, 256), (768, 768, 512), (1024, 1024, 512)]
+"""D, P and T at which both norms count about as many FLOPs, of layers large enough for a count to tell."""
 
 
 def _interleaved(calls: list[Callable[[], None]]) -> list[list[float]]:
@@ -85,9 +93,29 @@ def _peak(call: Callable[[], None]) -> int:
     return peak
 
 
+def norms() -> None:
+    """A row for each of NEAR_EQUAL."""
+    table = Rows(RESULTS / "norms.jsonl", {**environment("cpu"), **processor()})
+    for d, p, t in NEAR_EQUAL:
+        (taken,), counted = _gram_over_direct(d, p, [t]), [cost.norm_flops(way, t, d, p) for way in ("gram", "direct")]
+        row = table.add(
+            d=d,
+            p=p,
+            t=t,
+            multiplier=products.multiplier(),
+            gram_over_direct=round(taken, 3),
+            gram_flop=round(taken * counted[1] / counted[0], 3),
+        )
+        print({key: row[key] for key in ("d", "p", "t", "multiplier", "gram_over_direct", "gram_flop")}, flush=True)
+
+
 def crossover(d: int, p: int) -> tuple[list[int], list[float]]:
     """(T, time of the Gram norm / time of the direct norm)."""
     positions = [t for t in (16, 32, 64, 128, 256, 512, 1024) if t * max(d, p) <= 2**19]
+    return positions, _gram_over_direct(d, p, positions)
+
+
+def _gram_over_direct(d: int, p: int, positions: list[int]) -> list[float]:
     ratios = []
     for t in positions:
         a, b = torch.randn(4, t, d), torch.randn(4, t, p)
@@ -95,11 +123,14 @@ def crossover(d: int, p: int) -> tuple[list[int], list[float]]:
             [lambda a=a, b=b: ops.sq_norm(a, b, way="gram"), lambda a=a, b=b: ops.sq_norm(a, b, way="direct")]
         )
         ratios.append(statistics.median(x / y for x, y in zip(gram, direct, strict=True)))
-    return positions, ratios
+    return ratios
 
 
 def main() -> None:
     torch.set_num_threads(1)
+    if "norms" in sys.argv[1:]:
+        norms()
+        return
     figure, axes = plt.subplots(1, 4, figsize=(15, 3.6), layout="constrained")
     for axis, (name, points) in zip(axes, STEPS.items(), strict=False):
         values = [value for value, _ in points]
@@ -115,9 +146,9 @@ def main() -> None:
         axis.legend()
     for i, (d, p) in enumerate(NORMS):
         positions, ratios = crossover(d, p)
-        model = next(t for t in range(2, d + p) if cost.norm_way(t, d, p) == "direct")
+        model = next(t for t in range(2, d + p) if cost.norm_way(t, d, p, torch.device("cpu")) == "direct")
         measured = next((t for t, r in zip(positions, ratios, strict=True) if r >= 1.0), None)
-        taken = [cost.norm_way(t, d, p) for t in positions]
+        taken = [cost.norm_way(t, d, p, torch.device("cpu")) for t in positions]
         print(f"D, P = {d}, {p}: Gram costs as much as direct from T = {measured}, model T = {model}; {taken}")
         axes[3].plot(positions, ratios, marker="o", color=f"C{i}", label=f"{d}×{p}")
         axes[3].axvline(model, color=f"C{i}", linestyle=":")

@@ -25,6 +25,7 @@ class Workload:
     check_samples: int  # how many samples of the batch the fp64 oracle goes through
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
+    rounds_itself: bool = False  # its own forward and backward round more than what a leg may be off
 
 
 class Attention(nn.Module):

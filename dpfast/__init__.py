@@ -2,6 +2,8 @@
 
 from dpfast import rules
 from dpfast.arithmetic import ops
+from dpfast.compiled import compile_step
+from dpfast.distributed import UnitPoissonSampler
 from dpfast.errors import DpfastError
 from dpfast.former_names import keep_former_names
 from dpfast.modes import (
@@ -28,7 +30,9 @@ __all__ = [
     "GradSampleModuleFastGradientClipping",
     "NormClipper",
     "PerSampleGradientClipper",
+    "UnitPoissonSampler",
     "autograd_grad_sample",
+    "compile_step",
     "compute_linear_grad_sample",
     "compute_linear_norm_sample",
     "create_norm_sample",

@@ -12,11 +12,15 @@ from pathlib import Path
 
 import contenders
 import gpu
+import host_report
+import host_time
 import in_turns
 import kernel_report
 import kernel_table
 import layers
 import legs
+import loops
+import loops_report
 import pytest
 import report
 import rows
@@ -258,6 +262,22 @@ def test_without_rows_the_report_says_that_nothing_was_measured(tmp_path):
     assert tmp_path / "docs" / "kernels.md" not in made
 
 
+def test_host_time_counts_every_op_in_one_stage(tmp_path):
+    tiny = replace(host_time.MODELS["toy"], build=lambda: workloads.Gpt(host_time.WORDS, 8, 1, 8))
+    measured = host_time.measure(tiny, rounds=2)
+    by_leg = {row["leg"]: row for row in measured}
+    plain, private = by_leg["plain"], by_leg[host_time.ONE_PASS]
+    assert private["taps"] == 10 and plain["ratio_plain"] == 1.0 and plain["ops_a_tap"] == 0
+    stages = private["stages"]
+    assert sum(of["ops_a_tap"] for of in stages.values()) == pytest.approx(private["ops_a_tap"])
+    assert all(stages[stage]["ops_a_tap"] > 0 for stage in ("rules", "norms and bounds", "clipped sums"))
+    for row in measured:
+        table(tmp_path / "host_time.jsonl").add(**row)
+    written = list(host_report.lines(host_report.newest(tmp_path)))
+    assert f"## {tiny.title}" in written
+    assert all(any(line.startswith(f"| {name} |") for line in written) for name in (*by_leg, *stages))
+
+
 def test_the_published_tables_are_what_the_rows_say():
     assert report.stale() == [], "run `python benchmarks/report.py`"
 
@@ -268,7 +288,7 @@ def test_rounds_come_from_processes_of_their_own(tmp_path):
         "import json, step, workloads\n"
         "step.SLOW = 1e9\n"
         "tiny = workloads.gpt('gpt', n=4, t=8, d=16, blocks=1, vocabulary=20, check=4)\n"
-        "errors = step._errors(tiny, ['plain', 'plain+noise', 'dpfast one-pass'])\n"
+        "errors = step.gradient_errors(tiny, ['plain', 'plain+noise', 'dpfast one-pass'])\n"
         "errors['opacus hooks'] = {'note': 'wrong gradient: not timed'}\n"
         "print(json.dumps([step.measure_in_turns(tiny, errors, 2, n, a) for n, a in ((1, 'default'), (2, 'tuned'))]))\n"
     )
@@ -345,3 +365,33 @@ def test_the_one_pass_leg_is_readmes():
     exec(before, {"net": net, "x": batch[0], "y": batch[1]})
     for p, q in zip(model.parameters(), net.parameters(), strict=True):
         assert torch.equal(p, q)
+
+
+def test_loops_over_samples_are_counted_and_reported(tmp_path, monkeypatch):
+    tiny = replace(
+        step.TINY, build=lambda: torch.nn.Linear(2048, 5), batch=lambda: (torch.randn(9, 20, 2048), torch.zeros(9))
+    )
+    tiny = replace(tiny, losses=lambda model, x, y: model(x).square().mean((1, 2)))
+    monkeypatch.setitem(loops.WORKLOADS, "tiny", tiny)
+    found = {row["loop"]: row for row in loops.measure("tiny")}
+    assert found.keys() == loops_report.LOOPS.keys()
+    assert found["narrow products"]["calls"] == 3 and found["oneDNN's products"]["calls"] == 0
+    assert found["noise"]["calls"] == 2 and all(0 <= row["share"] < 1 for row in found.values())
+    row = {**found["noise"], "multiplier": "MKL AVX2", "cpu": "a CPU", "torch": "2"}
+    (tmp_path / "loops.jsonl").write_text(json.dumps(row))
+    told = "\n".join(loops_report.lines(tmp_path))
+    assert f"2: {100 * row['share']:.1f} %" in told and "| tiny, MKL AVX2 |" in told
+
+
+def test_other_peoples_models_have_a_line_each():
+    """The newest rows count, a leg that could not run says why."""
+    common = {"machine": "CPU", "title": "a model", "workload": "a", "commit": "abc", "rounds": 6, "ms": 100.0}
+    rows = [
+        {**common, "leg": "plain", "ratio_plain": 1.0, "ratio_noise": 0.9},
+        {**common, "leg": "plain+noise", "ratio_plain": 1.1, "ratio_noise": 1.0},
+        {**common, "leg": "dpfast one-pass", "ratio_plain": 9.0, "ratio_noise": 8.0, "error": 1e-4},
+        {**common, "leg": "dpfast one-pass", "ratio_plain": 1.21, "ratio_noise": 1.1, "error": 1e-4},
+        {**common, "leg": "opacus hooks", "note": "RuntimeError: no"},
+    ]
+    *_, line = report.medium(rows)
+    assert line == "| a model | 100 | 1.10 | RuntimeError: no | 1.21 (1.10) | 0.0001 | abc, 6 |"

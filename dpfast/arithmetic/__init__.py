@@ -5,7 +5,7 @@ einsum path (``reference``, ``reference_norms``) or the kernels as ``backends`` 
 of the proofs (docs/bounds.md), ``cost`` those of the choice of way.
 """
 
-from dpfast.arithmetic import bounds, buffers, cost, ops, products, reference, sums
+from dpfast.arithmetic import bounds, buffers, cost, depthwise, ops, products, reference, sums
 from dpfast.arithmetic.backends import backend_report
 from dpfast.arithmetic.bounds import SquaredNorm
 from dpfast.arithmetic.kernel_norms import lookup_sq_norm
@@ -19,23 +19,35 @@ from dpfast.arithmetic.precision import (
     towards_zero,
 )
 from dpfast.arithmetic.products import product_report
-from dpfast.arithmetic.reference_norms import ProductError, gram_tile
+from dpfast.arithmetic.reference_norms import gram_positions, gram_tile
 from dpfast.arithmetic.row_norms import RowNorms
+from dpfast.arithmetic.stacked_norms import SumError, Unfinished, dense_sq_norm, finish_norms, finished, unfinished_norm
+from dpfast.arithmetic.tracing import capturing, is_traced, leave_pins_to_inductor, pinned
 
 __all__ = [
-    "ProductError",
     "RowNorms",
     "SquaredNorm",
+    "SumError",
+    "Unfinished",
     "accumulating_dtype",
     "backend_report",
     "bounds",
     "buffers",
+    "capturing",
     "cost",
+    "dense_sq_norm",
+    "depthwise",
     "exact_arithmetic",
     "exact_convolutions",
+    "finish_norms",
+    "finished",
+    "gram_positions",
     "gram_tile",
+    "is_traced",
+    "leave_pins_to_inductor",
     "lookup_sq_norm",
     "ops",
+    "pinned",
     "product_report",
     "products",
     "reduced_convolutions",
@@ -44,4 +56,5 @@ __all__ = [
     "smallest_normal",
     "sums",
     "towards_zero",
+    "unfinished_norm",
 ]

@@ -78,10 +78,17 @@ def dense(total: Tensor, *, width: int, numel: int, dtype: torch.dtype, error: T
         numel: entries of v.
         error: how far (in L2 norm) v itself may be from the exact gradient, (N,).
     """
-    exact = (total + numel * smallest_normal(dtype)) / (1.0 - gamma(width + 4, dtype))
+    relative, least = dense_terms(width=width, numel=numel, dtype=dtype)
+    exact = relative * total + least
     if error is not None:
         exact = (exact.sqrt() + error).square()
     return SquaredNorm(total, exact * (1.0 + 2.0**-40))
+
+
+def dense_terms(*, width: int, numel: int, dtype: torch.dtype) -> tuple[float, float]:
+    """The two numbers of :func:`dense`: relative to the total, and what underflow can hide."""
+    relative = 1.0 / (1.0 - gamma(width + 4, dtype))
+    return relative, numel * smallest_normal(dtype) * relative
 
 
 def chain_error(
@@ -92,8 +99,21 @@ def chain_error(
     Args:
         operations: that may underflow, an entry; ``terms`` unless given.
     """
+    relative, least = chain_terms(terms=terms, numel=numel, dtype=dtype, operations=operations)
+    return relative * row_sums + least
+
+
+def chain_terms(*, terms: int, numel: int, dtype: torch.dtype, operations: int | None = None) -> tuple[float, float]:
+    """The two numbers of :func:`chain_error`: relative to the sum of norms, and what underflow can hide."""
     lost = (terms if operations is None else operations) * smallest_normal(dtype)
-    return _SLOP * gamma(terms, dtype) * row_sums + lost * numel**0.5
+    return _SLOP * gamma(terms, dtype), lost * numel**0.5
+
+
+def chains_error(row_sums: Tensor, *, terms: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+    """:func:`chain_error` where each chain has a length of its own, (N,) whole numbers."""
+    error = terms * unit_roundoff(dtype)
+    relative = torch.where(error < 0.5, error / (1.0 - error), torch.inf).double()
+    return _SLOP * relative * row_sums + terms * (smallest_normal(dtype) * numel**0.5)
 
 
 def summed_after(terms: int, dtype: torch.dtype) -> int:

@@ -15,6 +15,8 @@ import threading
 import torch
 from torch import Tensor
 
+from dpfast.arithmetic.tracing import is_traced
+
 SMALLEST = 2**20
 """Results of more bytes get a block of their own; the C allocator keeps smaller ones itself."""
 
@@ -28,7 +30,7 @@ _lock = threading.Lock()
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """``torch.empty``; large CPU tensors stand on a block that no living tensor uses."""
     numel = math.prod(shape)
-    if numel * dtype.itemsize <= SMALLEST or device.type != "cpu":
+    if numel * dtype.itemsize <= SMALLEST or device.type != "cpu" or is_traced():
         return torch.empty(shape, dtype=dtype, device=device)
     with _lock:
         # The tensor's storage holds a reference to the block for as long as any view of it lives.

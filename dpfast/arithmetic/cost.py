@@ -1,4 +1,5 @@
-"""Which way a norm goes, from T, D and P alone: pure arithmetic, never the number of samples, never a tensor's values.
+"""Which way a norm goes, from T, D, P and the machine: pure arithmetic, never the number of samples, never a tensor's
+values.
 
 | way      | extra FLOPs per sample | extra memory per sample     |
 |----------|------------------------|-----------------------------|
@@ -8,9 +9,8 @@
 | keep     | none, 8·D·P bytes read and written | 4·D·P bytes in the place of the inputs  |
 
 A multiply-add counts as two FLOPs. ``gram`` counts the tiles of the lower triangle; those on the diagonal are computed
-whole. On a CPU ``benchmarks/scaling.py`` finds the two ways equal near T = 128 for 256×256 and between 128 and 256 for
-256×1024, where the counts are equal at 128 and 282 (for half a square: 256 and 410). Layers of 128×128 and less are too
-small there for a count of FLOPs to tell.
+whole. On a CPU a FLOP of ``gram`` takes somewhat longer, by how much its instructions tell (:data:`GRAM_FLOP`). Layers
+of 128×128 and less are too small there for a count of FLOPs to tell.
 """
 
 from __future__ import annotations
@@ -19,13 +19,24 @@ from typing import Literal
 
 import torch
 
-from dpfast.arithmetic import bounds, precision
+from dpfast.arithmetic import bounds, precision, products
 
 Way = Literal["rank_one", "gram", "direct", "keep"]
 
 KEEP_RATIO = 1.5
 """The memory budget of "keep": a sample's gradient is kept where it takes at most this many times the bytes of the
 activations and backprops that would be kept in its place."""
+
+GRAM_FLOP = {"MKL AVX-512": 1.3, "MKL AVX2": 1.2, "oneDNN AVX-512": 1.1}
+"""What a FLOP of the Gram norm takes on a CPU beside one of the direct norm, by ``products.multiplier()``: medians of
+the rows of ``benchmarks/scaling.py norms`` (results/norms.jsonl; on an Intel CPU, the last two imitated there). Of
+other instructions there is no row, and FLOPs are counted as they are."""
+
+SMALL_GRADIENT = 2**14
+"""Bytes of a sample's gradient up to which the reference takes the direct way: the Gram way is several times as many
+calls, and here these take the time, not the products."""
+
+_GRAM_FLOP_HERE = GRAM_FLOP.get(products.multiplier(), 1.0)  # asked once: torch.compile cannot follow the question
 
 MAX_GRAM_SLACK = 1e-3
 """The Gram way is left where its error bound would, on ordinary data, exceed this share of the norm."""
@@ -48,13 +59,23 @@ def gram_slack(t: int, d: int, p: int) -> float:
     return 0.5 * precision.unit_roundoff(torch.float32) * terms * (1.0 + t / max(1, min(d, p)) ** 0.5)
 
 
-def norm_way(t: int, d: int, p: int) -> Literal["rank_one", "gram", "direct"]:
-    """The cheapest way to take ‖G_n‖ without writing G_n."""
+def norm_way(t: int, d: int, p: int, device: torch.device | None = None) -> Literal["rank_one", "gram", "direct"]:
+    """The cheapest way to take ‖G_n‖ without writing G_n; on a CPU :data:`GRAM_FLOP` weighs the counts."""
     if t <= 1:
         return "rank_one"
-    if norm_flops("gram", t, d, p) < norm_flops("direct", t, d, p) and gram_slack(t, d, p) <= MAX_GRAM_SLACK:
+    flop = _GRAM_FLOP_HERE if device is not None and device.type == "cpu" else 1.0
+    gram, direct = flop * norm_flops("gram", t, d, p), norm_flops("direct", t, d, p)
+    if gram < direct and gram_slack(t, d, p) <= MAX_GRAM_SLACK:
         return "gram"
     return "direct"
+
+
+def norm_report() -> str:
+    """How the Gram way and the direct one are weighed on this CPU."""
+    who = products.multiplier()
+    if who in GRAM_FLOP:
+        return f"a FLOP of the Gram way counts {GRAM_FLOP[who]} of the direct way's, as measured with {who}"
+    return f"by their FLOPs alone: nothing is measured with {who} instructions"
 
 
 def keeps(t: int, gradient_bytes: int, input_bytes: int) -> bool:

@@ -13,6 +13,7 @@ from dpfast.arithmetic import kernel_norms, reference, reference_norms
 from dpfast.arithmetic.backends import choose_backend
 from dpfast.arithmetic.kernel_norms import import_kernels
 from dpfast.arithmetic.precision import accumulating_dtype, exact_arithmetic, towards_zero
+from dpfast.arithmetic.tracing import is_traced
 
 
 def _grad_sample(
@@ -101,15 +102,29 @@ def unit_last_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
-def _where_traced(op: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    """The op where a graph is being traced; elsewhere its function."""
+def _large_sum(activations: Tensor, backprops: Tensor, *_: object) -> bool:
+    """Whether a sum's product is large enough for a call of its own, which sees values: it copies no samples that are
+    dropped and finite, and takes the library that is faster."""
+    (n, t, d), p = activations.shape, backprops.shape[-1]
+    return activations.device.type == "cpu" and n * t * d * p >= 2**24
+
+
+def _where_traced(
+    op: Callable[..., Any], function: Callable[..., Any], is_large: Callable[..., bool] = lambda *_: False
+) -> Callable[..., Any]:
+    """The op where a graph is being traced, elsewhere its function; so, too, of what is captured and not for kernels,
+    which a compiler makes loops of."""
 
     def call(*args: Any) -> Any:
-        return op(*args) if torch.compiler.is_compiling() else function(*args)
+        if not is_traced():
+            return function(*args)
+        kernels = choose_backend(args[-1], args[0].device, args[0].dtype, args[1].dtype) == "triton"
+        whole = kernels or torch.compiler.is_compiling() or is_large(*args)
+        return op(*args) if whole else function(*args)
 
     return call
 
 
 grad_sample = _where_traced(_grad_sample_op, _grad_sample)
 sq_norm = _where_traced(_sq_norm_op, _sq_norm)
-weighted_sum = _where_traced(_weighted_sum_op, _weighted_sum)
+weighted_sum = _where_traced(_weighted_sum_op, _weighted_sum, _large_sum)

@@ -13,6 +13,7 @@ from torch import Tensor
 from dpfast.arithmetic import bounds, precision
 from dpfast.arithmetic.bounds import SquaredNorm
 from dpfast.arithmetic.row_norms import taken_once
+from dpfast.arithmetic.tracing import is_traced
 
 _TILE_SUM = 512  # a kernel sums a tile of at most 256 by 256 entries row by row, then the rows
 _PARTS_SUM = 1024  # where T is split, the squares of so many entries of the added parts in one go
@@ -69,7 +70,7 @@ def _row_norm(x: Tensor) -> Tensor:
 
 def lookup_sq_norm(indices: Tensor, backprops: Tensor, padding_idx: int | None) -> SquaredNorm:
     """‖G_n‖² of a table whose row ``indices[n, t]`` gets ``backprops[n, t]`` (N, T, D), and its bound."""
-    function = _lookup_sq_norm_op if torch.compiler.is_compiling() else _lookup_sq_norm
+    function = _lookup_sq_norm_op if is_traced() else _lookup_sq_norm
     return SquaredNorm(*function(indices, backprops, padding_idx))
 
 
@@ -103,7 +104,7 @@ def direct(activations: Tensor, backprops: Tensor, *, keep: bool = False) -> Dir
     """The norm from the gradient itself, its error from row norms that are taken in the same launch."""
     kernels, _ = import_kernels()
     (_, t, d), p = activations.shape, backprops.shape[-1]
-    if groups(t, d, p):
+    if groups(t, d, p) or is_traced():
         return grouped([(activations, backprops)], keep=keep)[0]
     if keep:
         sums = kernels.outer_product(activations, backprops, norm=True, row_products=True)
@@ -122,6 +123,39 @@ def groups(t: int, d: int, p: int) -> bool:
 
 def grouped(pairs: Sequence[tuple[Tensor, Tensor]], *, keep: bool = False) -> list[Direct]:
     """The direct norms of many (activations, backprops), the launches as few as there are shapes and layouts."""
+    if not is_traced():
+        return _grouped(pairs, keep=keep)
+    flat = _directs_op([a for a, _ in pairs], [b for _, b in pairs], keep)
+    width = 4 if keep else 3
+    each = (flat[i : i + width] for i in range(0, len(flat), width))
+    return [Direct(SquaredNorm(value, upper), error, *(rest or [None])) for value, upper, error, *rest in each]
+
+
+@torch.library.custom_op("dpfast::directs", mutates_args=())
+def _directs_op(activations: Sequence[Tensor], backprops: Sequence[Tensor], keep: bool) -> list[Tensor]:
+    """Of each pair the norm, its bound, the error and, with ``keep``, the gradients; in a graph the launches are one
+    operation."""
+    pairs = list(zip(activations, backprops, strict=True))
+    in_groups = [groups(a.shape[1], a.shape[2], b.shape[2]) for a, b in pairs]
+    together = iter(_grouped([pair for pair, yes in zip(pairs, in_groups, strict=True) if yes], keep=keep))
+    found = [next(together) if yes else direct(*p, keep=keep) for p, yes in zip(pairs, in_groups, strict=True)]
+    # Results of one launch are views of one tensor, which an operation's may not be.
+    each = ([*of.norm, of.error, *([of.grad_sample] if keep else [])] for of in found)
+    return [x.clone() if x._is_view() else x for of in each for x in of if x is not None]
+
+
+@_directs_op.register_fake
+def _(activations: Sequence[Tensor], backprops: Sequence[Tensor], keep: bool) -> list[Tensor]:
+    found = []
+    for a, b in zip(activations, backprops, strict=True):
+        (n, _, d), p = a.shape, b.shape[2]
+        found += [a.new_empty(n, dtype=torch.float64) for _ in range(3)]
+        if keep:
+            found.append(a.new_empty(n, p, d, dtype=torch.float32))
+    return found
+
+
+def _grouped(pairs: Sequence[tuple[Tensor, Tensor]], *, keep: bool) -> list[Direct]:
     kernels, _ = import_kernels()
     alike: dict[tuple[Any, ...], list[int]] = {}
     for i, pair in enumerate(pairs):

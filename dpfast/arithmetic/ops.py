@@ -17,7 +17,9 @@ from dpfast.arithmetic.bounds import SquaredNorm
 from dpfast.arithmetic.custom_ops import unit_last_stride
 from dpfast.arithmetic.kernel_norms import Direct
 from dpfast.arithmetic.precision import accumulating_dtype, exact_arithmetic, reduced_products
-from dpfast.arithmetic.reference_norms import ProductError
+from dpfast.arithmetic.row_norms import taken_once
+from dpfast.arithmetic.stacked_norms import SumError, Unfinished
+from dpfast.arithmetic.tracing import is_traced
 from dpfast.errors import InputError
 
 _WORTH_A_KERNEL = 2**14
@@ -142,9 +144,9 @@ def certified_sq_norm(
         InputError: as :func:`grad_sample`, or a way that does not exist or does not fit T.
     """
     activations, backprops = as_rows(activations, backprops)
-    t, d, p = activations.shape[1], activations.shape[2], backprops.shape[2]
+    t = activations.shape[1]
     if way == "auto":
-        way = cost.norm_way(t, d, p)
+        way = norm_way(activations, backprops)
     if way not in reference_norms.SQ_NORMS or (way == "rank_one" and t > 1):
         raise InputError(
             f"way={way!r} does not exist for T = {t}; use 'auto', 'gram', 'direct', or 'rank_one' for T = 1"
@@ -152,9 +154,28 @@ def certified_sq_norm(
     return SquaredNorm(*custom_ops.sq_norm(activations, backprops, way, backend))
 
 
+def norm_way(activations: Tensor, backprops: Tensor) -> cost.Way:
+    """The way that "auto" takes for (N, T, ·) inputs: by ``cost.py``, and the direct one where a gradient is small."""
+    t, d, p = activations.shape[1], activations.shape[2], backprops.shape[2]
+    small = d * p * accumulating_dtype(activations, backprops).itemsize <= cost.SMALL_GRADIENT
+    if t > 1 and small and not runs_kernels(activations, backprops):
+        return "direct"
+    return cost.norm_way(t, d, p, activations.device)
+
+
+def unfinished_norm(activations: Tensor, backprops: Tensor) -> Unfinished | None:
+    """What the norm of (N, T, ·) inputs follows from; None where it does not go the reference's direct way."""
+    if is_traced() or runs_kernels(activations, backprops):
+        return None
+    if norm_way(activations, backprops) != "direct":
+        return None
+    with exact_arithmetic():
+        return reference_norms.unfinished_direct(activations, backprops)
+
+
 def certified_grad_sample(
     activations: Tensor, backprops: Tensor
-) -> tuple[Tensor, Tensor | ProductError, SquaredNorm | None]:
+) -> tuple[Tensor, Tensor | SumError, SquaredNorm | None]:
     """G (N, P, D) of (N, T, ·) inputs, how far it may be off in L2 norm, (N,) fp64, and its norm where it is known."""
     dtype = accumulating_dtype(activations, backprops)
     if runs_kernels(activations, backprops):
@@ -163,27 +184,36 @@ def certified_grad_sample(
         return direct.grad_sample, direct.error, direct.norm  # type: ignore[return-value]  # it is kept
     activations, backprops = activations.to(dtype), backprops.to(dtype)  # once for both
     with exact_arithmetic():
-        return reference.grad_sample(activations, backprops), ProductError.of(activations, backprops), None
+        return reference.grad_sample(activations, backprops), SumError.of_products(activations, backprops), None
 
 
-def certified_blocks(activations: Tensor, backprops: Tensor) -> tuple[Iterator[Tensor], Tensor] | None:
+def certified_blocks(activations: Tensor, backprops: Tensor) -> tuple[Iterator[Tensor], SumError] | None:
     """As :func:`certified_grad_sample`, G in blocks of samples as they come; None where it is made in one go."""
     (n, _, d), p, dtype = activations.shape, backprops.shape[2], accumulating_dtype(activations, backprops)
     small = n * d * p * dtype.itemsize <= reference.KEPT_BLOCK
-    if small or activations.device.type != "cpu" or runs_kernels(activations, backprops):
+    if small or is_traced() or activations.device.type != "cpu" or runs_kernels(activations, backprops):
         return None
     activations, backprops = activations.to(dtype), backprops.to(dtype)
-    return reference.grad_sample_blocks(activations, backprops), ProductError.of(activations, backprops).bound()
+    return reference.grad_sample_blocks(activations, backprops), SumError.of_products(activations, backprops)
 
 
 def row_norm(x: Tensor) -> Tensor:
     """Upper bounds, but for their own rounding, of the L2 norms of the rows of what a layer saw, (N, T) in fp64; each
     taken once a step, see ``row_norms``. For error terms only."""
-    if torch.compiler.is_compiling():
+    if is_traced():
         return sums.row_norm(x)
     if x.shape[1] * x.shape[2] >= _WORTH_A_KERNEL and runs_kernels(x):
         return kernel_norms.row_norm(unit_last_stride(x))
     return sums.row_norm(x, once=True)
+
+
+def raw_row_norm(x: Tensor) -> tuple[Tensor, float]:
+    """:func:`row_norm` in some dtype, and what each norm may lack for underflow."""
+    if torch.compiler.is_compiling():
+        return sums.raw_row_norm(x), sums.lost_to_underflow(x)
+    if x.shape[1] * x.shape[2] >= _WORTH_A_KERNEL and runs_kernels(x):
+        return kernel_norms.row_norm(unit_last_stride(x)), 0.0
+    return taken_once(sums.raw_row_norm, x), sums.lost_to_underflow(x)
 
 
 def runs_kernels(*tensors: Tensor) -> bool:

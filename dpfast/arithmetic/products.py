@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dpfast.arithmetic import buffers, instruction_set
+from dpfast.arithmetic.tracing import is_traced
 
 BATCH_INVARIANT_FROM = 16
 """Below this many rows or columns torch.bmm's routine, and with it the last bits, depends on the batch's size and on
@@ -38,6 +39,9 @@ def batched(x: Tensor, y: Tensor, *, scale: float = 1.0, add_to: Tensor | None =
     c = y.shape[-1]
     if min(n, r, k, c) == 0:
         return x.new_zeros(n, r, c) if add_to is None else add_to
+    if is_traced():  # the batch's size is the graph's own
+        product = torch.bmm(x, y) if scale == 1.0 else torch.bmm(x, y) * scale
+        return product if add_to is None else add_to + product
     if by_onednn(r, k, c, x):
         if n == 1 and add_to is None and scale == 1.0:
             return onednn(x[0], y[0].mT).unsqueeze(0)
@@ -76,12 +80,25 @@ def _narrow(x: Tensor, y: Tensor) -> Tensor:
     n, m = x.shape[0], _IN_ONE_CALL
     missing = max(0, m - n)
     if missing:
-        x, y = F.pad(x, (0, 0, 0, 0, 0, missing)), F.pad(y, (0, 0, 0, 0, 0, missing))
+        x, y = _with_zeros(x, missing), _with_zeros(y, missing)
     out = buffers.empty((n + missing, x.shape[1], y.shape[2]), x.dtype, x.device)
     for start in range(0, n, m):
         call = slice(min(start, n + missing - m), min(start + m, n + missing))
         torch.bmm(x[call], y[call], out=out[call])
     return out[:n]
+
+
+def _with_zeros(x: Tensor, missing: int) -> Tensor:
+    """x and as many matrices of zeros, its rows where they were: transposed matrices have a routine of their own, and
+    other last bits (seen with MKL 2024.2 on an Intel CPU with AVX-512)."""
+    n, r, c = x.shape
+    _, down, right = x.stride()
+    if not ((right == 1 and down >= c) or (down == 1 and right >= r)):  # torch.bmm copies it
+        return F.pad(x, (0, 0, 0, 0, 0, missing))
+    padded = x.new_empty_strided((n + missing, r, c), ((r - 1) * down + (c - 1) * right + 1, down, right))
+    padded[:n] = x
+    padded[n:] = 0.0
+    return padded
 
 
 def _one_by_one(x: Tensor, y: Tensor) -> Tensor:
@@ -101,6 +118,15 @@ def onednn(x: Tensor, y: Tensor) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x.contiguous(), y.contiguous(), None, "none", [], "")
 
 
+def multiplier() -> str:
+    """Who multiplies large fp32 matrices on this CPU, with which instructions: "MKL AVX2"; or ``UNKNOWN``."""
+    if onednn_is_faster():
+        return f"oneDNN {instruction_set.of_onednn()}"
+    if not torch.backends.mkl.is_available() or instruction_set.of_mkl() == instruction_set.UNKNOWN:
+        return instruction_set.UNKNOWN
+    return f"MKL {instruction_set.of_mkl()}"
+
+
 def product_report() -> str:
     """Who multiplies large fp32 matrices on this CPU, and why."""
     used = f"oneDNN may use {instruction_set.of_onednn()} and MKL {instruction_set.of_mkl()}"
@@ -110,8 +136,8 @@ def product_report() -> str:
 @lru_cache(maxsize=1)
 def onednn_is_faster() -> bool:
     """Whether oneDNN may use AVX-512 and MKL not: its large products then take 0.58 to 0.95 of the time. Where both
-    use AVX2 it is 0.99 to 1.29 (``benchmarks/products.py``, results/products.jsonl), and of other instructions there is
-    no row: torch's own choice stays."""
+    use AVX2 it is 0.99 to 1.29, where both use AVX-512 1.39 to 2.52 (``benchmarks/products.py``,
+    results/products.jsonl), and of other instructions there is no row: torch's own choice stays."""
     if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
         return False
     wider = (instruction_set.of_onednn(), instruction_set.of_mkl()) == (instruction_set.AVX512, instruction_set.AVX2)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from dpfast.arithmetic import bounds, buffers, products
 from dpfast.arithmetic.precision import accumulating_dtype, towards_zero
+from dpfast.arithmetic.tracing import is_traced
 
 WORKSPACE_BYTES = 32 * 2**20
 """The most that a norm may hold in intermediate results at one time."""
@@ -90,17 +91,19 @@ def weighted_sum(activations: Tensor, backprops: Tensor, coefficients: Tensor) -
         activations, backprops = (_without_dropped(x, c) for x in (activations, backprops))
     c = c[:, None, None]
     d, p = activations.shape[-1], backprops.shape[-1]
-    if d * p >= _WORTH_TRANSPOSING and products.by_onednn(p, c.numel() * activations.shape[1], d, like=activations):
+    rows = c.numel() * activations.shape[1]
+    if d * p >= _WORTH_TRANSPOSING and not is_traced() and products.by_onednn(p, rows, d, like=activations):
         return _transposed_product(backprops, activations, c)
     # The scaled copy is made of the smaller operand.
     if d <= p:
         activations = activations * c
     else:
         backprops = backprops * c
-    rows = c.numel() * activations.shape[1]
     activations, backprops = activations.reshape(rows, d), backprops.reshape(rows, p)
     if d < min(products.BATCH_INVARIANT_FROM, p):  # as in products
         return contract("rp,rd->dp", backprops, activations).mT.contiguous()
+    if is_traced():
+        return torch.mm(backprops.T, activations)
     # On a block of our own: glibc would give the memory of p.grad back at every step, and fault it in again.
     return torch.mm(backprops.T, activations, out=buffers.empty((p, d), dtype, activations.device))
 
@@ -119,6 +122,30 @@ def _transposed_product(x: Tensor, y: Tensor, c: Tensor) -> Tensor:
         part = products.onednn(x_i, y_i)
         total = part if total is None else total.add_(part)
     return total  # type: ignore[return-value]  # N·T > 0: the operands are large
+
+
+def weighted_sums(activations: Tensor, backprops: Tensor, coefficients: Tensor) -> Tensor:
+    """:func:`weighted_sum` of several layers, (L, N, T, ·) -> (L, P, D), in one product."""
+    dtype = accumulating_dtype(activations, backprops)
+    activations, backprops = activations.to(dtype), backprops.to(dtype)
+    c = towards_zero(coefficients, dtype)
+    drops, c = _drops_samples(c), c.view(1, -1, 1, 1)
+    if drops:
+        activations, backprops = (x.masked_fill(c == 0, 0.0) for x in (activations, backprops))
+    if activations.shape[-1] <= backprops.shape[-1]:
+        activations = activations * c
+    else:
+        backprops = backprops * c
+    return torch.bmm(backprops.flatten(1, 2).mT, activations.flatten(1, 2))
+
+
+def weighted_values(values: Tensor, coefficients: Tensor) -> Tensor:
+    """``Σ_n c_n v_n`` of several layers, (L, N, K) -> (L, 1, K); a sample with c_n = 0 adds exactly nothing."""
+    dtype = accumulating_dtype(values)
+    values, c = values.to(dtype), towards_zero(coefficients, dtype)
+    if _drops_samples(c):
+        values = values.masked_fill((c == 0).unsqueeze(-1), 0.0)
+    return torch.bmm(c.expand(len(values), 1, -1), values)
 
 
 def weighted_bias_sum(backprops: Tensor, coefficients: Tensor) -> Tensor:
@@ -155,9 +182,13 @@ def _slices(values: Tensor) -> int:
 def _drops_samples(coefficients: Tensor) -> bool:
     """Whether a coefficient may be 0. Reading them back is free on a CPU; elsewhere it would wait for the device, so
     there we always mask."""
-    return coefficients.device.type != "cpu" or 0.0 in coefficients.tolist()
+    return coefficients.device.type != "cpu" or is_traced() or 0.0 in coefficients.tolist()
 
 
 def _without_dropped(x: Tensor, coefficients: Tensor) -> Tensor:
-    """``x`` (N, ...) with zeros where a sample's coefficient is 0: 0·inf would be NaN in the sum."""
-    return x.masked_fill((coefficients == 0).view(-1, *[1] * (x.dim() - 1)), 0.0)
+    """``x`` (N, ...) with zeros where a sample's coefficient is 0: 0·inf would be NaN in the sum. Where what is dropped
+    is finite (padding), on a CPU, nothing has to be copied."""
+    dropped = coefficients == 0
+    if x.device.type == "cpu" and not is_traced() and bool(x[dropped].sum().isfinite()):
+        return x
+    return x.masked_fill(dropped.view(-1, *[1] * (x.dim() - 1)), 0.0)

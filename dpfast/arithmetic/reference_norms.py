@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,6 +10,7 @@ from dpfast.arithmetic import bounds, products, reference, sums
 from dpfast.arithmetic.bounds import SquaredNorm
 from dpfast.arithmetic.precision import accumulating_dtype
 from dpfast.arithmetic.row_norms import taken_once
+from dpfast.arithmetic.stacked_norms import SumError, Unfinished, finished
 
 
 def rank_one_sq_norm(activations: Tensor, backprops: Tensor) -> SquaredNorm:
@@ -23,50 +22,36 @@ def rank_one_sq_norm(activations: Tensor, backprops: Tensor) -> SquaredNorm:
     )
 
 
-class ProductError(NamedTuple):
-    """How far :func:`grad_sample` may be from the exact G_n, in L2 norm: what it follows from, for several layers of
-    one shape to be worked out together (:meth:`bound`)."""
-
-    norm_a: Tensor
-    norm_b: Tensor
-    terms: tuple[float, float, float, float]
-    """What the norms of a's and b's rows may have lost; the two numbers of ``bounds.direct_terms``."""
-
-    @classmethod
-    def of(cls, activations: Tensor, backprops: Tensor) -> ProductError:
-        """Of the reference's gradients of these inputs."""
-        terms = bounds.direct_terms(
-            positions=activations.shape[1],
-            numel=activations.shape[2] * backprops.shape[2],
-            dtype=accumulating_dtype(activations, backprops),
-        )
-        norm_a, norm_b = (taken_once(sums.raw_row_norm, x) for x in (activations, backprops))
-        lost = (sums.lost_to_underflow(activations), sums.lost_to_underflow(backprops))
-        return cls(norm_a, norm_b, (*lost, *terms))
-
-    def bound(self) -> Tensor:
-        """(N,) fp64."""
-        lost_a, lost_b, relative, least = self.terms
-        row_products = (sums.no_smaller(self.norm_a, lost_a) * sums.no_smaller(self.norm_b, lost_b)).sum(-1)
-        return row_products.mul_(relative).add_(least)
-
-
 def direct_sq_norm(activations: Tensor, backprops: Tensor) -> SquaredNorm:
     """‖Σ_t b_nt a_ntᵀ‖² from G_n itself, formed in pieces that fit the workspace."""
+    return finished(unfinished_direct(activations, backprops))
+
+
+def unfinished_direct(activations: Tensor, backprops: Tensor) -> Unfinished:
+    """What :func:`direct_sq_norm` follows from."""
     dtype = accumulating_dtype(activations, backprops)
     n, _, d = activations.shape
     p = backprops.shape[-1]
-    totals = []
     row_bytes = dtype.itemsize * max(1, d)
     rows = max(1, min(p, reference.WORKSPACE_BYTES // row_bytes))
     samples = max(1, reference.WORKSPACE_BYTES // (row_bytes * rows))
+    found = []
     for i in range(0, n, samples):
-        a, b = activations[i : i + samples], backprops[i : i + samples]
-        squares = [sums.row_sq_norm(reference.grad_sample(a, b[..., j : j + rows])) for j in range(0, p, rows)]
-        totals.append(sums.sum_blocks(torch.cat(squares, dim=-1)))
-    total = torch.cat(totals) if totals and p else activations.new_zeros(n, dtype=torch.float64)
-    error = ProductError.of(activations, backprops).bound()
-    return bounds.dense(total, width=min(d, sums.SUM_BLOCK), numel=p * d, dtype=dtype, error=error)
+        a, b = activations, backprops
+        if samples < n:
+            a, b = a[i : i + samples], b[i : i + samples]
+        pieces = [b] if rows == p else [b[..., j : j + rows] for j in range(0, p, rows)]
+        norms = [sums.raw_row_norm(reference.grad_sample(a, piece)) for piece in pieces]
+        if norms:
+            found.append(sums.norm_of_rows(torch.cat(norms, dim=-1) if len(norms) > 1 else norms[0]))
+    norm = torch.cat(found) if len(found) > 1 else found[0] if found else activations.new_zeros(n, dtype=torch.float64)
+    error = SumError.of_products(activations, backprops)
+    return Unfinished(norm, min(d, sums.SUM_BLOCK), p * d, dtype, error)
+
+
+def gram_positions(t: int) -> int:
+    """How many positions the Gram way has for T: rows of zeros up to there change no bit of value and bound."""
+    return -(-t // products.BATCH_INVARIANT_FROM) * products.BATCH_INVARIANT_FROM
 
 
 def gram_sq_norm(activations: Tensor, backprops: Tensor) -> SquaredNorm:
@@ -74,13 +59,16 @@ def gram_sq_norm(activations: Tensor, backprops: Tensor) -> SquaredNorm:
     dtype = accumulating_dtype(activations, backprops)
     activations, backprops = activations.to(dtype), backprops.to(dtype)
     n, t, d = activations.shape
-    norm_a, norm_b = sums.row_norm(activations, once=True), sums.row_norm(backprops, once=True)
-    missing = -t % products.BATCH_INVARIANT_FROM
+    norm_a, norm_b = (taken_once(sums.raw_row_norm, x) for x in (activations, backprops))
+    missing = gram_positions(t) - t
     if missing:  # rows of zeros, so that no tile is narrower than what products.batched needs
         activations, backprops = (F.pad(x, (0, 0, 0, missing)) for x in (activations, backprops))
         norm_a, norm_b = (F.pad(x, (0, missing)) for x in (norm_a, norm_b))
+    norm_a, norm_b = (
+        sums.no_smaller(raw, sums.lost_to_underflow(x)) for raw, x in ((norm_a, activations), (norm_b, backprops))
+    )
     totals = activations.new_zeros(4, n, dtype=torch.float64)
-    t_padded = t + missing
+    t_padded = activations.shape[1]
     side = max(1, min(t_padded, bounds.GRAM_TILE))
     samples = max(1, reference.WORKSPACE_BYTES // (3 * dtype.itemsize * side**2))
     for first in range(0, n, samples):
@@ -98,7 +86,7 @@ def gram_sq_norm(activations: Tensor, backprops: Tensor) -> SquaredNorm:
         sum_a=norm_a.sum(-1),
         sum_b=norm_b.sum(-1),
         row_products=(norm_a * norm_b).sum(-1),
-        shape=(t, d, backprops.shape[-1]),
+        shape=(t_padded, d, backprops.shape[-1]),
         row=side,
         dtype=dtype,
     )

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 
-from dpfast.arithmetic import bounds
-from dpfast.arithmetic.bounds import SquaredNorm
 from dpfast.arithmetic.precision import accumulating_dtype, smallest_normal
 from dpfast.arithmetic.row_norms import taken_once
+from dpfast.arithmetic.tracing import is_traced
 
 SUM_BLOCK = 1024
 """The longest run of terms that one fp32 sum of squares adds up (see ``bounds``)."""
@@ -45,7 +42,7 @@ def row_sq_norm(x: Tensor) -> Tensor:
     x = x.to(accumulating_dtype(x))
     width = x.shape[-1]
     if width <= SUM_BLOCK:
-        if x.dim() == 3 and x.shape[0] > 0 and x.stride(1) == 1 < x.stride(2):
+        if x.dim() == 3 and x.shape[0] > 0 and x.stride(1) == 1 < x.stride(2) and not is_traced():
             # Channels first. vector_norm is 20 times slower there than a sum over the slow dimension.
             squares = torch.empty_like(x[0])
             return torch.stack([torch.mul(x_n, x_n, out=squares).sum(-1) for x_n in x]).double()
@@ -73,22 +70,16 @@ def sum_block(length: int) -> int:
     return block if block >= 8 else length
 
 
-def dense_sq_norm(blocks: Iterable[Tensor], error: Tensor | None = None) -> SquaredNorm:
-    """‖v_n‖² of values (N, ...) that come in blocks of samples, at least one, each used while it is in the cache.
-
-    Args:
-        error: how far the values themselves may be off, in L2 norm, (N,).
-    """
-    squares = []
-    for block in blocks:
-        rows = _rows_of_entries(block)
-        squares.append(row_sq_norm(rows))
-    total = sum_blocks(squares[0] if len(squares) == 1 else torch.cat(squares))
-    width, numel = min(rows.shape[-1], SUM_BLOCK), rows.shape[1] * rows.shape[2]
-    return bounds.dense(total, width=width, numel=numel, dtype=accumulating_dtype(rows), error=error)
+def norm_of_rows(row_norms: Tensor) -> Tensor:
+    """The norm of all rows from theirs, (..., R) -> (...) fp64, in blocks as :func:`sum_blocks`."""
+    while row_norms.shape[-1] > SUM_BLOCK:
+        whole = row_norms.shape[-1] - row_norms.shape[-1] % SUM_BLOCK
+        blocks = norm_of_rows(row_norms[..., :whole].unflatten(-1, (-1, SUM_BLOCK)))
+        row_norms = torch.cat([blocks, row_norms[..., whole:].double()], dim=-1)
+    return torch.linalg.vector_norm(row_norms, dim=-1, dtype=torch.float64)
 
 
-def _rows_of_entries(values: Tensor) -> Tensor:
+def rows_of_entries(values: Tensor) -> Tensor:
     """(N, ...) as (N, rows, width). Rows of a kernel's 3 would be slow, longer sums than need be less exact."""
     width, dims = 1, values.dim()
     while dims > 1 and (dims == values.dim() or (width < 16 and width * values.shape[dims - 1] <= SUM_BLOCK)):

@@ -9,7 +9,7 @@ computed: as many all-reduces as without privacy, of the same bytes.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -108,6 +108,14 @@ class DDPSums:
         if promised:
             self._layout = [list(bucket.parameters()) for bucket, _ in promised]
         return promised
+
+    def hold(self, sums: Mapping[nn.Parameter, Tensor | None], *, add: bool) -> bool:
+        """``p.grad`` has room for them."""
+        return False
+
+    def held(self, p: nn.Parameter) -> Tensor | None:
+        """What is in ``p.grad``."""
+        return p.grad
 
     def keep_promises(self) -> None:
         """The first of two passes has no sums: DDP gets its buckets back as they are, and nothing is sent."""

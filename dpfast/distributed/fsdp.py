@@ -8,7 +8,7 @@ are computed: as many collectives as without privacy, and the full sums of two u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dpfast.distributed.agreement import DISAGREEMENT, agreement, ranks_agree
 from dpfast.errors import StateError, UnsupportedModuleError
+from dpfast.taps import in_backward
 
 _LEAST_IN_FLIGHT = 2
 
@@ -39,6 +40,7 @@ class ShardedSums:
     def __init__(self, model: nn.Module, own: Callable[[nn.Parameter], nn.Parameter], root: nn.Module):
         self._model, self._own, self._root = model, own, root
         self._units = list(_units(model, own, root))
+        self._held: dict[nn.Parameter, Tensor] = {}
 
     def __reduce__(self) -> Any:
         return type(None), ()
@@ -49,8 +51,15 @@ class ShardedSums:
 
     @property
     def crosses(self) -> bool:
-        """Whether the sums of this backward pass are to cross ranks: always."""
-        return True
+        """Whether the sums of this backward pass are to cross ranks. Raises StateError where FSDP was told so of a part
+        of the units alone (``set_requires_gradient_sync(..., recurse=False)``)."""
+        told = {group.reduce_grads for state in self._states() for group in _groups(state)}
+        if len(told) > 1:
+            raise StateError(
+                "set_requires_gradient_sync was called on a part of the units; a step's clipped sums are reduced "
+                "together: call it on the model"
+            )
+        return told != {False}
 
     @property
     def number(self) -> int:
@@ -58,17 +67,41 @@ class ShardedSums:
         first: Any = next((p for unit in self._units for p in unit), None)
         return 1 if first is None else int(first.device_mesh.size())
 
+    def _states(self) -> list[Any]:
+        modules: set[Any] = {self._root, *self._model.modules()}
+        return [module._get_fsdp_state() for module in modules if isinstance(module, FSDPModule)]
+
     def on_forward(self) -> None:
-        """Raises StateError where FSDP was told to keep whole gradients (``set_requires_gradient_sync(False)``)."""
-        for module in {self._root, *self._model.modules()}:
-            if not isinstance(module, FSDPModule):
-                continue
-            for group in getattr(module._get_fsdp_state(), "_fsdp_param_groups", ()):  # nothing public tells
-                if not group.reduce_grads:
-                    raise StateError(
-                        "set_requires_gradient_sync(False) keeps whole gradients on each rank; accumulate with it on: "
-                        "a step's clipped sums are reduced in every backward pass"
-                    )
+        """Raises StateError where an earlier backward pass has failed: FSDP would gather and reduce nothing from there
+        on."""
+        for state in self._states() if in_backward() is None else ():
+            shared = getattr(state, "_state_ctx", None)  # nothing public tells
+            if getattr(shared, "post_backward_final_callback_queued", False):
+                raise StateError(
+                    "a backward pass of this FSDP2 model has failed, and FSDP2 does not recover: its parameters stay "
+                    "gathered, on each rank its own. Build and shard the model anew and load the last checkpoint"
+                )
+
+    def hold(self, sums: Mapping[nn.Parameter, Tensor | None], *, add: bool) -> bool:
+        """Keeps whole sums of this rank alone for the backward pass that will reduce them, in fp32 or fp64, and leaves
+        zeros in ``p.grad``, which say by being there that they are kept.
+
+        Args:
+            add: to those kept before; else these are forgotten.
+        """
+        before = self._held if add else {}
+        self._held = {}
+        for p, own in sums.items():
+            total = [x for x in (before.get(p), own) if x is not None]
+            if total:
+                self._held[p] = total[0] if len(total) == 1 else total[0] + total[1]
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        return True
+
+    def held(self, p: nn.Parameter) -> Tensor | None:
+        """What is kept of it, once."""
+        return self._held.pop(p, None)
 
     def keep_promises(self) -> None:
         """None were made."""
@@ -111,6 +144,12 @@ class ShardedSums:
                 local, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
             )
         then()
+
+
+def _groups(state: Any) -> Sequence[Any]:
+    """A unit's groups of parameters; nothing public has them."""
+    groups: Sequence[Any] = getattr(state, "_fsdp_param_groups", ())
+    return groups
 
 
 class _Flight(NamedTuple):
@@ -201,5 +240,5 @@ def _check(p: Any, name: str, unit: int | None) -> None:
     if len(replicated) > 1 or not all(isinstance(x, Replicate) for x in replicated) or sharded != Shard(0):
         raise UnsupportedModuleError(
             f"parameter {name} {tuple(p.shape)} has placements {p.placements}; clipped sums are reduced for Shard(0) "
-            "alone, or (Replicate(), Shard(0)). Leave out shard_placement_fn; tensor parallel is not supported"
+            "alone, or (Replicate(), Shard(0)). Leave out shard_placement_fn, and tensor parallel beside FSDP2"
         )

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
-from dpfast.distributed.wrappers import Wrapper
+from dpfast.distributed.wrappers import Wrapper, is_shard
+from dpfast.errors import UnsupportedModuleError
+from dpfast.taps import Activations
+
+if TYPE_CHECKING:  # they import torch.distributed.tensor
+    from dpfast.distributed.local_part import LocalPart
+    from dpfast.distributed.tensor_parallel import TensorParallel
 
 
 class Sums(Protocol):
@@ -26,6 +32,13 @@ class Sums(Protocol):
 
     def on_forward(self) -> None:
         """A forward pass begins. Raises StateError where its sums could not be carried."""
+
+    def hold(self, sums: Mapping[nn.Parameter, Tensor | None], *, add: bool) -> bool:
+        """Keeps sums that are not to cross ranks yet (``add``: beside those kept before), where ``p.grad`` has no room
+        for them. Returns whether it did."""
+
+    def held(self, p: nn.Parameter) -> Tensor | None:
+        """This rank's sum of earlier passes, which has not crossed; asked once."""
 
     def keep_promises(self) -> None:
         """The backward pass is over and leaves no sums (the first of two)."""
@@ -69,3 +82,31 @@ def sums_of(wrapper: Wrapper, model: nn.Module, tapped: Tapped) -> Sums:
     from dpfast.distributed.ddp import DDPSums
 
     return DDPSums(wrapper.module, model.parameters(), tapped.withholds)
+
+
+def parts_of(model: nn.Module) -> TensorParallel:
+    """For a model with DTensor parameters. Its errors are those of the class."""
+    from dpfast.distributed.tensor_parallel import TensorParallel
+
+    return TensorParallel(model)
+
+
+def part_of(
+    layer: str, module: nn.Module, activations: Activations, backprops: Sequence[Tensor], samples: object
+) -> LocalPart | None:
+    """This rank's part of a use of the layer; None where nothing of it is a DTensor.
+
+    Args:
+        samples: the dimension that they are in; anything else where they are in none alone.
+
+    Raises:
+        UnsupportedModuleError: placements whose gradients have no such parts.
+    """
+    if not any(map(is_shard, (*backprops, *module._parameters.values()))):
+        return None
+    from dpfast.distributed.local_part import local_part
+
+    try:
+        return local_part(module, activations, tuple(backprops), samples if isinstance(samples, int) else None)
+    except UnsupportedModuleError as error:
+        raise UnsupportedModuleError(f"{layer}: {error}") from error

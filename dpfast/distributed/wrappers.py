@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -15,7 +14,8 @@ class Wrapper(NamedTuple):
     """What was found.
 
     Attributes:
-        kind: "DDP" right around the model or right inside, "nested DDP", "FSDP2", "FSDP2 around", "FSDP1" or "DTensor".
+        kind: "DDP" right around the model or right inside, "nested DDP", "FSDP2", "FSDP2 around", "FSDP1", "DTensor"
+            (tensor parallel), "DTensor in DDP", "pipeline" or "context" (parallel).
         module: the wrapper, or the module it was found at. name: of that module in the model; "" where it is outside.
     """
 
@@ -35,12 +35,9 @@ def local(x: Any) -> Any:
     return x.to_local() if is_shard(x) else x
 
 
-def shard_of(parameters: Iterable[Any]) -> int:
-    """Which part of the parameters this rank keeps; replicas have the same. 0 where it has all of them."""
-    for p in parameters:
-        if is_shard(p):
-            return int(p.device_mesh.get_coordinate()[-1])
-    return 0
+def is_parted(p: Any) -> bool:
+    """Whether this rank has a part of it alone."""
+    return is_shard(p) and any(place.is_shard() for place in p.placements)
 
 
 def in_process_group() -> bool:
@@ -61,20 +58,40 @@ def ranks_of(wrapper: Wrapper) -> int:
 
 def find_wrapper(model: nn.Module, around: nn.Module) -> Wrapper | None:
     """Asked while a forward pass of the model, or of what is around it, runs; ``around``: dpfast's own module."""
+    if "torch.distributed.pipelining" in sys.modules and _called_by("torch.distributed.pipelining"):
+        return Wrapper("pipeline", model, "")
+    attention = getattr(nn.functional.scaled_dot_product_attention, "__module__", None) or ""
+    if attention.startswith("torch.distributed.tensor.experimental"):  # context_parallel has put its own there
+        return Wrapper("context", model, "")
     outside = DistributedDataParallel._active_ddp_module
     kind = _sharded(around)
     if kind is not None:
         return Wrapper(kind, around, "")
+    parted = None
     for name, module in model.named_modules():
         if isinstance(module, DistributedDataParallel):
             return Wrapper("DDP" if module is model else "nested DDP", module, name)
         kind = _sharded(module)
         if kind is not None:
             return Wrapper(kind, module, name)
+        if parted is None and any(map(is_shard, module._parameters.values())):
+            parted = Wrapper("DTensor", module, name)
+    if parted is not None:
+        return parted if outside is None else parted._replace(kind="DTensor in DDP")
     if outside is not None:
         return Wrapper("DDP", outside, "")
     taken = _imported("FullyShardedDataParallel") is not None and next(model.parameters(), None) is None
     return Wrapper("FSDP1", model, "") if taken else None  # around the model, its parameters are FSDP1's now
+
+
+def _called_by(package: str) -> bool:
+    """Whether a function of that package has called what runs now."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith(package):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _imported(name: str) -> Any:
@@ -89,7 +106,7 @@ def _sharded(module: nn.Module) -> str | None:
         cls = _imported(name)
         if cls is not None and isinstance(module, cls):
             return kind
-    return "DTensor" if any(map(is_shard, module._parameters.values())) else None
+    return None
 
 
 _REMEDIES = {
@@ -103,8 +120,14 @@ _REMEDIES = {
     "itself to fully_shard, before or after it is wrapped",
     "FSDP1": "{at} is a FullyShardedDataParallel, whose flat parameters have no per-sample gradients in {mode}; use "
     "fully_shard or DistributedDataParallel",
-    "DTensor": "{at} holds DTensor parameters (tensor parallel): {mode} would take norms of a part of the parameters "
-    "alone, so samples would go beyond C. Use fully_shard or DistributedDataParallel",
+    "DTensor": "{at} holds DTensor parameters (tensor parallel), of which {mode} would take a part for the whole; use "
+    "GradSampleModuleFastGradientClipping, its optimizer and PoissonBatches yourself (docs/distributed.md)",
+    "DTensor in DDP": "{at} holds DTensor parameters (tensor parallel) inside a DistributedDataParallel, and {mode} "
+    "supports one of the two at a time",
+    "pipeline": "{at} runs as a stage of torch.distributed.pipelining, and {mode} would clip its part of each "
+    "sample's gradient by itself: no rank has all layers, and norms do not cross ranks. Use fully_shard",
+    "context": "{at} runs in context_parallel, and {mode} would clip what part of the positions adds to each sample's "
+    "gradient: norms of sums over ranks are not taken. Use fully_shard or tensor parallel",
 }
 
 

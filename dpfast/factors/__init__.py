@@ -5,28 +5,45 @@ unless asked for (:class:`Factor`). A parameter that is used more than once has 
 makes one. Imports ``arithmetic`` and below.
 """
 
-from dpfast.factors.dense import Dense, Factor, channel_sum, row_sum
+from dpfast.factors.alike import Alike
+from dpfast.factors.dense import Dense, Factor, channel_sum, row_sum, row_sum_in_blocks
 from dpfast.factors.folded import folded
 from dpfast.factors.lookup import Lookup
 from dpfast.factors.merge import merge
+from dpfast.factors.of_experts import OfExperts
 from dpfast.factors.outer_product import OuterProduct
 from dpfast.factors.patch_product import PatchProduct
+from dpfast.factors.pinned import pin
+from dpfast.factors.ragged import Ragged, by_unit
 from dpfast.factors.reshaped import Blocks, Reshaped
-from dpfast.factors.stacked import sq_norms
-from dpfast.factors.waiting import Waiting
+from dpfast.factors.runs import Runs
+from dpfast.factors.stacked import norm_or_unfinished, sq_norms, total_sq_norm
+from dpfast.factors.standardised import standardised
+from dpfast.factors.waiting import Waiting, wait_as_factors
 
 __all__ = [
+    "Alike",
     "Blocks",
     "Dense",
     "Factor",
     "Lookup",
+    "OfExperts",
     "OuterProduct",
     "PatchProduct",
+    "Ragged",
     "Reshaped",
+    "Runs",
     "Waiting",
+    "by_unit",
     "channel_sum",
     "folded",
     "merge",
+    "norm_or_unfinished",
+    "pin",
     "row_sum",
+    "row_sum_in_blocks",
     "sq_norms",
+    "standardised",
+    "total_sq_norm",
+    "wait_as_factors",
 ]

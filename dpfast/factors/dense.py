@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from dpfast.arithmetic import ProductError, SquaredNorm, accumulating_dtype, bounds, ops, reference, sums
+from dpfast.arithmetic import (
+    SquaredNorm,
+    SumError,
+    Unfinished,
+    accumulating_dtype,
+    bounds,
+    dense_sq_norm,
+    finished,
+    ops,
+    reference,
+    sums,
+    unfinished_norm,
+)
 
 
 class Factor(Protocol):
@@ -49,7 +61,7 @@ class Dense:
     def __init__(
         self,
         values: Tensor,
-        error: Tensor | ProductError | Callable[[], Tensor] | None = None,
+        error: Tensor | SumError | Callable[[], Tensor | SumError] | None = None,
         norm: SquaredNorm | None = None,
     ):
         self.values = values
@@ -66,7 +78,7 @@ class Dense:
         return values * scale if scale != 1.0 or values is self.values else values
 
     def sq_norm(self) -> SquaredNorm:
-        return self._norm or sums.dense_sq_norm([self.values], self.error)
+        return self._norm or dense_sq_norm([self.values], self._settled())
 
     def weighted_sum(self, coefficients: Tensor) -> Tensor:
         return reference.weighted_rows([self.values], coefficients)
@@ -75,36 +87,19 @@ class Dense:
     def error(self) -> Tensor | None:
         """(N,) fp64."""
         error = self._settled()
-        if isinstance(error, ProductError):
+        if isinstance(error, SumError):
             error = self._error = error.bound()
         return error
 
-    def _settled(self) -> Tensor | ProductError | None:
+    def _settled(self) -> Tensor | SumError | None:
         """The error, or what it follows from; nothing is held any longer for it to be given."""
-        if self._error is not None and not isinstance(self._error, (Tensor, ProductError)):
+        if self._error is not None and not isinstance(self._error, (Tensor, SumError)):
             self._error = self._error()
         return self._error
 
-    def likeness(self) -> tuple[list[Tensor], Any] | None:
-        """The tensors that dense factors are stacked by, and what they must have in common; None where the norm is
-        known."""
-        if self._norm is not None:
-            return None
-        error = self._settled()
-        if isinstance(error, ProductError):
-            return [self.values, error.norm_a, error.norm_b], error.terms
-        return [self.values] if error is None else [self.values, error], None
-
-    @classmethod
-    def stacked(cls, factors: Sequence[Dense]) -> Dense:
-        """One factor with the samples of all, which are alike."""
-        alike: list[Any] = [f.likeness() for f in factors]
-        values, *error = (torch.cat(parts) for parts in zip(*(tensors for tensors, _ in alike), strict=True))
-        _, terms = alike[0]
-        if terms is not None:
-            norm_a, norm_b = error
-            return cls(values, error=ProductError(norm_a, norm_b, terms))
-        return cls(values, error=error[0] if error else None)
+    def unfinished(self) -> Unfinished | None:
+        """What the norm follows from; None where that is known."""
+        return None if self._norm is not None else unfinished_norm([self.values], self._settled())
 
     def materialized(self) -> Dense:
         return self
@@ -120,37 +115,44 @@ class InBlocks:
 
     Args:
         blocks: (n, *shape) each, at least one.
-        error: how far they may be from the exact gradients, in L2 norm, (N,) fp64.
+        error: how far they may be from the exact gradients, in L2 norm, (N,) fp64 or what it follows from.
+        norm: their norms, where these are known already.
     """
 
-    def __init__(self, blocks: Iterable[Tensor], error: Tensor):
+    def __init__(self, blocks: Iterable[Tensor], error: Tensor | SumError, norm: SquaredNorm | None = None):
         self.blocks: list[Tensor] = []
-        self.error = error
 
         def keeping() -> Iterator[Tensor]:
             for block in blocks:
                 self.blocks.append(block)
                 yield block
 
-        self._norm = sums.dense_sq_norm(keeping(), error)
+        self._error, self._norm = error, norm
+        self._unfinished = unfinished_norm(keeping(), error) if norm is None else None
+        if norm is not None:
+            self.blocks = list(blocks)
         self.shape = self.blocks[0].shape[1:]
 
     @property
     def num_samples(self) -> int:
-        return len(self.error)
+        return sum(map(len, self.blocks))
 
     def materialize(self, scale: float = 1.0) -> Tensor:
         values = torch.cat(self.blocks)
         return values.mul_(scale) if scale != 1.0 else values
 
     def sq_norm(self) -> SquaredNorm:
-        return self._norm
+        return self._norm or finished(self._unfinished)  # type: ignore[arg-type]  # there is one of them
+
+    def unfinished(self) -> Unfinished | None:
+        """What the norm follows from; None where that is known."""
+        return self._unfinished
 
     def weighted_sum(self, coefficients: Tensor) -> Tensor:
         return reference.weighted_rows(self.blocks, coefficients)
 
     def materialized(self) -> Dense:
-        return Dense(self.materialize(), error=self.error, norm=self._norm)
+        return Dense(self.materialize(), error=self._error, norm=self._norm)
 
     def kept(self) -> Factor:
         return self
@@ -162,9 +164,10 @@ def row_sum(backprops: Tensor) -> Dense:
     if rows.shape[1] == 1:
         return Dense(rows.squeeze(1).to(accumulating_dtype(rows)))
 
-    def error() -> Tensor:
-        row_norms = ops.row_norm(rows).sum(-1)
-        return bounds.chain_error(row_norms, terms=rows.shape[1], numel=rows.shape[2], dtype=accumulating_dtype(rows))
+    def error() -> SumError:
+        norms, lost = ops.raw_row_norm(rows)
+        terms = bounds.chain_terms(terms=rows.shape[1], numel=rows.shape[2], dtype=accumulating_dtype(rows))
+        return SumError((norms,), (lost,), *terms)
 
     return Dense(reference.bias_grad_sample(rows), error=error)
 
@@ -182,3 +185,12 @@ def channel_sum(backprops: Tensor, row_norms: Tensor, totals: Tensor | None = No
         blocks = backprops.unflatten(2, (-1, block)) if block else backprops.unsqueeze(2)
         totals = blocks.sum(-1).sum(-1, dtype=torch.float64)
     return Dense(totals.to(backprops.dtype), error=error.norm(dim=1))
+
+
+def row_sum_in_blocks(rows: Tensor, row_norms: Tensor) -> Dense:
+    """As :func:`row_sum` of rows (N, T, P) whose norms (N, T) are known, with a small error where T is long: no chain
+    of fp32 is longer than ``sums.sum_block``."""
+    block = sums.sum_block(rows.shape[1])
+    totals = rows.unflatten(1, (-1, max(1, block))).sum(2).sum(1, dtype=torch.float64)
+    error = bounds.chain_error(row_norms.sum(-1), terms=block + 1, numel=rows.shape[2], dtype=rows.dtype)
+    return Dense(totals.to(rows.dtype), error=error)

@@ -11,8 +11,10 @@ from dpfast.arithmetic import accumulating_dtype, bounds, reference, sums
 from dpfast.errors import InputError
 from dpfast.factors.dense import Dense, Factor
 from dpfast.factors.lookup import Lookup
+from dpfast.factors.of_experts import OfExperts
 from dpfast.factors.outer_product import OuterProduct
 from dpfast.factors.reshaped import Blocks, Reshaped
+from dpfast.factors.runs import Runs
 
 
 def folded(factor: Factor, n: int, *, rows_together: bool) -> Factor:
@@ -34,6 +36,9 @@ def folded(factor: Factor, n: int, *, rows_together: bool) -> Factor:
             f"it saw {factor.num_samples} rows, which are not as many for each of the batch's {n} samples: how many "
             "depends on the data (experts, masked positions)"
         )
+    if isinstance(factor, OfExperts):
+        rows, k = torch.arange(factor.num_samples), factor.num_samples // n
+        return factor.by_unit(Runs(rows // k if rows_together else rows % n, n))
     if isinstance(factor, OuterProduct):
         a, b = (by_sample(x).flatten(1, 2) for x in (factor.activations, factor.backprops))
         return OuterProduct(a, b)

@@ -5,8 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dpfast.arithmetic import SquaredNorm, accumulating_dtype, bounds, lookup_sq_norm, ops, sums, towards_zero
+from dpfast.arithmetic import (
+    SquaredNorm,
+    SumError,
+    Unfinished,
+    accumulating_dtype,
+    bounds,
+    cost,
+    finished,
+    lookup_sq_norm,
+    ops,
+    sums,
+    towards_zero,
+    unfinished_norm,
+)
 from dpfast.factors.dense import Dense, Factor
+from dpfast.factors.runs import take
 
 
 class Lookup:
@@ -68,20 +82,31 @@ class Lookup:
     def sq_norm(self) -> SquaredNorm:
         if ops.runs_kernels(self.backprops):
             return lookup_sq_norm(self.indices, self.backprops, self.padding_idx)
+        return finished(self._unfinished())
+
+    def unfinished(self) -> Unfinished | None:
+        """What the norm follows from; None where a kernel takes it."""
+        return None if ops.runs_kernels(self.backprops) else self._unfinished()
+
+    def _unfinished(self) -> Unfinished:
+        if self.backprops.device.type == "cpu" and self.shape.numel() * self.dtype.itemsize <= cost.SMALL_GRADIENT:
+            rows = self.rows()  # the whole table takes less than bringing equal indices together
+            table = rows.new_zeros(self.num_samples, *self.shape)
+            table.scatter_add_(1, self.indices.long().unsqueeze(-1).expand_as(rows), rows)
+            return unfinished_norm([table], self._error())
         values, sample = self.segments()
-        dtype = values.dtype
         total = values.new_zeros(self.num_samples, dtype=torch.float64)
         total.index_add_(0, sample, sums.row_sq_norm(values))
         numel = self.indices.shape[1] * self.shape[1]
-        width = min(self.shape[1], sums.SUM_BLOCK) + bounds.summed_after(self.indices.shape[1], dtype)
-        return bounds.dense(total, width=width, numel=numel, dtype=dtype, error=self._error())
+        width = min(self.shape[1], sums.SUM_BLOCK) + bounds.summed_after(self.indices.shape[1], values.dtype)
+        return Unfinished(total.sqrt_(), width, numel, values.dtype, self._error())
 
-    def _error(self) -> Tensor:
+    def _error(self) -> SumError:
         """How far the summed rows may be from the exact ones, in L2 norm."""
         rows = self.rows()
-        row_sums = sums.row_norm(rows).sum(-1)
         positions, width = rows.shape[1:]
-        return bounds.chain_error(row_sums, terms=positions, numel=positions * width, dtype=rows.dtype)
+        terms = bounds.chain_terms(terms=positions, numel=positions * width, dtype=rows.dtype)
+        return SumError((sums.raw_row_norm(rows),), (sums.lost_to_underflow(rows),), *terms)
 
     def materialized(self) -> Dense:
         return Dense(self.materialize(), error=self._error())
@@ -92,6 +117,34 @@ class Lookup:
         scaled = (rows * c).masked_fill(c == 0, 0.0)
         padding = -1 if self.padding_idx is None else self.padding_idx
         return torch.ops.aten.embedding_dense_backward(scaled, self.indices, self.shape[0], padding, False)
+
+    def taken(self, rows: Tensor | slice) -> Lookup:
+        """Those samples alone."""
+        return Lookup(take(self.indices, rows), take(self.backprops, rows), self.shape[0], self.padding_idx)
+
+    def together(self, n: int) -> Lookup:
+        """n samples, each of as many of these, one after the other."""
+        indices, backprops = (x.unflatten(0, (n, -1)).flatten(1, 2) for x in (self.indices, self.backprops))
+        return Lookup(indices, backprops, self.shape[0], self.padding_idx)
+
+    def apart(self) -> Lookup:
+        """A sample of each position."""
+        indices, backprops = self.indices.flatten().unsqueeze(1), self.backprops.flatten(0, 1).unsqueeze(1)
+        return Lookup(indices, backprops, self.shape[0], self.padding_idx)
+
+    @property
+    def device(self) -> torch.device:
+        return self.backprops.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of sums."""
+        return accumulating_dtype(self.backprops)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the inputs."""
+        return self.indices.nbytes + self.backprops.nbytes
 
     def kept(self) -> Factor:
         return self

@@ -12,6 +12,8 @@ from dpfast.arithmetic import SquaredNorm, accumulating_dtype, bounds, gram_tile
 from dpfast.factors.dense import Dense, Factor
 from dpfast.factors.lookup import Lookup
 from dpfast.factors.outer_product import OuterProduct
+from dpfast.factors.ragged import Ragged, by_unit, on_common_rows
+from dpfast.factors.runs import Runs
 
 
 def merge(factors: Sequence[Factor]) -> Factor:
@@ -22,6 +24,12 @@ def merge(factors: Sequence[Factor]) -> Factor:
     """
     if len(factors) == 1:
         return factors[0]
+    sums_of_rows = [f for f in factors if hasattr(f, "together") or isinstance(f, Ragged)]
+    if any(isinstance(f, Ragged) for f in sums_of_rows):
+        rows, runs = on_common_rows(sums_of_rows)
+        one = Ragged(merge(rows), runs)
+        others = [f for f in factors if f not in sums_of_rows]
+        return _added([*others, one]) if others else one
     lookups = [f for f in factors if isinstance(f, Lookup)]
     products = [f for f in factors if isinstance(f, OuterProduct)]
     others = [f for f in factors if not isinstance(f, (Lookup, OuterProduct))]
@@ -47,8 +55,17 @@ class Tied:
     """
 
     def __init__(self, lookup: Lookup, other: OuterProduct | Dense):
-        self.lookup, self.other = lookup, other
+        self.lookup = lookup
+        self.other: Any = other  # an OuterProduct wherever this one is taken by rows
         self.shape = lookup.shape
+
+    def by_unit(self, runs: Runs) -> Factor:
+        """See :func:`ragged.by_unit`."""
+        return merge([by_unit(use, runs) for use in self.uses])
+
+    @property
+    def uses(self) -> tuple[Lookup, Any]:
+        return self.lookup, self.other
 
     @property
     def num_samples(self) -> int:
@@ -62,6 +79,28 @@ class Tied:
 
     def kept(self) -> Factor:
         return self
+
+    def taken(self, rows: Tensor | slice) -> Tied:
+        """Those samples alone."""
+        return Tied(self.lookup.taken(rows), self.other.taken(rows))
+
+    def together(self, n: int) -> Tied:
+        """n samples, each of as many of these, one after the other."""
+        return Tied(self.lookup.together(n), self.other.together(n))
+
+    @property
+    def device(self) -> torch.device:
+        return self.lookup.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of sums."""
+        return torch.promote_types(self.lookup.dtype, self.other.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the inputs."""
+        return self.lookup.nbytes + self.other.nbytes
 
     def weighted_sum(self, coefficients: Tensor) -> Tensor:
         return self.lookup.weighted_sum(coefficients) + self.other.weighted_sum(coefficients)

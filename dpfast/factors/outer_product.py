@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dpfast.arithmetic import SquaredNorm, accumulating_dtype, cost, ops
+from dpfast.arithmetic import SquaredNorm, Unfinished, accumulating_dtype, cost, ops
 from dpfast.factors.dense import Dense, Factor, InBlocks
+from dpfast.factors.runs import take
 
 
 class OuterProduct:
@@ -30,6 +31,10 @@ class OuterProduct:
     def sq_norm(self) -> SquaredNorm:
         return ops.certified_sq_norm(self.activations, self.backprops)
 
+    def unfinished(self) -> Unfinished | None:
+        """What the norm follows from; None where it is not the reference's direct one."""
+        return ops.unfinished_norm(self.activations, self.backprops)
+
     def weighted_sum(self, coefficients: Tensor) -> Tensor:
         excess = ops.sum_excess(self.activations, self.backprops)
         coefficients = coefficients * (1.0 - excess) if excess else coefficients
@@ -44,11 +49,39 @@ class OuterProduct:
         blocks = ops.certified_blocks(self.activations, self.backprops)
         return self.materialized() if blocks is None else InBlocks(*blocks)
 
+    def taken(self, rows: Tensor | slice, zeros: Tensor | None = None) -> OuterProduct:
+        """Those samples alone, with zeros in the place of some of them."""
+        tensors = [take(x, rows) for x in (self.activations, self.backprops)]
+        if zeros is not None:
+            tensors = [x.index_fill_(0, zeros.to(x.device), 0) for x in tensors]  # copies
+        return OuterProduct(*tensors)
+
+    def together(self, n: int) -> OuterProduct:
+        """n samples, each of as many of these, one after the other."""
+        return OuterProduct(*(x.unflatten(0, (n, -1)).flatten(1, 2) for x in (self.activations, self.backprops)))
+
+    def apart(self) -> OuterProduct:
+        """A sample of each position."""
+        return OuterProduct(self.activations.flatten(0, 1), self.backprops.flatten(0, 1))
+
+    @property
+    def device(self) -> torch.device:
+        return self.backprops.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of sums."""
+        return accumulating_dtype(self.activations, self.backprops)
+
     @property
     def keeps(self) -> bool:
         """Whether :meth:`kept` writes the gradients."""
-        gradient = self.shape.numel() * accumulating_dtype(self.activations, self.backprops).itemsize
-        return cost.keeps(self.activations.shape[1], gradient, self.nbytes // max(1, self.num_samples))
+        return self.keeps_together(1)
+
+    def keeps_together(self, k: int) -> bool:
+        """The same of a sample made of k of these."""
+        gradient, inputs = self.shape.numel() * self.dtype.itemsize, self.nbytes // max(1, self.num_samples)
+        return cost.keeps(k * self.activations.shape[1], gradient, k * inputs)
 
     @property
     def nbytes(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from dpfast.arithmetic import (
     bounds,
     buffers,
     cost,
+    dense_sq_norm,
+    depthwise,
     exact_convolutions,
     products,
     reduced_convolutions,
@@ -25,6 +27,7 @@ from dpfast.arithmetic import (
 )
 from dpfast.factors.dense import Dense, Factor, InBlocks
 from dpfast.factors.outer_product import OuterProduct
+from dpfast.factors.runs import take
 
 TOGETHER = 16
 """Samples whose gradients one call of torch's convolution takes, each a group of channels of its own. Fewer left over
@@ -77,6 +80,19 @@ class PatchProduct:
         """(T, D, P) of one group's outer product."""
         return self.rows[0:1, 0].numel() if self.num_samples else 0, self.shape[1:].numel(), self._rows_a_group
 
+    def taken(self, samples: Tensor | slice) -> PatchProduct:
+        """Those samples alone."""
+        return PatchProduct(
+            take(self.image, samples),
+            take(self.rows, samples),
+            kernel=self.kernel,
+            stride=self.stride,
+            dilation=self.dilation,
+            padding=self.padding,
+            groups=self.groups,
+            rows_norm=None if self._rows_norm is None else take(self._rows_norm, samples),
+        )
+
     def _reached(self) -> list[int]:
         """How far the patches reach into the padded image, along each dimension."""
         geometry = zip(self.rows.shape[2:], self.kernel, self.stride, self.dilation, strict=True)
@@ -122,7 +138,7 @@ class PatchProduct:
 
     def sq_norm(self) -> SquaredNorm:
         if self._by_convolution and self._goes_direct:
-            return sums.dense_sq_norm(self._convolved(), self._error())
+            return dense_sq_norm(self._convolved(), self._error())
         norms = [self._outer_product(i, j).sq_norm() for i, j in self._outer_products()]
         if not norms:
             return SquaredNorm(*(self.rows.new_zeros(0, dtype=torch.float64) for _ in range(2)))
@@ -152,8 +168,10 @@ class PatchProduct:
             missing = next(size for size in (2, 4, 8, TOGETHER) if n <= size) - n
             if missing:
                 image, rows = (torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) for x in (image, rows))
-            if self._blocks == 1:
-                total: Any = self._added_up(image, rows, self.padding)
+            if self._is_depthwise:
+                total: Any = depthwise.gradients(self._padded(image), rows, self.kernel, self.stride, self.dilation)
+            elif self._blocks == 1:
+                total = self._added_up(image, rows, self.padding)
             else:
                 image, total = self._padded(image), None
                 for start in range(0, rows.shape[2], self._block):
@@ -163,6 +181,12 @@ class PatchProduct:
                     gradients = self._added_up(part, rows.narrow(2, start, length), none)
                     total = gradients if total is None else total.add_(gradients)
             yield total[:n].clone() if missing else total
+
+    @property
+    def _is_depthwise(self) -> bool:
+        """Whether each channel has its own patches, and products of matrices are the fastest way to them."""
+        depth = self.shape[:2] == (self.groups, 1) and reduced_products() == 0.0
+        return depth and depthwise.faster(self.rows.shape[2:], self.kernel, self.dilation)
 
     @property
     def _is_narrow(self) -> bool:
@@ -188,13 +212,13 @@ class PatchProduct:
         """How far :meth:`_convolved` may be from the exact gradients, in L2 norm, (N,): ``Σ_t |b_tp||a_td|`` is at most
         the product of two columns' norms, and a pixel is in at most as many patches as the kernel has places."""
         dtype = accumulating_dtype(self.image, self.rows)
-        rows_norm = _norm(self.rows) if self._rows_norm is None else self._rows_norm
-        places = self.shape[2:].numel()
+        patches_norm, rows_norm = self.norms()
         chain = self._block * self.rows.shape[3:].numel() + self._blocks
-        row_products = _norm(self.image) * rows_norm * places**0.5
+        if self._is_depthwise:
+            chain = depthwise.chain(self.rows.shape[2:])
         operations = 2 * self.rows.shape[2:].numel()
         return bounds.chain_error(
-            row_products, terms=chain, numel=self.shape.numel(), dtype=dtype, operations=operations
+            patches_norm * rows_norm, terms=chain, numel=self.shape.numel(), dtype=dtype, operations=operations
         )
 
     def _added_up(self, image: Tensor, rows: Tensor, padding: Sequence[int]) -> Tensor:
@@ -216,6 +240,8 @@ class PatchProduct:
     def _weight_gradient(
         self, image: Tensor, rows: Tensor, weight: Tensor, padding: Sequence[int], groups: int
     ) -> Tensor:
+        if image.is_contiguous():  # one pixel has strides that torch takes for channels last, and fails over in fp64
+            image = image.flatten().view(image.shape)
         none = [0] * len(self.kernel)
         _, gradient, _ = torch.ops.aten.convolution_backward(
             *(rows, image, weight, None, self.stride, padding, self.dilation, False, none, groups),
@@ -251,7 +277,45 @@ class PatchProduct:
     def kept(self) -> Factor:
         if not self.keeps:
             return self
-        return InBlocks(self._convolved(), self._error()) if self._by_convolution else self.materialized()
+        return InBlocks(*self.in_blocks()) if self._by_convolution else self.materialized()
+
+    def in_blocks(self) -> tuple[Iterable[Tensor], Tensor]:
+        """The gradients (n, *shape) of so many samples, until there are no more, and how far they may be off, (N,)."""
+        if self._by_convolution:
+            return self._convolved(), self._error()
+        dense: Any = self.materialized()  # has an error: of products
+        return [dense.values], dense.error
+
+    def with_scaled_rows(self, scales: Tensor) -> PatchProduct:
+        """The same with each row of the gradients multiplied by a number of its own, (P,)."""
+        rows = self.rows.to(accumulating_dtype(self.image, self.rows)) * scales.view(-1, *[1] * len(self.kernel))
+        return PatchProduct(
+            self.image,
+            rows,
+            kernel=self.kernel,
+            stride=self.stride,
+            dilation=self.dilation,
+            padding=self.padding,
+            groups=self.groups,
+        )
+
+    def row_products(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
+        """Of each row of the gradients the sum of its entries and its product with a row of ``vectors`` (P, D), (N, P)
+        each; no gradient is written."""
+        found = []
+        for i, j in self._outer_products():
+            image, rows = (x[i:j].to(vectors.dtype) for x in (self.image, self.rows))
+            patches, rows = self._cut_out(self._padded(image), rows)
+            by_group = vectors.view(1, self.groups, self._rows_a_group, -1).expand(j - i, -1, -1, -1).flatten(0, 1)
+            both = (patches.sum(1, keepdim=True), products.batched(by_group, patches))
+            found.append([(x * rows).sum(-1).view(j - i, -1).double() for x in both])
+        plain, with_vectors = zip(*found, strict=True)
+        return torch.cat(plain), torch.cat(with_vectors)
+
+    def norms(self) -> tuple[Tensor, Tensor]:
+        """Upper bounds of the L2 norms of a sample's patches, all together, and of its rows, (N,)."""
+        rows_norm = _norm(self.rows) if self._rows_norm is None else self._rows_norm
+        return _norm(self.image) * self.shape[2:].numel() ** 0.5, rows_norm
 
     @property
     def keeps(self) -> bool:
@@ -268,5 +332,6 @@ class PatchProduct:
 
 
 def _norm(x: Tensor) -> Tensor:
-    """L2 norms by sample for error bounds, (N,) in fp64."""
-    return sums.row_norm(x.to(accumulating_dtype(x)).flatten(2)).norm(dim=1)
+    """L2 norms by sample for error bounds, (N,) in fp64, along what lies together in memory."""
+    x = x.to(accumulating_dtype(x)).flatten(2)
+    return sums.row_norm(x.mT if x.stride(1) == 1 else x).norm(dim=1)

@@ -1,68 +1,72 @@
-"""The norms of many small factors of one shape, taken in one go."""
+"""The norms of many factors, what is left to do with N numbers done for all at once."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
-from dpfast.arithmetic import SquaredNorm
-from dpfast.factors.dense import Dense, Factor
+from dpfast.arithmetic import SquaredNorm, Unfinished, finish_norms
+from dpfast.factors.dense import Dense, Factor, InBlocks
+from dpfast.factors.lookup import Lookup
 from dpfast.factors.outer_product import OuterProduct
 
-STACKED_BYTES = {"cpu": 2**16, "cuda": 2**20}
-"""Factors of tensors of at most so many bytes are stacked for their norms: on a CPU more would not stay in the caches,
-and new memory costs page faults; a GPU copies so many in less than a launch takes."""
 
-
-STACKED_FACTORS = 64
-"""The most that are stacked at once, which bounds the copies' memory."""
+def norm_or_unfinished(factor: Factor) -> SquaredNorm | Unfinished:
+    """Its norm, or what that follows from."""
+    if isinstance(factor, (Dense, InBlocks, Lookup, OuterProduct)) and factor.num_samples:
+        return factor.unfinished() or factor.sq_norm()
+    return factor.sq_norm()
 
 
 def sq_norms(factors: Sequence[Factor]) -> list[SquaredNorm]:
-    """Every factor's ``sq_norm()``, the same bits; small ones of one shape (biases, small layers) in one go.
-
-    A sample's numbers do not depend on the batch that it stands in, so several factors may stand in one.
-    """
-    norms: dict[int, SquaredNorm] = {}
-    alike: dict[Hashable, list[int]] = {}
-    for i, factor in enumerate(factors):
-        alike.setdefault(_likeness(factor) or i, []).append(i)
-    groups = [
-        all_of[k : k + STACKED_FACTORS] for all_of in alike.values() for k in range(0, len(all_of), STACKED_FACTORS)
-    ]
-    for members in groups:
-        if len(members) == 1:
-            norms[members[0]] = factors[members[0]].sq_norm()
-            continue
-        together = _stacked([factors[i] for i in members]).sq_norm()
-        parts = zip(*(x.unflatten(0, (len(members), -1)) for x in together), strict=True)
-        norms.update(zip(members, map(SquaredNorm._make, parts), strict=True))
+    """Every factor's ``sq_norm()``, the same bits; all have as many samples."""
+    found = [norm_or_unfinished(factor) for factor in factors]
+    norms = {i: norm for i, norm in enumerate(found) if isinstance(norm, SquaredNorm)}
+    unfinished: dict[torch.device, list[tuple[int, Unfinished]]] = {}
+    for i, part in enumerate(found):
+        if isinstance(part, Unfinished):
+            unfinished.setdefault(part.norm.device, []).append((i, part))
+    for parts in unfinished.values():
+        together = finish_norms([part for _, part in parts], len(parts[0][1].norm))
+        for (i, _), value, upper in zip(parts, together.value.unbind(), together.upper.unbind(), strict=True):
+            norms[i] = SquaredNorm(value, upper)
     return [norms[i] for i in range(len(factors))]
 
 
-def _likeness(factor: Factor) -> Hashable:
-    """What factors that are stacked have in common; None for one that is not."""
-    terms: Hashable = None
-    if isinstance(factor, Dense):
-        found = factor.likeness()
-        if found is None:
-            return None
-        tensors, terms = found
-    elif isinstance(factor, OuterProduct):
-        tensors = [factor.activations, factor.backprops]
-    else:
-        return None
-    most = STACKED_BYTES.get(tensors[0].device.type, 0)
-    if factor.num_samples == 0 or any(x.nbytes > most or not x.is_contiguous() for x in tensors):
-        return None
-    return (type(factor), terms, *((x.shape, x.dtype, x.device) for x in tensors))
+def total_sq_norm(norms: Sequence[SquaredNorm | Unfinished], n: int, places: Sequence[Sequence[int]]) -> SquaredNorm:
+    """‖·‖² over all of them, (n,): each is of n samples, or of several layers' one after the other.
+
+    Args:
+        places: of each one's layers. They are added up in this order, in whatever company their norms were taken, which
+            depends on n.
+    """
+    unfinished: dict[torch.device, list[int]] = {}
+    known: list[SquaredNorm] = []
+    order: list[int] = []
+    for i, part in enumerate(norms):
+        if isinstance(part, Unfinished):
+            unfinished.setdefault(part.norm.device, []).append(i)
+        else:
+            known.append(part)
+            order += places[i]
+    for which in unfinished.values():
+        known.append(finish_norms([part for i in which if isinstance(part := norms[i], Unfinished)], n))
+        order += [place for i in which for place in places[i]]
+    if not n or not known:
+        return SquaredNorm(*(torch.zeros(n, dtype=torch.float64),) * 2)
+    device = known[-1].value.device
+    in_order = sorted(range(len(order)), key=order.__getitem__)
+    value, upper = (
+        _rows_in_order([x.to(device).view(-1, n) for x in some], in_order) for some in zip(*known, strict=True)
+    )
+    value, upper = value.cumsum(0)[-1], upper.cumsum(0)[-1] * (1.0 + (len(upper) + 4) * 2.0**-53)
+    return SquaredNorm(value, upper)  # the order of sum(0) depends on n
 
 
-def _stacked(factors: Sequence[Any]) -> Factor:
-    """One factor with the samples of all."""
-
-    if isinstance(factors[0], Dense):
-        return Dense.stacked(factors)
-    return OuterProduct(*(torch.cat([getattr(f, name) for f in factors]) for name in ("activations", "backprops")))
+def _rows_in_order(parts: list[Tensor], order: list[int]) -> Tensor:
+    if order == list(range(len(order))):
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+    rows = [row for part in parts for row in part.unbind()]
+    return torch.stack([rows[i] for i in order])

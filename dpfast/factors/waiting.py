@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 
 import torch
+from torch import Tensor
 
 from dpfast.arithmetic import SquaredNorm, cost, ops
 from dpfast.factors.dense import Dense, Factor
@@ -55,6 +56,11 @@ class Waiting:
         results = ops.grouped_direct([(f.activations, f.backprops) for f, _ in queue], keep=self._keep)
         for (_, receive), (norm, error, values) in zip(queue, results, strict=True):
             receive(norm if values is None else Dense(values, error=error, norm=norm))
+
+
+def wait_as_factors(activations: Tensor, backprops: Tensor) -> bool:
+    """Whether pairs (N, T, ·) are of those that :class:`Waiting` is for."""
+    return activations.dim() == 3 and backprops.dim() == 3 and ops.groups(activations, backprops)
 
 
 def _stream(device: torch.device) -> Hashable:

@@ -6,7 +6,8 @@ and ``escaped_gradients`` are what they share; ``clippers`` says what is release
 """
 
 from dpfast.modes import autograd_grad_sample
-from dpfast.modes.accumulation import Left, held_by, shares_noise
+from dpfast.modes.accumulation import Left, held_by, left_in, shares_noise
+from dpfast.modes.clipped import Clipped
 from dpfast.modes.clippers import (
     AutomaticClipper,
     ClipFactors,
@@ -16,21 +17,25 @@ from dpfast.modes.clippers import (
     check_threshold,
     safe_factors,
 )
-from dpfast.modes.fast_gradient_clipping import GradSampleModuleFastGradientClipping, create_norm_sample
-from dpfast.modes.grad_sample_module import GradSampleModule
+from dpfast.modes.fast_gradient_clipping import GradSampleModuleFastGradientClipping
+from dpfast.modes.grad_sample_module import GradSampleModule, Hooks
+from dpfast.modes.mixed_losses import expect_loss
 from dpfast.modes.nonfinite_samples import DroppedSamples
+from dpfast.modes.norm_samples import create_norm_sample
 from dpfast.modes.per_sample_gradient_clipper import PerSampleGradientClipper
-from dpfast.modes.steps import Step
+from dpfast.modes.steps import Step, check_valid
 from dpfast.modes.tapped_model import TappedModel
 
 __all__ = [
     "AutomaticClipper",
     "ClipFactors",
+    "Clipped",
     "ConstantFlatClipper",
     "ConstantPerLayerClipper",
     "DroppedSamples",
     "GradSampleModule",
     "GradSampleModuleFastGradientClipping",
+    "Hooks",
     "Left",
     "NormClipper",
     "PerSampleGradientClipper",
@@ -38,8 +43,11 @@ __all__ = [
     "TappedModel",
     "autograd_grad_sample",
     "check_threshold",
+    "check_valid",
     "create_norm_sample",
+    "expect_loss",
     "held_by",
+    "left_in",
     "safe_factors",
     "shares_noise",
 ]

@@ -185,7 +185,8 @@ def safe_factors(factors: Tensor, norms: Tensor, threshold: float) -> Tensor:
     most = torch.where(norms <= threshold, most.clamp(min=1.0), most)  # 1 is exact: nothing is rounded
     safe = torch.minimum(factors, most).clamp(min=0.0, max=_LARGEST)
     # Below the smallest normal number a factor's own rounding would be as large as itself.
-    fit = torch.isfinite(norms) & torch.isfinite(factors) & (safe >= torch.finfo(torch.float64).tiny)
+    # (What is compared with inf is finite, and no NaN; of a factor of -inf nothing is left.)
+    fit = (norms.abs() < math.inf) & (factors < math.inf) & (safe >= torch.finfo(torch.float64).tiny)
     return torch.where(fit, safe, 0.0)
 
 

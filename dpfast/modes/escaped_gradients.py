@@ -12,6 +12,22 @@ from torch.utils.hooks import RemovableHandle
 from dpfast.errors import EscapedGradientError
 
 
+def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """As ``parameters()`` has them, one that is there twice twice; that takes several times as long, and this runs in
+    each step."""
+    found, seen = [], set()
+    modules: list[nn.Module | None] = [model]
+    while modules:
+        module = modules.pop()
+        if module is None or id(module) in seen:
+            continue
+        seen.add(id(module))
+        if module._modules:
+            modules.extend(reversed(module._modules.values()))
+        found += [p for p in module._parameters.values() if p is not None and p.requires_grad]
+    return found
+
+
 class Guards:
     """A hook on each trainable parameter of a model that refuses gradients that do not come from taps.
 
@@ -26,17 +42,9 @@ class Guards:
 
     def set(self) -> None:
         """On every parameter that is trainable now; asked again before each step, because that may change."""
-        modules: list[nn.Module | None] = [self._model]
-        seen = set()
-        while modules:  # as parameters(), which takes several times as long, and this runs in each step
-            module = modules.pop()
-            if module is None or module in seen:
-                continue
-            seen.add(module)
-            modules.extend(module._modules.values())
-            for p in module._parameters.values():
-                if p is not None and p.requires_grad and p not in self._handles:
-                    self.guard(p)
+        for p in trainable_parameters(self._model):
+            if p not in self._handles:
+                self.guard(p)
 
     def guard(self, parameter: nn.Parameter) -> None:
         """One that is not the model's own, but stands in for one while a pass runs."""

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dpfast.arithmetic import SquaredNorm, towards_zero
-from dpfast.distributed import Sums, local, not_in, sums_of
+from dpfast.arithmetic import SquaredNorm, is_traced
+from dpfast.distributed import Sums, local, not_in, parts_of, sums_of
 from dpfast.errors import InputError, StateError
-from dpfast.factors import Dense, Factor, Waiting, merge, sq_norms
+from dpfast.factors import Factor, Ragged, Waiting, pin
 from dpfast.modes.accumulation import Left, check_ranks, leave, left_in, noise_of
+from dpfast.modes.clipped import Clipped, clip
 from dpfast.modes.clippers import (
     ClipFactors,
     ConstantFlatClipper,
@@ -20,30 +21,16 @@ from dpfast.modes.clippers import (
     NormClipper,
     check_clipper,
     check_threshold,
-    clip_factors,
     safe_factors,
 )
-from dpfast.modes.gathered import Gathered, added, clipped_total, rounding
+from dpfast.modes.escaped_gradients import trainable_parameters
+from dpfast.modes.gathered import Gathered, added, clipped_totals, rounding, take_norms
 from dpfast.modes.grad_sample_module import GradSampleModule
 from dpfast.modes.nonfinite_samples import DroppedSamples
+from dpfast.modes.norm_samples import leave_norm_samples
 from dpfast.modes.second_pass import FirstPass, SecondPass
 from dpfast.modes.steps import Step, check_own
-
-
-def create_norm_sample(*, param: nn.Parameter, grad_sample: Tensor, max_batch_len: int) -> None:
-    """Leaves the L2 norms of ``grad_sample`` (N, *shape) in ``param._norm_sample`` (N,), as Opacus's function does.
-
-    A parameter that needs no gradient is left alone; ``max_batch_len`` 0 stands for an empty batch.
-    """
-    if not param.requires_grad:
-        return
-    if max_batch_len == 0:
-        param._norm_sample = grad_sample.new_zeros(0)  # type: ignore[attr-defined]  # as in Opacus
-        return
-    value = Dense(grad_sample).sq_norm().value.sqrt()
-    value = value if grad_sample.dtype == torch.float64 else value.float()
-    param._norm_sample = value  # type: ignore[attr-defined]  # as in Opacus
-
+from dpfast.modes.units import PerUnit
 
 _SUMS_OF_ZEROS = (
     "the second backward pass of {count} samples was not that of Σ_n c_n loss_n, or did not repeat the first, whose "
@@ -52,7 +39,7 @@ _SUMS_OF_ZEROS = (
 )
 
 
-class GradSampleModuleFastGradientClipping(GradSampleModule):
+class GradSampleModuleFastGradientClipping(PerUnit, GradSampleModule):
     """Wraps a module; a plain ``loss.backward()`` leaves ``p.grad = Σ_n c_n g_n`` with ``c_n = min(1, C / ‖g_n‖)``.
 
     Book-keeping (Bu et al. 2023, "Differentially Private Optimization on Large Model at Small Cost"): one
@@ -90,7 +77,8 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
     (tensor([6.0000, 6.0000, 6.0000, 6.0000]), tensor(4.))
     """
 
-    _over_ranks: Sums | None = None
+    _over_ranks: Sums | None = None  # where ranks have other samples
+    _parts: Any = None  # a TensorParallel, where they have other parameters
     _left: Left | None = None  # what was in p.grad, where there are other ranks
 
     def __init__(
@@ -201,41 +189,60 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
 
     # --- mode: keep each factor, take the norms at the end, then the sums; at once where nothing has to wait ---
 
-    def on_forward(self) -> None:
-        """Finds the DDP or FSDP2 that is to carry the sums.
+    def on_forward(self, inputs: Sequence[Tensor]) -> None:
+        """Finds the DDP or FSDP2 that is to carry the sums, or the mesh over which parameters are parted.
 
         Raises:
             StateError: a wrapper of torch.distributed in which norms or sums would be wrong. InputError,
                 UnsupportedModuleError: a DDP, or shards, that cannot carry them.
         """
         wrapper = self._wrapper()
-        if wrapper is not None and wrapper.kind not in ("DDP", "FSDP2"):
+        if wrapper is not None and wrapper.kind not in ("DDP", "FSDP2", "DTensor"):
             raise StateError(not_in(wrapper, type(self).__name__))
-        if wrapper is None:
+        if wrapper is None or wrapper.kind != "DTensor":
+            self._parts = None
+        if wrapper is None or wrapper.kind == "DTensor":
             self._over_ranks = None
+        if wrapper is None:
+            return
+        if wrapper.kind == "DTensor":
+            self._parts = parts_of(self._module)
+            self._parts.on_forward(inputs)
             return
         if self._over_ranks is None or not self._over_ranks.is_of(wrapper.module):
             assert self._tapped is not None
             self._over_ranks = sums_of(wrapper, self._module, self._tapped)
         self._over_ranks.on_forward()
 
+    @property
+    def defers(self) -> bool:
+        """With one factor a sample, and here alone."""
+        plain = self.passes == 1 and self.use_ghost_clipping and self._over_ranks is None and self._parts is None
+        return plain and not is_traced() and not self._clipper().is_per_layer
+
     def on_factor(self, step: Step, parameter: nn.Parameter, factor: Factor, only_use: bool) -> None:
         if not step.gathered:
             self._start_step(step)
         entry = step.gathered.setdefault(parameter, Gathered())
+        if self._parts is not None and (step.second is None or self._parts.is_part(factor)):
+            entry.factors.append(factor.kept() if self.use_ghost_clipping else factor.materialized())
+            return
         if step.second is not None:
             first = step.second.first
             weights = first.weights if parameter.dtype is torch.float64 else first.single
             entry.add(factor.weighted_sum(weights.to(parameter.device)))
             return
-        if entry.closed:
+        if entry.closed or (step.deferred and parameter in step.deferred.parameters):
             raise StateError(
                 f"parameter {self._name(parameter)} was used again after its norm had been taken; in one backward "
                 "pass, call the model in one thread, and not while another of its steps is under way"
             )
         if not self.use_ghost_clipping:
             factor = factor.materialized()
-        clips_alone = type(self._norm_clipper) is ConstantPerLayerClipper  # a subclass may need all norms
+        if is_traced():
+            pin(factor)
+        # A subclass may need all norms; in a graph all factors come from one place.
+        clips_alone = type(self._norm_clipper) is ConstantPerLayerClipper and not is_traced()
         entry.closed = only_use and (clips_alone or self.passes == 2)
         if step.waiting is None:
             step.waiting = Waiting(keep=self.passes == 1)
@@ -244,11 +251,13 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
         elif entry.closed:
             entry.norm = factor.sq_norm()
         else:
-            entry.factors.append(factor.kept())
+            entry.factors.append(factor.kept() if only_use or not isinstance(factor, Ragged) else factor)
         if clips_alone and entry.closed:
             limit = self._norm_clipper.flat_values[self._places[parameter]]  # type: ignore[union-attr]  # clips_alone
             norm = entry.norm.upper.sqrt() * (self._scale(step) * (1.0 + rounding(parameter)))
             factors = safe_factors((limit / norm).clamp(max=1.0), norm, limit)
+            if step.valid is not None:
+                factors = torch.where(step.valid.to(factors.device), factors, 0.0)
             entry.clip(factor, factors * self._scale(step))
 
     def on_finish(self, step: Step) -> None:
@@ -257,54 +266,41 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
         if step.second is not None:
             self._finish_second(step, step.second)
             return
-        check_own(self._places, step.gathered)
+        deferred = step.deferred.take() if step.deferred else []
+        check_own(self._places, step.gathered, *(parameters for parameters, _ in deferred))
         if step.waiting is not None:
             step.waiting.take()
-        scale, clipper = self._scale(step), self._clipper()
+        scale = self._scale(step)
         entries = [step.gathered.pop(p, None) for p in self._places]
-        without = [e for e in entries if e is not None and e.norm is None]
-        for entry in without:
-            entry.factors = [merge(entry.factors)]
-        for entry, norm in zip(without, sq_norms([e.factors[0] for e in without]), strict=True):
-            entry.norm = norm
-        self._norms = _total_norm([e.norm for e in entries if e is not None], scale)
-        if clipper.is_per_layer:
-            unused = torch.zeros_like(self._norms.upper)
-            norms = [
-                unused if e is None else e.norm.upper.to(unused.device).sqrt() * (scale * (1.0 + rounding(p)))
-                for p, e in zip(self._places, entries, strict=True)
-            ]
-            factors = clip_factors(clipper, norms)
-            self._clip_factors = towards_zero(torch.stack(factors) if factors else unused, torch.float32)
-            coefficients = [f * scale for f in factors]
-        else:
-            norms = [self._norms.upper.sqrt() * (1.0 + max(map(rounding, self._places), default=0.0))]
-            factors = clip_factors(clipper, norms)
-            self._clip_factors = towards_zero(factors[0], torch.float32)
-            double = factors[0] * scale
-            single = towards_zero(double, torch.float32)  # once for all
-            coefficients = [double if p.dtype is torch.float64 else single for p in self._places]
-        if norms:
-            self._dropped.add(torch.stack(norms))
+        if self._parts is not None:
+            self._parts.sum_parts({p: e.factors for p, e in zip(self._places, entries, strict=True) if e is not None})
+        each = is_traced() or self._parts is not None or self._clipper().is_per_layer or step.first is not None
+        norms = take_norms(self._places, entries, deferred, step.num_samples or 0, each=each)
+        if self._parts is not None:
+            norms = self._parts.over_mesh(
+                dict(zip(self._places, norms, strict=True)),
+                *self._settings(left_in(self._places)),
+                by_parameter=self._clipper().is_per_layer or step.first is not None,
+                valid=step.valid,
+            )
+        clipped = self._clip(norms, scale, step.valid)
+        self._norms, self._clip_factors = SquaredNorm(clipped.norms, clipped.upper), clipped.factors
         if step.first is not None:
             self._first = step.first
-            self._first.weights, self._first.single = double, single
-            self._leave_norm_samples(entries, scale)
+            self._first.weights, self._first.single = clipped.weights, clipped.single
+            leave_norm_samples(dict(zip(self._places, norms, strict=True)), clipped.norms, scale, step.valid)
             if self._over_ranks is not None:
                 self._over_ranks.keep_promises()
             return
-        of = dict(zip(self._places, zip(entries, coefficients, strict=True), strict=True))
-        self._leave_sums(lambda p: clipped_total(*of.pop(p)))
+        self._leave_sums(clipped_totals(self._places, entries, deferred, clipped))
 
-    def _leave_norm_samples(self, entries: list[Gathered | None], scale: float) -> None:
-        """``p._norm_sample`` (N,), where Opacus's ghost clipping has it: the norms as computed, one op for all."""
-        unused = torch.zeros_like(self._last_norms().value)
-        squares = [unused if e is None else e.norm.value.to(unused.device) for e in entries]
-        norms = torch.stack(squares or [unused]).sqrt() * scale
-        dtypes = [torch.float64 if p.dtype is torch.float64 else torch.float32 for p in self._places]
-        rows = {dtype: norms.to(dtype).unbind() for dtype in set(dtypes)}
-        for i, (p, dtype) in enumerate(zip(self._places, dtypes, strict=True)):
-            p._norm_sample = rows[dtype][i].to(p.device)  # type: ignore[attr-defined]  # as in Opacus
+    def _clip(self, norms: Sequence[SquaredNorm | None], scale: float | Tensor, valid: Tensor | None) -> Clipped:
+        """What the sums are weighted with; counts the samples that are dropped."""
+        roundings = list(map(rounding, self._places))
+        clipped = clip(self._clipper(), norms, scale=scale, rounding=roundings, valid=valid)
+        if len(clipped.measured):
+            self._dropped.add(clipped.measured)
+        return clipped
 
     def _finish_second(self, step: Step, second: SecondPass) -> None:
         """``p.grad += Σ_n c_n g_n`` where the second pass has repeated the first; else nothing is released."""
@@ -317,12 +313,18 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
             self._at_fault.add(torch.where(any_fault, torch.nan, second.first.weights))
             for entry in step.gathered.values():
                 entry.total = entry.total.masked_fill(any_fault.to(entry.total.device), 0.0)
+        if self._parts is not None:
+            weights = second.first.weights
+            self._parts.sum_parts({p: entry.factors for p, entry in step.gathered.items()})
+            for p, entry in step.gathered.items():
+                for factor in entry.factors:
+                    entry.add(factor.weighted_sum(weights if p.dtype is torch.float64 else second.first.single))
         self._leave_sums(lambda p: step.gathered[p].total if p in step.gathered else None)
 
     def _start_step(self, step: Step) -> None:
         """What is trainable may change between steps; a second pass has the first's."""
         if step.second is None or self._over_ranks is not None:
-            tapped, parameters = self._tapped, [p for p in self._module.parameters() if p.requires_grad]
+            tapped, parameters = self._tapped, trainable_parameters(self._module)
             trainable = dict.fromkeys(map(tapped.own, parameters) if tapped else parameters)  # None: removed since
             self._places = {p: i for i, p in enumerate(trainable)}
             self._clipper().for_parameters(len(trainable))
@@ -345,55 +347,54 @@ class GradSampleModuleFastGradientClipping(GradSampleModule):
         before = self._left_before()
         ranks = self._over_ranks
         if ranks is None or not ranks.crosses:
-            totals = [total(p) for p in self._places]  # all of them first, so that none is half done
-            for p, own in zip(self._places, totals, strict=True):
-                if own is not None:
+            totals = {p: total(p) for p in self._places}  # all of them first, so that none is half done
+            held = ranks is not None and ranks.hold(totals, add=before is not None)
+            for p, own in () if held else totals.items():
+                if own is not None and self._parts is not None:
+                    p.grad = self._parts.placed(p, added(local(p.grad), own, p.dtype))
+                elif own is not None:
                     p.grad = added(p.grad, own, p.dtype)
                 elif p.grad is None and p.requires_grad:
                     p.grad = torch.zeros_like(p)
-            self._note(before, of_rank=ranks is not None, ranks=0 if ranks is None else ranks.number)
+            self._note(before, of_rank=ranks is not None, ranks=self._number_of_ranks())
             return
         add_first = before is not None and before.of_rank
+        if not add_first:
+            ranks.hold({}, add=False)
         of_all = {p: local(p.grad).clone() for p in self._places if p.grad is not None and not add_first}
 
         def of_rank(p: nn.Parameter) -> Tensor | None:
-            own = total(p)
-            if not add_first or p.grad is None:
-                return own
-            return p.grad if own is None else p.grad + own
+            some = [x for x in (ranks.held(p) if add_first else None, total(p)) if x is not None]
+            return some[0] + some[1] if len(some) == 2 else some[0] if some else None
 
         ranks.reduce(
             list(self._places),
             of_rank,
             lambda p, over_ranks: added(of_all.get(p), over_ranks, p.dtype),
             lambda: self._note(before, ranks=ranks.number),
-            self._clipper().sensitivity,
-            type(self._clipper()).__name__,
-            self.loss_reduction,
-            0 if before is None else before.passes,
-            noise_of(self._places),
+            *self._settings(before),
         )
+
+    def _settings(self, before: Left | None) -> tuple[object, ...]:
+        """What all ranks must have alike."""
+        clipper, passes = self._clipper(), 0 if before is None else before.passes
+        return clipper.sensitivity, type(clipper).__name__, self.loss_reduction, passes, noise_of(self._places)
 
     def _left_before(self) -> Left | None:
         """What earlier passes have left in ``p.grad``, to which another sum may be added."""
         before = left_in(self._places) if self._over_ranks is None else self._left
         if before is not None:
             self.check_accumulation()
-            ranks = self._over_ranks
-            check_ranks(before, 0 if ranks is None else ranks.number, crosses=ranks is not None and ranks.crosses)
+            crosses = self._parts is not None or (self._over_ranks is not None and self._over_ranks.crosses)
+            check_ranks(before, self._number_of_ranks(), crosses=crosses)
         return before
+
+    def _number_of_ranks(self) -> int:
+        """That a step is taken by together; 0 where it knows of no others."""
+        ranks = self._over_ranks or self._parts
+        return 0 if ranks is None else ranks.number
 
     def _note(self, before: Left | None, **of: Any) -> None:
         """One sum more is in ``p.grad``."""
         passes, sensitivity = (before.passes, before.sensitivity) if before is not None else (0, 0.0)
         leave(self._places, Left(passes + 1, max(sensitivity, self.sensitivity), **of))
-
-
-def _total_norm(norms: list[SquaredNorm], scale: float) -> SquaredNorm:
-    """The squared norm over several parameters, each gradient times ``scale``."""
-    if not norms:
-        return SquaredNorm(torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.float64))
-    device = norms[0].value.device
-    value = torch.stack([n.value.to(device) for n in norms]).sum(0) * scale**2
-    upper = torch.stack([n.upper.to(device) for n in norms]).sum(0) * (scale**2 * (1.0 + (len(norms) + 4) * 2.0**-53))
-    return SquaredNorm(value, upper)

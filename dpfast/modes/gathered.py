@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dpfast.arithmetic import SquaredNorm, towards_zero
-from dpfast.factors import Dense, Factor
+from dpfast.arithmetic import SquaredNorm, is_traced, towards_zero
+from dpfast.factors import Alike, Dense, Factor, merge, norm_or_unfinished, pin, sq_norms, total_sq_norm
+from dpfast.modes.clipped import Clipped
 
 
 class Gathered:
@@ -16,7 +18,7 @@ class Gathered:
 
     def __init__(self) -> None:
         self.factors: list[Factor] = []
-        self.norm: Any = None  # a SquaredNorm, once it has been taken
+        self.norm: Any = None  # a SquaredNorm, or what it follows from, once it has been taken
         self.closed = False  # whether the norm has been taken, or waits to be, for good
         self.total: Any = None  # a Tensor, once it is clipped
 
@@ -33,14 +35,58 @@ class Gathered:
 
     def clip(self, factor: Factor, coefficients: Tensor) -> None:
         """Takes the clipped sum; what the factor keeps is freed with it."""
-        self.total = factor.weighted_sum(coefficients.to(self.norm.upper.device))
+        self.total = factor.weighted_sum(coefficients.to(self.norm[0].device))
 
 
-def clipped_total(entry: Gathered | None, coefficients: Tensor) -> Tensor | None:
-    """The clipped sum; what its factor keeps is freed as soon as it has been taken."""
-    if entry is not None and entry.total is None:
-        entry.clip(entry.factors.pop(), coefficients)
-    return None if entry is None else entry.total
+Deferred = Sequence[tuple[list[nn.Parameter], Alike]]
+"""Parameters of layers that stand together, one of each layer, and their factor."""
+
+
+def take_norms(
+    places: Mapping[nn.Parameter, int],
+    entries: Sequence[Gathered | None],
+    deferred: Deferred,
+    n: int,
+    *,
+    each: bool,
+) -> list[SquaredNorm | None]:
+    """``each``: the norm of every entry. Else one over all, what is left to do for n samples done at once."""
+    used = [e for e in entries if e is not None]
+    without = [e for e in used if e.norm is None]
+    for entry in without:
+        entry.factors = [merge(entry.factors)]
+        if is_traced():
+            pin(entry.factors[0])
+    factors = [e.factors[0] for e in without]
+    for entry, norm in zip(without, sq_norms(factors) if each else map(norm_or_unfinished, factors), strict=True):
+        entry.norm = norm
+    if each:
+        return [None if e is None else e.norm for e in entries]
+    norms = [e.norm for e in used] + [alike.norm for _, alike in deferred]
+    of = [[i] for i, e in enumerate(entries) if e is not None] + [[places[p] for p in layers] for layers, _ in deferred]
+    return [total_sq_norm(norms, n, of)] if norms else []
+
+
+def clipped_totals(
+    places: Mapping[nn.Parameter, int], entries: Sequence[Gathered | None], deferred: Deferred, clipped: Clipped
+) -> Callable[[nn.Parameter], Tensor | None]:
+    """What gives each parameter's clipped sum, once; what its factor keeps is freed with it. Those of layers that stand
+    together, with one factor a sample, are views of one tensor for each shape."""
+    of = dict(zip(places, entries, strict=True))
+    sums: dict[nn.Parameter, Tensor] = {}
+    for parameters, alike in deferred:
+        weights = clipped.coefficients(0, parameters[0].dtype).to(parameters[0].device)
+        sums.update(zip(parameters, alike.weighted_sums(weights), strict=True))
+
+    def total(p: nn.Parameter) -> Tensor | None:
+        if p in sums:
+            return sums.pop(p)
+        entry = of.pop(p)
+        if entry is not None and entry.total is None:
+            entry.clip(entry.factors.pop(), clipped.coefficients(places[p], p.dtype))
+        return None if entry is None else entry.total
+
+    return total
 
 
 def added(before: Tensor | None, total: Tensor, dtype: torch.dtype) -> Tensor:
@@ -49,7 +95,7 @@ def added(before: Tensor | None, total: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype is torch.float16:
         return towards_zero(total if before is None else total + before, dtype)
     if before is None:
-        return total.to(dtype)
+        return total if total.dtype is dtype else total.to(dtype)
     before += total
     return before
 

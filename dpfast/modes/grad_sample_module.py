@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from dpfast.distributed import Wrapper, find_wrapper, not_in
 from dpfast.errors import DpfastWarning, InputError, StateError, UnsupportedModuleError
-from dpfast.factors import Dense, Factor, OuterProduct, PatchProduct
+from dpfast.factors import Dense, Factor
 from dpfast.modes.nonfinite_samples import DroppedSamples
 from dpfast.modes.steps import Step, check_own
 from dpfast.modes.tapped_model import TappedModel
@@ -147,6 +148,26 @@ class GradSampleModule(nn.Module):
             self._tapped.remove()
             self._tapped = None
 
+    @contextmanager
+    def valid(self, mask: Tensor) -> Iterator[None]:
+        """Within it the model is called with a padded batch, as in ``with model.valid(mask): output = model(x)``.
+
+        A padded sample adds exactly nothing, whatever it holds, NaN too; its norm and clip factor are 0, and it is not
+        counted as dropped. The backward pass may come later.
+
+        Args:
+            mask: (N,) bool, True for samples, False for padding.
+
+        Raises:
+            InputError: from the forward pass, where the mask is not bool or not as long as the batch.
+        """
+        assert self._tapped is not None
+        before, self._tapped.valid = self._tapped.valid, mask
+        try:
+            yield
+        finally:
+            self._tapped.valid = before
+
     def enable_hooks(self) -> None:
         """Undoes :meth:`disable_hooks`."""
         if self._tapped is not None:
@@ -212,7 +233,7 @@ class GradSampleModule(nn.Module):
 
     # --- mode: materialize each factor as it comes ---
 
-    def on_forward(self) -> None:
+    def on_forward(self, inputs: Sequence[Tensor]) -> None:
         """Raises StateError where a wrapper of torch.distributed would make something else of the gradients."""
         wrapper = self._wrapper()
         if wrapper is not None:
@@ -225,9 +246,18 @@ class GradSampleModule(nn.Module):
             return Wrapper("FSDP2 around", self._module, "")
         return found
 
+    @property
+    def defers(self) -> bool:
+        """Samples' gradients are wanted layer by layer."""
+        return False
+
     def on_factor(self, step: Step, parameter: nn.Parameter, factor: Factor, only_use: bool) -> Tensor | None:
         scale = self._scale(step)
         grad_sample = factor.materialize(scale=scale)
+        if step.valid is not None:
+            padding = ~step.valid.to(grad_sample.device)
+            grad_sample = grad_sample.masked_fill(padding.view(-1, *[1] * (grad_sample.dim() - 1)), 0.0)
+            factor = Dense(grad_sample)  # the total is read from it
         total = _total(factor, grad_sample, scale).to(parameter.dtype)
         if parameter in step.gathered:
             step.gathered[parameter] += grad_sample
@@ -236,7 +266,7 @@ class GradSampleModule(nn.Module):
         return total
 
     def on_finish(self, step: Step) -> None:
-        check_own(self._module.parameters(), step.gathered)
+        check_own(dict.fromkeys(self._module.parameters()), step.gathered)
         if any(getattr(p, "grad_sample", None) is not None for p in step.gathered):
             self.check_accumulation()
         if step.sums_differ:  # nobody waits for the device
@@ -334,7 +364,7 @@ _READ_AT_ONCE = 2**17
 
 def _total(factor: Factor, grad_sample: Tensor, scale: float) -> Tensor:
     """``Σ_n G_n``, the ordinary gradient, read from ``grad_sample`` where that is less work than one more product."""
-    written = isinstance(factor, Dense) or (isinstance(factor, (OuterProduct, PatchProduct)) and factor.keeps)
+    written = isinstance(factor, Dense) or getattr(factor, "keeps", False)
     if written or grad_sample.numel() <= _READ_AT_ONCE:
         return grad_sample.sum(0) if scale in (0.0, 1.0) else grad_sample.mean(0)  # the scale is N
     return factor.weighted_sum(torch.ones(factor.num_samples, device=grad_sample.device))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import deque
 from typing import Any
@@ -35,7 +36,7 @@ class DroppedSamples:
 
     def add(self, norms: Tensor) -> None:
         """Counts the samples of one step, norms (..., N)."""
-        dropped = (~torch.isfinite(norms)).flatten(0, -2).any(0).sum()
+        dropped = (~(norms.abs() < math.inf)).flatten(0, -2).any(0).sum()  # in fewer calls than isfinite
         n = norms.shape[-1]
         if dropped.device.type != "cuda":
             self._arrived(int(dropped), n)

@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
+from typing import Any
 
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from dpfast.arithmetic import is_traced
 
 
 def storage(x: Tensor) -> int:
+    if is_traced():
+        return x.untyped_storage()._cdata  # without memory, all addresses are 0
     try:
         return x.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):  # a tensor subclass without storage of its own
         return id(x)
+
+
+def num_samples(leaves: Iterable[Any], dim: int) -> int | None:
+    """How many samples the first tensor of a model's inputs has; None where none has that dimension."""
+    sizes = (
+        int(x.batch_sizes[0]) if isinstance(x, PackedSequence) else x.shape[dim]
+        for x in leaves
+        if isinstance(x, PackedSequence) or (isinstance(x, Tensor) and x.dim() > dim)
+    )
+    return next(sizes, None)
 
 
 class Running(threading.local):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dpfast.modes.sketches import SKETCHED, Sketches, sketch
+from dpfast.modes.units import Units
 
 _WEIGHTED = 0.5
 """How far the second pass's gradients at an output may be from the weighted first ones, over the whole batch. Nothing
@@ -35,9 +36,11 @@ _NOT_REPEATED = (
 class Output:
     """One tensor of the model's output, and its gradient in the last first pass; lives as long as its graph."""
 
-    def __init__(self, batch_size: int | None, batch_dim: int):
+    def __init__(self, batch_size: int | None, batch_dim: int, valid: Tensor | None, units: Units | None):
         self.batch_size = batch_size
+        self.valid = valid
         self.batch_dim = batch_dim
+        self.units = units
         self.grad: Tensor | None = None
         self.first: FirstPass | None = None
 

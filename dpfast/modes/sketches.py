@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from dpfast.distributed import local
 from dpfast.taps import Activations, Record
 
 SKETCHED = 2048
@@ -41,6 +42,7 @@ class Sketches:
         """
         dim = record.place if isinstance(record.place, int) else record.tap.batch_dim
         for x in tree_leaves((tuple(activations), activations.kwargs, backprops)) if whole else backprops:
+            x = local(x)
             if isinstance(x, Tensor) and not x.is_complex() and x.dim() > dim:
                 x = x if x.is_floating_point() else x.double()  # rows of a table, masks
                 exact = x.device.type == "cpu" and x.dtype.itemsize >= 4

@@ -9,16 +9,19 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from dpfast.arithmetic import RowNorms
-from dpfast.errors import StateError
+from dpfast.distributed import local
+from dpfast.errors import InputError, StateError, UnsupportedModuleError
 from dpfast.factors import Factor
+from dpfast.modes.deferred import Deferred
 from dpfast.modes.second_pass import FirstPass, SecondPass
+from dpfast.modes.units import Units
 from dpfast.taps import in_backward
 
 
@@ -29,11 +32,15 @@ class Step:
         self,
         batch_size: int | None,
         *,
+        valid: Tensor | None = None,
+        units: Units | None = None,
         first: FirstPass | None = None,
         second: SecondPass | None = None,
         ordinary: bool = False,
     ) -> None:
         self.batch_size = batch_size  # of the model's input; None: not known
+        self.valid = valid  # (N,) bool, which samples are no padding; None: all
+        self.units = units  # what is clipped, where that is not samples
         self.first = first  # where this is the first of two passes
         self.second = second  # where it is the second
         self.ordinary = ordinary  # hooks are off: the graph was tapped, and gives ordinary gradients
@@ -42,9 +49,21 @@ class Step:
         self.first_layer = ""
         self.gathered: dict[nn.Parameter, Any] = {}
         self.waiting: Any = None  # what the mode takes together
+        self.deferred: Deferred | None = None  # layers that wait for others alike, where the mode lets them
         self.row_norms = RowNorms()  # of what its layers saw
         self.given: dict[tuple[int | None, int], list[Tensor]] = {}  # by pass and parameter's id: ordinary gradients
         self.sums_differ: list[Tensor] = []  # (), of gradients that came otherwise than they were given
+
+    def saw(self, num_samples: int, layer: str, dim: int) -> None:
+        """A layer has had that many samples. Raises InputError where others have had another number."""
+        if self.num_samples is None:
+            self.num_samples, self.first_layer = num_samples, layer
+        elif self.num_samples != num_samples:
+            raise InputError(
+                f"{layer} saw a batch of {num_samples} samples, {self.first_layer} one of {self.num_samples}: every "
+                f"layer must see the same samples in dimension {dim} of its input; expand an input that the model "
+                "broadcasts, or set batch_first"
+            )
 
     def give(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """A tap gives it to the parameter, in the pass that runs in this thread."""
@@ -77,8 +96,13 @@ class Mode(Protocol):
 
     passes: int
 
-    def on_forward(self) -> None:
-        """A forward pass of the model begins in one of several processes. Raises where that cannot be right."""
+    @property
+    def defers(self) -> bool:
+        """Whether small layers may wait for others alike until the pass ends."""
+
+    def on_forward(self, inputs: Sequence[Tensor]) -> None:
+        """A forward pass of the model begins, of these, in one of several processes. Raises where that cannot be
+        right."""
 
     def on_factor(self, step: Step, parameter: nn.Parameter, factor: Factor, only_use: bool) -> Tensor | None:
         """A use of the parameter has been differentiated; ``only_use``: the step has no other one. Returns its ordinary
@@ -134,9 +158,11 @@ class Steps:
     def count_uses(self, parameters: Sequence[nn.Parameter]) -> Counter[int]:
         """Counts a use of each parameter (by id) since this thread's last step; forwards that no backward
         followed may be counted too, so a count of 1 is exact and a larger one an upper bound."""
-        uses = self._uses.setdefault(threading.get_ident(), Counter())
+        uses = self._uses.get(threading.get_ident())
+        if uses is None:
+            uses = self._uses[threading.get_ident()] = Counter()
         for p in parameters:
-            uses[id(p)] += 1
+            uses[id(p)] = uses.get(id(p), 0) + 1
         return uses
 
     def forget_uses(self) -> None:
@@ -144,13 +170,44 @@ class Steps:
         self._uses.pop(threading.get_ident(), None)
 
 
-def check_own(own: Iterable[nn.Parameter], parameters: Iterable[nn.Parameter]) -> None:
+def check_own(own: Mapping[nn.Parameter, Any], *parameters: Iterable[nn.Parameter]) -> None:
     """Raises StateError where taps have caught gradients of parameters that are not the model's (any more): something
     has taken other tensors' place for the time of the pass, and what was caught would be lost."""
-    others = set(parameters).difference(own)
+    others = [p for some in parameters for p in some if p not in own]
     if others:
         raise StateError(
-            f"{len(others)} parameters of this backward pass are not the model's, one {tuple(others.pop().shape)}: "
+            f"{len(others)} parameters of this backward pass are not the model's, one {tuple(others[0].shape)}: "
             "they were swapped while it ran (fully_shard? a parametrization?), and their gradients would be lost; "
             "unshard the model, or use DistributedDataParallel"
         )
+
+
+def check_valid(valid: Tensor, n: int) -> None:
+    """Raises InputError where it is not (n,) bool."""
+    if valid.shape != (n,) or valid.dtype is not torch.bool:
+        raise InputError(
+            f"valid {tuple(valid.shape)} ({valid.dtype}) must be bool and have one entry a sample, ({n},): True for "
+            "samples, False for padding"
+        )
+
+
+def check_answer(
+    layer: str,
+    parameters: Iterable[nn.Parameter],
+    factors: Mapping[nn.Parameter, Factor],
+    name_of: Callable[[nn.Parameter], str],
+) -> None:
+    """Raises UnsupportedModuleError where a rule leaves a trainable parameter of its layer out, or gives gradients of
+    another shape."""
+    forgotten = [p for p in parameters if p.requires_grad and p not in factors]  # or frozen since
+    if forgotten:
+        raise UnsupportedModuleError(
+            f"{layer}: its rule gives no gradient of {', '.join(map(name_of, forgotten))}; register a rule that does "
+            "(dpfast.register_rule), or freeze it"
+        )
+    for parameter, factor in factors.items():
+        if factor.shape != parameter.shape and factor.shape != local(parameter).shape:
+            raise UnsupportedModuleError(
+                f"{layer}: its rule gives gradients {tuple(factor.shape)} of {name_of(parameter)}, which is "
+                f"{tuple(parameter.shape)}"
+            )

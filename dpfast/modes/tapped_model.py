@@ -12,32 +12,33 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from dpfast.arithmetic import exact_arithmetic
-from dpfast.distributed import in_process_group
-from dpfast.errors import DpfastError, InputError, StateError, UnsupportedModuleError
-from dpfast.factors import Factor, folded
+from dpfast.distributed import in_process_group, is_shard
+from dpfast.errors import InputError, StateError
+from dpfast.factors import Factor
+from dpfast.modes.deferred import Deferred
 from dpfast.modes.escaped_gradients import Guards
 from dpfast.modes.mixed_losses import expect_loss, refuse_mixed
-from dpfast.modes.running import running, storage
+from dpfast.modes.running import num_samples, running, storage
 from dpfast.modes.scalar_loss import check_losses
 from dpfast.modes.second_pass import FirstPass, Output, SecondPass
-from dpfast.modes.steps import Mode, Step, Steps
+from dpfast.modes.steps import Mode, Step, Steps, check_answer, check_valid
 from dpfast.modes.swapped import SwappedParameters
-from dpfast.rules import functorch
+from dpfast.modes.units import Units, check_same, factors_of, units_here
+from dpfast.rules import experts, functorch
 from dpfast.taps import (
     Activations,
     BroadcastMethod,
     DetachableParameters,
+    Documents,
     Probe,
     Record,
-    Rows,
     Tap,
     TappedForward,
-    batch_in_front,
+    experts_of,
     find_broadcast,
     forget_compiled_code,
     given_layout,
@@ -48,11 +49,9 @@ from dpfast.taps import (
     never_compiled,
     owned_modules,
     suspended,
-    taps_suspended,
-    unfolded,
 )
 
-_OF_THIS_PROCESS = ("_guards", "_steps", "_probe", "_swapped")
+_OF_THIS_PROCESS = ("_guards", "_steps", "_probe", "_documents", "_swapped")
 """Attributes of a tapped model that copies and pickles leave out."""
 
 
@@ -66,6 +65,8 @@ class TappedModel:
         force_functorch: take no layer's own rule.
         layout: where layers have their samples, by name, where that must not be found out.
     """
+
+    valid: Tensor | None = None  # (N,) bool, of the batch that comes: which samples are no padding
 
     def __init__(
         self,
@@ -95,9 +96,10 @@ class TappedModel:
         self._swapped = SwappedParameters(self._guards.guard)
         self._steps = Steps()
         self._probe = Probe(self, self._taps)
+        self._documents = Documents(self, self._taps)
 
-    def add(self) -> None:
-        """Raises StateError where the model is tapped already."""
+    def add(self, *, never_run: bool = False) -> None:
+        """Raises StateError where the model is tapped already. ``never_run``: torch.compile has no code of it."""
         check_losses()
         for name, module in self.model.named_modules():
             if isinstance(module.__dict__.get("forward"), TappedForward):
@@ -107,13 +109,17 @@ class TappedModel:
                     "with remove_hooks() or to_standard_module()"
                 )
         inner = {id(m) for module in self.model.modules() for m in owned_modules(module)[1:]}
+        sent = {id(expert): expert for module in self.model.modules() for expert in experts_of(module)}
+        within = {id(module) for expert in sent.values() for module in expert.modules()}
         for name, module, layout in layouts(self.model, self.batch_dim):
             if module._parameters:
                 module._parameters = DetachableParameters(module._parameters)
                 self._swapped.watch(module._parameters)
                 self._parameter_owners.append(module)
-            if id(module) not in inner and has_something_to_tap(module):
+            sends = bool(experts_of(module))
+            if id(module) not in inner and (sends or id(module) in sent or has_something_to_tap(module)):
                 tap = Tap(self, name, module, **layout._asdict())
+                tap.sends, tap.receives = sends, id(module) in within
                 module.forward = TappedForward(tap, module.__dict__.get("forward"))
                 self._taps.append(tap)
             method, child = find_broadcast(module) or ("", "")
@@ -131,11 +137,13 @@ class TappedModel:
         for tap in self._taps:
             tap.given = given.get(tap.name)
         self._root_handles = [
+            *experts.refuse_balancing(self.model),
             self.model.register_forward_pre_hook(self._enter, with_kwargs=True),
             self.model.register_forward_hook(self._leave, always_call=True),
         ]
         self.guard_parameters()
-        forget_compiled_code()
+        if not never_run:
+            forget_compiled_code()
 
     def remove(self) -> None:
         """Puts every module back as it was. Safe to call twice."""
@@ -171,22 +179,21 @@ class TappedModel:
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if suspended():
             return
-        if self.enabled and in_process_group():
-            self.mode.on_forward()
-        self.guard_parameters()
-        dim = self.batch_dim
         leaves = leaves_of((args, kwargs))
         tensors = [x for x in leaves if isinstance(x, Tensor)]
-        sizes = (
-            int(x.batch_sizes[0]) if isinstance(x, PackedSequence) else x.shape[dim]
-            for x in leaves
-            if isinstance(x, PackedSequence) or (isinstance(x, Tensor) and x.dim() > dim)
-        )
-        size = next(sizes, None)
+        if self.enabled and in_process_group():
+            self.mode.on_forward(tensors)
+        self.guard_parameters()
+        size = num_samples(leaves, self.batch_dim)
         if size is not None and self._probe.look((args, kwargs), leaves, size):
             expect_loss(self)
+        units = units_here(self)
+        if units is not None and self.enabled and torch.is_grad_enabled():
+            units.look(self._documents, (args, kwargs))
         running.inputs = {storage(x) for x in tensors}
         running.push(self, size)
+        if self.valid is not None and size is not None:
+            check_valid(self.valid, size)
 
     @never_compiled
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -197,12 +204,14 @@ class TappedModel:
         batch_size = running.pop(self)
         if not (self.enabled and torch.is_grad_enabled()) or in_backward() is not None:
             return
-        mixed = self._probe.mixed_outputs()
+        units, mixed = units_here(self), self._probe.mixed_outputs()
+        if units is not None:
+            mixed = {**mixed, **units.start(batch_size, self.valid)}
         for number, leaf in enumerate(tree_leaves(output)):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 if number in mixed:
                     leaf.register_hook(partial(refuse_mixed, number, tuple(leaf.shape), mixed[number]))
-                leaf.register_hook(partial(self._on_output_grad, Output(batch_size, self.batch_dim)))
+                leaf.register_hook(partial(self._on_output_grad, Output(batch_size, self.batch_dim, self.valid, units)))
 
     def batch_size(self) -> int | None:
         """How many samples the first tensor of the model's input has; None where the model's own forward is not
@@ -214,6 +223,11 @@ class TappedModel:
         if sizes:
             return sizes[-1]
         return None if step is None else step.batch_size
+
+    def units(self) -> Units | None:
+        """Those of the forward pass of this thread; one repeated in a backward pass has its step's."""
+        step = None if in_backward() is None else self._steps.repeating(in_backward())
+        return units_here(self) if step is None else step.units
 
     def is_input(self, x: Tensor) -> bool:
         """Whether ``x`` is, or is a view of, a tensor that the model was last called with in this thread."""
@@ -273,7 +287,8 @@ class TappedModel:
         """Returns what goes on in the gradient's place, if anything."""
         step = self._steps.here()
         if self.enabled:
-            step = step or self._open(output.batch_size)
+            step = step or self._open(output.batch_size, output.valid, output.units)
+            check_same(self, output.units, step.units)
             if step.first is not None:
                 output.first, output.grad = step.first, grad
             return None
@@ -289,9 +304,12 @@ class TappedModel:
             raise StateError("the second backward pass goes through two first ones; call it once for each")
         return output.grad
 
-    def _open(self, batch_size: int | None) -> Step:
+    def _open(self, batch_size: int | None, valid: Tensor | None, units: Units | None) -> Step:
         first = FirstPass() if self.mode.passes == 2 else None
-        return self._steps.open(Step(batch_size, first=first), self._finish)
+        step = self._steps.open(Step(batch_size, valid=valid, units=units, first=first), self._finish)
+        if self.mode.defers and units is None and self.observe is None and not self.force_functorch:
+            step.deferred = Deferred(self.factors, step.gathered)
+        return step
 
     def count_uses(self, parameters: Sequence[nn.Parameter]) -> Counter[int]:
         """See :meth:`Steps.count_uses`."""
@@ -301,7 +319,8 @@ class TappedModel:
         self._steps.forget_uses()
         if step.ordinary:
             return
-        if None not in (step.batch_size, step.num_samples) and step.num_samples != step.batch_size:
+        known = step.units is None and None not in (step.batch_size, step.num_samples)
+        if known and step.num_samples != step.batch_size:
             raise InputError(
                 f"{step.first_layer} saw a batch of {step.num_samples} samples, but the first tensor of the model's "
                 f"input has {step.batch_size} in dimension {self.batch_dim}: a layer must see each sample once, in "
@@ -317,7 +336,7 @@ class TappedModel:
         if step is not None:
             return step
         if record.created_in is None:
-            return self._open(record.batch_size)
+            return self._open(record.batch_size, self.valid, record.units)
         # The forward was repeated within a backward pass (reentrant checkpointing), and this is a pass nested in it.
         step = self._steps.repeating(record.created_in)
         if step is None:
@@ -330,33 +349,20 @@ class TappedModel:
     def receive(self, record: Record, activations: Activations, backprops: Any) -> Mapping[nn.Parameter, Tensor]:
         """Hands a module's factors to the mode; returns the ordinary gradients that it wants beside."""
         step, layer = self._step_of(record), record.tap.layer
+        check_same(self, record.units, step.units)
         of_two = step.first or step.second
         if of_two is not None:
             of_two.sketches.take(record, activations, backprops, whole=step.repeats)
             record.seen_by = step.first or record.seen_by
         with step.row_norms:
+            if step.deferred is not None and step.deferred.takes(record, activations, backprops):
+                step.saw(len(backprops[0]), layer, record.tap.batch_dim)
+                return {}
             factors = self.factors(record, activations, backprops)
-        forgotten = [p for p in record.parameters if p.requires_grad and p not in factors]  # or frozen since
-        if forgotten:
-            raise UnsupportedModuleError(
-                f"{layer}: its rule gives no gradient of {', '.join(map(self._name_of, forgotten))}; register a rule "
-                "that does (dpfast.register_rule), or freeze it"
-            )
+        check_answer(layer, record.parameters, factors, self._name_of)
         ordinary = {}
         for parameter, factor in factors.items():
-            if factor.shape != parameter.shape:
-                raise UnsupportedModuleError(
-                    f"{layer}: its rule gives gradients {tuple(factor.shape)} of {self._name_of(parameter)}, which is "
-                    f"{tuple(parameter.shape)}"
-                )
-            if step.num_samples is None:
-                step.num_samples, step.first_layer = factor.num_samples, layer
-            elif step.num_samples != factor.num_samples:
-                raise InputError(
-                    f"{layer} saw a batch of {factor.num_samples} samples, {step.first_layer} one of "
-                    f"{step.num_samples}: every layer must see the same samples in dimension {record.tap.batch_dim} of "
-                    "its input; expand an input that the model broadcasts, or set batch_first"
-                )
+            step.saw(factor.num_samples, layer, record.tap.batch_dim)
             if self.observe is not None:
                 self.observe(record, parameter, factor)
             with step.row_norms:
@@ -372,6 +378,11 @@ class TappedModel:
 
     def check_ordinary(self, record: Record) -> None:
         """Raises StateError where a second backward pass is to come and this one came past the model's outputs."""
+        if any(map(is_shard, record.parameters)):
+            raise StateError(
+                f"{record.tap.layer} holds DTensor parameters, of which a tapped graph gives no ordinary gradients; "
+                "call remove_hooks() before the forward pass"
+            )
         if isinstance(record.seen_by, FirstPass) and record.seen_by.asked:
             raise StateError(
                 f"{record.tap.layer}: the second backward pass did not come through the model's outputs, so its "
@@ -381,20 +392,4 @@ class TappedModel:
 
     def factors(self, record: Record, activations: Activations, backprops: Any) -> Mapping[nn.Parameter, Factor]:
         """The rule's answer; its errors name the layer."""
-        tap, rule = record.tap, record.rule
-        place = record.samples_in(activations, backprops)
-        if not record.as_is:
-            activations, backprops = batch_in_front(activations, backprops, place)
-            if tap.folded and record.batch_size is not None and not (isinstance(place, Rows) and not place.together):
-                activations, backprops = unfolded(activations, backprops, record.batch_size)
-            rule = functorch.functorch if self.force_functorch or rule is None else rule
-        try:
-            with taps_suspended():
-                gradients = backprops[0] if len(backprops) == 1 else backprops
-                found = rule(tap.module, activations, gradients)  # type: ignore[misc]  # a piece always has one
-            if isinstance(place, Rows) and record.batch_size is not None:
-                n, together = record.batch_size, bool(place.together)
-                return {p: folded(factor, n, rows_together=together) for p, factor in found.items()}
-            return found
-        except DpfastError as error:
-            raise type(error)(f"{tap.layer}: {error}") from error
+        return factors_of(record, activations, backprops, force_functorch=self.force_functorch)

@@ -11,6 +11,7 @@ Or one line other, and clipping takes one backward pass:
 """
 
 from dpfast.opacus import _supported  # noqa: F401  first: says what to install where Opacus is missing
+from dpfast.opacus.checkpoint import PrivateState
 from dpfast.opacus.engine import PrivacyEngine
 from dpfast.opacus.losses import ClippedLoss, ClippedLossTensor
 from dpfast.opacus.optimizers import DPOptimizerFast, OnePassOptimizer, TwoPassOptimizer
@@ -22,6 +23,7 @@ __all__ = [
     "DPOptimizerFast",
     "OnePassOptimizer",
     "PrivacyEngine",
+    "PrivateState",
     "TwoPassOptimizer",
     "install",
     "uninstall",

@@ -1,4 +1,4 @@
-"""Opacus's PrivacyEngine with three modes more: "dpfast", "dpfast_two_pass" and "dpfast_materialize"."""
+"""Opacus's PrivacyEngine with modes more: "dpfast", "dpfast_compiled", "dpfast_two_pass" and "dpfast_materialize"."""
 
 from __future__ import annotations
 
@@ -13,9 +13,19 @@ from opacus.validators.errors import IllegalModuleConfigurationError, Unsupporte
 from torch import nn, optim
 from torch.utils.data import DataLoader
 
-from dpfast.distributed import PoissonBatches, SharedSecret, find_wrapper, not_in, number_of_ranks, ranks_of
+from dpfast.compiled import compile_step
+from dpfast.distributed import (
+    PoissonBatches,
+    SharedSecret,
+    UnitPoissonSampler,
+    find_wrapper,
+    not_in,
+    number_of_ranks,
+    ranks_of,
+)
 from dpfast.errors import InputError, StateError
 from dpfast.modes import ConstantPerLayerClipper, GradSampleModule, GradSampleModuleFastGradientClipping
+from dpfast.opacus.compiled import graph_size, losses_of, padded_loader
 from dpfast.opacus.losses import ClippedLoss
 from dpfast.opacus.optimizers import (
     DistributedOnePassOptimizer,
@@ -25,17 +35,19 @@ from dpfast.opacus.optimizers import (
 )
 from dpfast.taps import find_forward, find_rule
 
-MODES = ("dpfast", "dpfast_two_pass", "dpfast_materialize")
+MODES = ("dpfast", "dpfast_compiled", "dpfast_two_pass", "dpfast_materialize")
 
 
 class PrivacyEngine(opacus.PrivacyEngine):
-    """Opacus's engine; ``make_private`` and ``make_private_with_epsilon`` take three more ``grad_sample_mode``\\ s.
+    """Opacus's engine; ``make_private`` and ``make_private_with_epsilon`` take four more ``grad_sample_mode``\\ s.
 
     ========================  ==============================================================  ======================
     ``grad_sample_mode``      what happens                                                    ``make_private`` returns
     ========================  ==============================================================  ======================
     "dpfast" (default)        one backward pass; ``loss.backward()`` of any loss leaves       module, optimizer,
                               ``p.grad = Σ_n c_n g_n``, the optimizer adds the noise           data_loader
+    "dpfast_compiled"         the same as one compiled graph, ``step(*inputs, target,         step, optimizer,
+                              valid=mask)``; the loader yields ``(batch, mask)``              data_loader
     "dpfast_two_pass"         as Opacus's "ghost": norms, then a second backward pass         module, optimizer,
                                                                                               criterion, data_loader
     "dpfast_materialize"      as Opacus's "hooks": ``p.grad_sample``, clipped by Opacus's     module, optimizer,
@@ -62,10 +74,13 @@ class PrivacyEngine(opacus.PrivacyEngine):
     True
     """
 
-    _module: GradSampleModuleFastGradientClipping | None = None  # while make_private runs
+    _module: Any = None  # while make_private runs
+    _graph_size: int | None = None  # meanwhile, of the mode "dpfast_compiled"
+    _criterion: Any = None  # meanwhile
     _dealt_out = False  # whether, meanwhile, batches come from one draw for all ranks
     _over_ranks = False  # whether, meanwhile, the module leaves sums over ranks
     _batches: PoissonBatches | None = None  # meanwhile
+    _units: tuple[Any, int | None] | None = None  # meanwhile: whose each record is, and the most that are taken
 
     def make_private(
         self,
@@ -79,6 +94,8 @@ class PrivacyEngine(opacus.PrivacyEngine):
         clipping: str = "flat",
         loss_reduction: str = "mean",
         grad_sample_mode: str = "dpfast",
+        user_of_record: Any = None,
+        records_a_unit: int | None = None,
         **options: Any,
     ) -> tuple[Any, ...]:
         """Opacus's ``make_private``.
@@ -86,9 +103,14 @@ class PrivacyEngine(opacus.PrivacyEngine):
         Args:
             max_grad_norm: C; with ``clipping="per_layer"`` a list of C_p, one a trainable parameter in the order of
                 the optimizer's, as in Opacus.
-            criterion: for the modes of two passes; ``nn.CrossEntropyLoss()`` if None.
+            criterion: for the modes of two passes and "dpfast_compiled"; ``nn.CrossEntropyLoss()`` if None.
             clipping: "flat", "per_layer" (not with "dpfast_two_pass"), or "adaptive" ("dpfast_materialize" only).
             grad_sample_mode: see the class.
+            user_of_record: whose each record of the data set is, (num_records,), where persons and not records are to
+                be protected ("dpfast" only). The loader then draws units at the rate 1/len(data_loader)
+                (:class:`UnitPoissonSampler`), the optimizer divides by how many are expected, and each step must run
+                within ``module.units(...)``.
+            records_a_unit: the most records of a unit in a step.
             options: batch_first, poisson_sampling, noise_generator, wrap_model, rand_on_empty and others, as in the
                 Opacus that is installed. With ``wrap_model=False`` go on using the model itself; what is returned in
                 the module's place holds the norms, and its ``cleanup()`` takes the hooks off.
@@ -97,7 +119,8 @@ class PrivacyEngine(opacus.PrivacyEngine):
             (module, optimizer, data_loader), with the criterion before data_loader where there are two passes.
 
         Raises:
-            InputError: per-layer thresholds that are not one for each trainable parameter; ``clipping`` that the mode
+            InputError: batches whose samples are not first, or a criterion without ``reduction``, in "dpfast_compiled";
+                per-layer thresholds that are not one for each trainable parameter; ``clipping`` that the mode
                 does not have. UnsupportedModuleError: Opacus's, the module mixes samples or is in eval mode.
             ValueError: the module is wrapped already, in another mode or with other options.
         """
@@ -113,14 +136,25 @@ class PrivacyEngine(opacus.PrivacyEngine):
             "grad_sample_mode": grad_sample_mode,
             **options,
         }
+        if user_of_record is not None and (grad_sample_mode != "dpfast" or not options.get("poisson_sampling", True)):
+            raise InputError(
+                "user_of_record goes with grad_sample_mode='dpfast' and Poisson sampling: others clip and draw records"
+            )
         if grad_sample_mode not in MODES:
             made = super().make_private(**arguments)
             return tuple(ClippedLoss.of(x) if type(x) is DPLossFastGradientClipping else x for x in made)
         _check_clipping(grad_sample_mode, clipping, max_grad_norm)
+        if user_of_record is not None:
+            self._units = user_of_record, records_a_unit
         wrap_model = options.get("wrap_model", True)
         if "wrap_model" in options and not hasattr(opacus.grad_sample, "GradSampleHooks"):
             del arguments["wrap_model"]  # Opacus 1.5.4 does not know it; we do
         self._wrap_model = wrap_model
+        self._graph_size, self._criterion = None, arguments["criterion"]
+        if grad_sample_mode == "dpfast_compiled":
+            if not options.get("batch_first", True):
+                raise InputError("dpfast_compiled takes batches whose samples are first (batch_first=True)")
+            self._graph_size = graph_size(len(data_loader.dataset) / len(data_loader))  # type: ignore[arg-type]  # sized
         self._dealt_out = True
         try:
             module, optimizer, data_loader = super().make_private(**arguments)
@@ -130,6 +164,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
             return module, optimizer, criterion, data_loader
         finally:
             self._module, self._dealt_out, self._over_ranks, self._batches = None, False, False, None
+            self._graph_size = self._criterion = self._units = None
 
     def make_private_with_epsilon(
         self, *, criterion: Any = None, grad_sample_mode: str = "dpfast", **options: Any
@@ -149,17 +184,23 @@ class PrivacyEngine(opacus.PrivacyEngine):
         loader = super()._prepare_data_loader(
             data_loader, poisson_sampling=poisson_sampling, distributed=distributed and not deal_out, **options
         )
-        if deal_out:
+        if deal_out or self._units is not None:
             secret = SharedSecret.agreed(self.secure_rng if self.secure_mode else data_loader.generator)
+            how: dict[str, Any] = {"steps": len(data_loader)}
+            if self._units is None:
+                self._batches = PoissonBatches(len(loader.dataset), 1 / len(data_loader), secret, **how)
+            else:
+                users, how["records_a_unit"] = self._units
+                self._batches = UnitPoissonSampler(users, 1 / len(data_loader), secret=secret, **how)
+                if len(self._batches.unit_of_record) != len(loader.dataset):
+                    raise InputError(
+                        f"user_of_record has {len(self._batches.unit_of_record)} entries for a data set of "
+                        f"{len(loader.dataset)} records; give one for each"
+                    )
             # Opacus's own samplers leave out empty batches, each on its rank, and the others would wait for ever.
             # In the attributes' dict, because a DataLoader has no other way to another sampler.
-            vars(loader)["batch_sampler"] = self._batches = PoissonBatches(
-                len(loader.dataset),
-                1 / len(data_loader),
-                secret,
-                steps=len(data_loader),
-            )
-        return loader
+            vars(loader)["batch_sampler"] = self._batches
+        return loader if self._graph_size is None else padded_loader(loader, self._graph_size)
 
     def _prepare_model(
         self,
@@ -177,6 +218,12 @@ class PrivacyEngine(opacus.PrivacyEngine):
                 module, max_grad_norm=max_grad_norm, grad_sample_mode=grad_sample_mode, **given, **options
             )
         validate(module, over_ranks=grad_sample_mode != "dpfast_materialize")
+        if self._graph_size is not None:
+            limit = 1.0 if isinstance(max_grad_norm, Sequence) else max_grad_norm  # per layer: see _prepare_optimizer
+            losses = losses_of(self._criterion)
+            step = compile_step(module, losses, max_grad_norm=limit, batch_size=self._graph_size)
+            self._module = step
+            return step
         cls = GradSampleModule if grad_sample_mode == "dpfast_materialize" else GradSampleModuleFastGradientClipping
         passes: dict[str, Any] = (
             {"passes": 2 if grad_sample_mode == "dpfast_two_pass" else 1} if cls is not GradSampleModule else {}
@@ -236,17 +283,25 @@ class PrivacyEngine(opacus.PrivacyEngine):
         if isinstance(optimizer, opacus.optimizers.DPOptimizer):
             optimizer = optimizer.original_optimizer
         batches = None
+        if isinstance(self._batches, UnitPoissonSampler):
+            self._module.needs_units = True
+            expected_batch_size = max(1, int(self._batches.num_units * self._batches.sample_rate))
+            if distributed:  # as Opacus: of a rank
+                expected_batch_size /= dist.get_world_size()  # type: ignore[assignment]  # Opacus's own is a float then
+            given["expected_batch_size"] = expected_batch_size
         if self._over_ranks:  # p.grad is the sum over all ranks
             given["expected_batch_size"] = expected_batch_size * (dist.get_world_size() if distributed else 1)
             batches = self._batches
             given["secret"] = None if self.secure_mode else SharedSecret.agreed(noise_generator)
             distributed, noise_generator = False, None
         if clipping == "per_layer":
-            clipper = _per_layer_clipper(self._module, optimizer, max_grad_norm)  # type: ignore[arg-type]  # as checked
+            whole = self._module if self._graph_size is None else self._module.model
+            clipper = _per_layer_clipper(whole, optimizer, max_grad_norm)  # type: ignore[arg-type]  # as checked
             self._module.norm_clipper = clipper
             max_grad_norm = clipper.sensitivity
         cls = {
             ("dpfast", False): OnePassOptimizer,
+            ("dpfast_compiled", False): OnePassOptimizer,
             ("dpfast", True): DistributedOnePassOptimizer,
             ("dpfast_two_pass", False): TwoPassOptimizer,
             ("dpfast_two_pass", True): DistributedTwoPassOptimizer,
@@ -291,6 +346,7 @@ def validate(module: nn.Module, *, over_ranks: bool = True) -> None:
 def _check_clipping(grad_sample_mode: str, clipping: str, max_grad_norm: Any) -> None:
     allowed = {
         "dpfast": ("flat", "per_layer"),
+        "dpfast_compiled": ("flat", "per_layer"),
         "dpfast_two_pass": ("flat",),
         "dpfast_materialize": ("flat", "per_layer", "adaptive"),
     }[grad_sample_mode]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ from opacus.optimizers.ddpoptimizer_fast_gradient_clipping import DistributedDPO
 from opacus.optimizers.optimizer import _check_processed_flag, _generate_noise, _mark_as_processed
 from torch import Tensor, optim
 
-from dpfast.distributed import PoissonBatches, SharedSecret, local, number_of_ranks, shard_of
+from dpfast.distributed import PoissonBatches, SharedSecret, add_noise, is_parted, local, number_of_ranks
 from dpfast.errors import InputError, StateError
 from dpfast.modes import (
     ConstantFlatClipper,
@@ -55,6 +57,7 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
         DistributedDataParallel), or clipped to more than ``max_grad_norm``. InputError: ``secret`` in secure mode.
     """
 
+    generator: Any
     _passes = 0
     batches: PoissonBatches | None = None
     """Where they are known: all ranks must be at the same step of them, or a sample could count twice."""
@@ -71,6 +74,11 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
         if secret is not None:
             self._stream = secret.new_stream()
             shares_noise(self.params, self)
+
+    @property
+    def stream(self) -> tuple[str, int] | None:
+        """What its noise is drawn from: the secret's fingerprint, and the number that the secret has given it."""
+        return None if self._secret is None else (self._secret.fingerprint(), self._stream)
 
     def must_agree(self) -> tuple[object, ...]:
         """What all ranks must have alike: replicas with different noise would drift apart, and two that have the same
@@ -141,20 +149,25 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
         std = getattr(self, "_adjusted_noise_multiplier", self.noise_multiplier) * self.max_grad_norm
         for p in self.params:
             _check_processed_flag(p.summed_grad)
-        if self._secret is not None and self.params:
-            self._share_noise(self._secret)
-        for p in self.params:
-            self._noise(local(p.summed_grad), std)
+        of_part = None if self._secret is None else self._share_noise(self._secret)
+        for number, p in enumerate(self.params):
+            if of_part is not None and is_parted(p):
+                add_noise(p.summed_grad, std, partial(of_part, number))
+            else:
+                self._noise(local(p.summed_grad), std)
             p.grad = p.summed_grad.view_as(p)
             _mark_as_processed(p.summed_grad)
 
-    def _share_noise(self, secret: SharedSecret) -> None:
-        """The generator of this step's noise: the same on ranks that have the same shards, another on others."""
-        self.generator = secret.generator(
-            "noise", self._stream, self.noised_steps, shard_of(self.params), device=self.params[0].device
-        )
-        self.noised_steps += 1
+    def _share_noise(self, secret: SharedSecret) -> Callable[[int, int], torch.Generator]:
+        """This step's noise: ``generator`` becomes that of whole parameters, the same on all ranks. Returns that of a
+        sharded one, by its number and a block's."""
+        step, self.noised_steps = self.noised_steps, self.noised_steps + bool(self.params)
         shares_noise(self.params, self)  # what is trainable may have changed
+        for p in self.params[:1]:
+            self.generator = secret.generator("noise", self._stream, step, device=p.device)
+        return lambda number, block: secret.generator(
+            "noise", self._stream, step, number, block, device=self.params[number].device
+        )
 
     def _noise(self, summed_grad: Tensor, std: float) -> None:
         """Adds Opacus's numbers, in the gradient's dtype (Opacus 1.5.4 draws fp32 whatever that is).
@@ -180,7 +193,7 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
         """Divides by the expected batch size, times the backward passes taken, where the loss is a mean."""
         if self.loss_reduction == "mean" and self.params:
             divisor = self.expected_batch_size * self.accumulated_iterations
-            torch._foreach_div_([p.grad for p in self.params], divisor)
+            torch._foreach_div_([local(p.grad) for p in self.params], divisor)
 
     def pre_step(self, closure: Any = None) -> bool:
         """Takes the gradients; adds noise and scales unless the step is to be skipped. As in Opacus."""
@@ -220,7 +233,13 @@ class _BoundToModule(DPOptimizerFast):
         self._noise_for = float(value)
 
     def _check_sensitivity(self, left: Left) -> None:
-        """Noise is for the largest in any case."""
+        """Noise is for the largest in any case. Units are to be whole in one backward pass."""
+        if self.module.needs_units and (left.passes > 1 or self._is_last_step_skipped):
+            raise StateError(
+                "the engine draws units (user_of_record), and this step sums several backward passes: a unit whose "
+                "records are in two of them is clipped twice. Take a draw whole, without BatchMemoryManager and "
+                "accumulation, or cap it by records_a_unit"
+            )
 
     def add_noise(self) -> None:
         """Adds ``noise_multiplier · sensitivity`` times Gaussian noise. Stores the result in ``p.grad``."""

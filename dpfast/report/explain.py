@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from dpfast.arithmetic import cost
+from dpfast.arithmetic import cost, ops
 from dpfast.errors import InputError
 from dpfast.factors import Blocks, Factor, Lookup, OuterProduct, PatchProduct, Reshaped
 from dpfast.modes import GradSampleModule, Step, TappedModel
@@ -119,8 +120,9 @@ class _Nothing:
     """A mode that leaves nothing behind."""
 
     passes = 1
+    defers = False
 
-    def on_forward(self) -> None:
+    def on_forward(self, inputs: Sequence[Tensor]) -> None:
         pass
 
     def on_factor(self, step: Step, parameter: nn.Parameter, factor: Factor, only_use: bool) -> None:
@@ -181,10 +183,15 @@ def _use(layer: str, parameter: str, rule: str, factor: Factor) -> Use:
     if isinstance(factor, (OuterProduct, PatchProduct)):
         groups = 1
         if isinstance(factor, PatchProduct):
-            (t, d, p), groups = factor.matrix_shape, factor.groups
+            (t, d, p), groups, device = factor.matrix_shape, factor.groups, factor.rows.device
         else:
-            t, (p, d) = factor.activations.shape[1], factor.shape
-        way = "keep" if factor.keeps else cost.norm_way(t, d, p)
+            (_, t, d), p, device = factor.activations.shape, factor.shape[0], factor.activations.device
+        if factor.keeps:
+            way: cost.Way = "keep"
+        elif isinstance(factor, OuterProduct):
+            way = ops.norm_way(factor.activations, factor.backprops)
+        else:
+            way = cost.norm_way(t, d, p, device)
         kept = _BYTES * factor.shape.numel() if factor.keeps else factor.nbytes // max(1, factor.num_samples)
         return Use(layer, parameter, rule, way, (t, d, p), groups * cost.norm_flops(way, t, d, p), kept)
     if isinstance(factor, Lookup):

@@ -7,7 +7,7 @@ import platform
 
 import torch
 
-from dpfast.arithmetic import backend_report, product_report
+from dpfast.arithmetic import backend_report, cost, product_report
 from dpfast.taps import registry
 
 
@@ -28,6 +28,7 @@ def info() -> dict[str, str]:
         backend, why = backend_report(device)
         report[str(device)] = f"{name}: backend {backend}, because {why}"
     report["products on a CPU"] = product_report()
+    report["norms on a CPU"] = cost.norm_report()
     report["layers with a rule"] = ", ".join(sorted(cls.__name__ for cls in registry.RULES))
     report["other layers"] = "torch.func (vmap over samples)"
     return report

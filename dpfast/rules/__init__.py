@@ -9,6 +9,7 @@ from dpfast.rules import (
     convolution,
     copies,
     embedding,
+    experts,
     functional,
     functorch,
     huggingface,
@@ -17,6 +18,7 @@ from dpfast.rules import (
     opacus_layers,
     recurrent,
     refused,
+    windows,
 )
 from dpfast.rules.linear import compute_linear_grad_sample, compute_linear_norm_sample
 
@@ -27,6 +29,7 @@ __all__ = [
     "convolution",
     "copies",
     "embedding",
+    "experts",
     "functional",
     "functorch",
     "huggingface",
@@ -35,4 +38,5 @@ __all__ = [
     "opacus_layers",
     "recurrent",
     "refused",
+    "windows",
 ]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dpfast.arithmetic import accumulating_dtype, sums
 from dpfast.errors import InputError
-from dpfast.factors import Factor, PatchProduct, channel_sum
+from dpfast.factors import Factor, PatchProduct, channel_sum, row_sum_in_blocks
 from dpfast.taps import Activations, register_rule
 
 
@@ -25,6 +25,8 @@ def convolution(
     """activations[0] (N, D, *spatial), backprops (N, P, *positions)."""
     image = activations[0]
     _check(layer, image)
+    if layer.groups > 1 or layer.weight.shape[2:].numel() > 1:  # whose gradients want channels in front
+        backprops = backprops.contiguous()
     factors, rows_norm = _bias(layer, backprops)
     if layer.weight.requires_grad:
         sides = _padding(layer)
@@ -76,9 +78,14 @@ def _bias(layer: nn.modules.conv._ConvNd, backprops: Tensor) -> tuple[dict[nn.Pa
     """The bias's factor, and the norms of the backprops that came with it, (N,)."""
     if layer.bias is None or not layer.bias.requires_grad:
         return {}, None
-    rows = backprops.to(accumulating_dtype(backprops)).flatten(2).contiguous()
-    norms = sums.row_norm(rows)
-    factor = channel_sum(rows, norms)
+    rows = backprops.to(accumulating_dtype(backprops)).flatten(2)
+    if rows.stride(1) == 1:  # channels last
+        norms = sums.row_norm(rows.mT)
+        factor = row_sum_in_blocks(rows.mT, norms)
+    else:
+        rows = rows.contiguous()
+        norms = sums.row_norm(rows)
+        factor = channel_sum(rows, norms)
     return {layer.bias: factor}, norms.norm(dim=1)  # type: ignore[dict-item]  # torch declares a Tensor
 
 

@@ -16,7 +16,7 @@ import random
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +54,9 @@ def functorch(
         activations: the layer's inputs; tensors (N, ...) are per sample.
         backprops: (N, ...), or one per output tensor.
 
+    Where samples are known to have several rows each (``activations.rows_together``), these are a batch: there are N
+    gradients, not one a row.
+
     Raises:
         UnsupportedModuleError: the forward cannot be taken apart by samples (it draws random numbers, or mixes
             samples).
@@ -69,9 +72,12 @@ def functorch(
     dtype = accumulating_dtype(*floats, *backprops)
     if n == 0:  # vmap does not take empty batches
         return {p: Dense(p.new_zeros(0, *p.shape, dtype=dtype)) for p in own.values()}
-    run = _Run(module, own, [_cast(x, dtype) for x in leaves], structure, activations.batch_dim)
+    together = activations.rows_together
+    parted = _Parted(n, True) if together is None else _Parted(activations.num_samples or n, together)
+    run = _Run(module, own, [_cast(x, dtype) for x in leaves], structure, activations.batch_dim, parted)
     backprops = [_cast(b, dtype) for b in backprops]
-    candidates = [isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == n for x in leaves]
+    sizes = {n, parted.num_samples}  # the layer itself may make several rows of a sample
+    candidates = [isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] in sizes for x in leaves]
     if not any(candidates):
         raise UnsupportedModuleError(f"it has no rule, and no input of it has {n} samples. {_WAYS_OUT}")
     if module in _by_loop:
@@ -155,13 +161,36 @@ def _by_parameter(own: dict[str, nn.Parameter], gradients: dict[str, Tensor]) ->
     return {p: Dense(values) for p, values in sums.items()}
 
 
+class _Parted(NamedTuple):
+    """How rows (N·k, ...) are parted by samples."""
+
+    num_samples: int
+    together: bool
+
+    def by_sample(self, x: Tensor) -> Tensor:
+        """(N, k, ...)"""
+        n = self.num_samples
+        return x.unflatten(0, (n, -1)) if self.together else x.unflatten(0, (-1, n)).transpose(0, 1)
+
+    def as_rows(self, x: Tensor) -> Tensor:
+        """(N·k, ...)"""
+        return (x if self.together else x.transpose(0, 1)).flatten(0, 1)
+
+
 class _Run:
     """The layer's forward and its gradient, by samples or on the whole batch."""
 
     def __init__(
-        self, module: nn.Module, own: dict[str, nn.Parameter], leaves: list[Any], structure: Any, batch_dim: int
+        self,
+        module: nn.Module,
+        own: dict[str, nn.Parameter],
+        leaves: list[Any],
+        structure: Any,
+        batch_dim: int,
+        parted: _Parted,
     ):
         dtype = accumulating_dtype(*(x for x in leaves if _is_float(x)))
+        self.parted = parted
         self.module, self.leaves, self.structure, self.batch_dim = module, leaves, structure, batch_dim
         self.as_given = [
             x.movedim(0, batch_dim) if isinstance(x, Tensor) and x.dim() > batch_dim else x for x in leaves
@@ -186,31 +215,36 @@ class _Run:
         ) -> tuple[Any, list[Tensor]]:
             samples = iter(sample)
             leaves = [
-                next(samples).unsqueeze(self.batch_dim) if yes else x
+                next(samples).movedim(0, self.batch_dim) if yes else x
                 for x, yes in zip(self.as_given, per_sample, strict=True)
             ]
-            outputs = [o.squeeze(self.batch_dim) for o in self._outputs(parameters, leaves)]
+            outputs = [o.movedim(self.batch_dim, 0) for o in self._outputs(parameters, leaves)]
             if any(o.shape != g.shape for o, g in zip(outputs, gradients, strict=True)):
                 raise UnsupportedModuleError(_OTHER_SHAPE)
             return sum((o * g).sum() for o, g in zip(outputs, gradients, strict=True)), outputs
 
-        batched = [x for x, yes in zip(self.leaves, per_sample, strict=True) if yes]
-        return vmap(grad(loss, has_aux=True), in_dims=(None, 0, 0))(self.own, batched, backprops)
+        by_sample = self.parted.by_sample
+        batched = [by_sample(x) for x, yes in zip(self.leaves, per_sample, strict=True) if yes]
+        found, outputs = vmap(grad(loss, has_aux=True), in_dims=(None, 0, 0))(
+            self.own, batched, [by_sample(b) for b in backprops]
+        )
+        return found, [self.parted.as_rows(o) for o in outputs]
 
     def one_by_one(self, per_sample: list[bool], backprops: list[Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
         """The same by a loop."""
         gradients: list[dict[str, Tensor]] = []
         outputs: list[list[Tensor]] = []
-        for i in range(len(backprops[0])):
+        by_sample = self.parted.by_sample
+        for i in range(self.parted.num_samples):
             leaves = [
-                x.narrow(self.batch_dim if x.dim() > self.batch_dim else 0, i, 1) if yes else x
-                for x, yes in zip(self.as_given, per_sample, strict=True)
+                by_sample(x)[i].movedim(0, self.batch_dim if x.dim() > self.batch_dim else 0) if yes else given
+                for x, given, yes in zip(self.leaves, self.as_given, per_sample, strict=True)
             ]
-            found, given = self._differentiated(leaves, [g[i : i + 1] for g in backprops])
+            found, outputs_of_one = self._differentiated(leaves, [by_sample(g)[i] for g in backprops])
             gradients.append(found)
-            outputs.append(given)
+            outputs.append(outputs_of_one)
         together = {name: torch.stack([g[name] for g in gradients]) for name in self.own}
-        return together, [torch.cat(some) for some in zip(*outputs, strict=True)]
+        return together, [self.parted.as_rows(torch.stack(some)) for some in zip(*outputs, strict=True)]
 
     def whole(self, backprops: list[Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
         """The ordinary gradients and the outputs of the whole batch, samples in front."""

@@ -16,6 +16,7 @@ _RMS_NORMS = [
     *("mixtral.modeling_mixtral.MixtralRMSNorm", "phi3.modeling_phi3.Phi3RMSNorm"),
     *("qwen2.modeling_qwen2.Qwen2RMSNorm", "qwen3.modeling_qwen3.Qwen3RMSNorm"),
     *("t5.modeling_t5.T5LayerNorm", "mt5.modeling_mt5.MT5LayerNorm"),
+    "switch_transformers.modeling_switch_transformers.SwitchTransformersLayerNorm",
 ]
 
 
@@ -42,7 +43,11 @@ register_folded(f"{_MODELS}.opt.modeling_opt.OPTDecoderLayer")
 
 # Tables of relative positions, (1, heads, T, T), that every sample's attention scores add.
 register_broadcast(
-    [f"{_MODELS}.t5.modeling_t5.T5Attention", f"{_MODELS}.mt5.modeling_mt5.MT5Attention"],
+    [
+        f"{_MODELS}.t5.modeling_t5.T5Attention",
+        f"{_MODELS}.mt5.modeling_mt5.MT5Attention",
+        f"{_MODELS}.switch_transformers.modeling_switch_transformers.SwitchTransformersAttention",
+    ],
     method="compute_bias",
     child="relative_attention_bias",
 )

@@ -81,7 +81,7 @@ def _as_rows(x: Tensor, width: int, dtype: torch.dtype) -> Tensor:
     return x.to(dtype).reshape(n, x.shape[1:].numel() // width, width)
 
 
-@register_rule(nn.LayerNorm, fresh=True)
+@register_rule(nn.LayerNorm, fresh=True, alike=lambda layer: (layer.normalized_shape, layer.eps))
 def layer_norm(layer: nn.LayerNorm, activations: Activations, backprops: Tensor) -> dict[nn.Parameter, Factor]:
     """activations[0] and backprops (N, ..., *normalized_shape).
 
@@ -113,7 +113,7 @@ def rms_norm(layer: Any, inputs: Tensor, backprops: Tensor, width: int, eps: flo
     return _factors(layer, inputs * rstd, backprops, error.squeeze(-1))
 
 
-@register_rule(nn.RMSNorm, fresh=True)
+@register_rule(nn.RMSNorm, fresh=True, alike=lambda layer: (layer.weight.shape, layer.eps))
 def torch_rms_norm(layer: nn.RMSNorm, activations: Activations, backprops: Tensor) -> dict[nn.Parameter, Factor]:
     """activations[0] and backprops (N, ..., *normalized_shape)."""
     eps = torch.finfo(activations[0].dtype).eps if layer.eps is None else layer.eps

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -66,20 +64,3 @@ def uninitialised(layer: Any) -> str | None:
     if not layer.has_uninitialized_params():
         return None
     return "is not initialised; run one forward pass before wrapping the model"
-
-
-_ROUTED = re.compile(r"(Experts|Mo[eE]|MoeBlock|MoEBlock|Top[kK1-9]*Router|Top[kK1-9]*Gate|SparseMLP|SparseMoe)$")
-
-
-@lru_cache(maxsize=4096)
-def _routes(cls: type) -> bool:
-    return cls.__module__.startswith("transformers.models.") and _ROUTED.search(cls.__name__) is not None
-
-
-@register_fault(nn.Module)
-def routed(layer: nn.Module) -> str | None:
-    """Hugging Face's mixtures of experts: the tokens of all samples stand in one row, and each expert sees some."""
-    routes = _routes(type(layer))  # type: ignore[arg-type]  # mypy takes Module.__hash__ for the class's own
-    if not routes or not any(p.requires_grad for p in layer.parameters()):
-        return None
-    return f"routes the tokens of all samples together, so no layer in it sees samples; use a dense model, {_FREEZE}"

@@ -7,6 +7,8 @@ registered and found in ``registry``. Imports ``factors`` and below.
 from dpfast.taps import registry
 from dpfast.taps.broadcast import BroadcastMethod
 from dpfast.taps.detached import DetachableParameters
+from dpfast.taps.documents import Documents, Told, tokens_in
+from dpfast.taps.gathered import experts_of
 from dpfast.taps.inputs import leaves_of
 from dpfast.taps.layout import Rows, batch_in_front, batch_to_front, given_layout, layouts, unfolded
 from dpfast.taps.node import Record
@@ -17,12 +19,14 @@ from dpfast.taps.registry import (
     Rule,
     find_broadcast,
     find_forward,
+    find_likeness,
     find_rule,
     has_something_to_tap,
     owned_modules,
     owned_parameters,
     register_batch_dim,
     register_broadcast,
+    register_by_row,
     register_fault,
     register_folded,
     register_forward,
@@ -33,11 +37,13 @@ from dpfast.taps.registry import (
 )
 from dpfast.taps.shared import Meeting, Shared
 from dpfast.taps.tap import Pieces, Tap, TappedForward
+from dpfast.taps.witness import same_random_numbers
 
 __all__ = [
     "Activations",
     "BroadcastMethod",
     "DetachableParameters",
+    "Documents",
     "Meeting",
     "Pieces",
     "Probe",
@@ -47,10 +53,13 @@ __all__ = [
     "Shared",
     "Tap",
     "TappedForward",
+    "Told",
     "batch_in_front",
     "batch_to_front",
+    "experts_of",
     "find_broadcast",
     "find_forward",
+    "find_likeness",
     "find_rule",
     "forget_compiled_code",
     "given_layout",
@@ -63,6 +72,7 @@ __all__ = [
     "owned_parameters",
     "register_batch_dim",
     "register_broadcast",
+    "register_by_row",
     "register_fault",
     "register_folded",
     "register_forward",
@@ -71,7 +81,9 @@ __all__ = [
     "register_norm_sampler",
     "register_rule",
     "registry",
+    "same_random_numbers",
     "suspended",
     "taps_suspended",
+    "tokens_in",
     "unfolded",
 ]

@@ -9,29 +9,17 @@ is not so (sums whose order changes from run to run), nothing is told.
 
 from __future__ import annotations
 
-import copy
-import random
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_leaves
 
-from dpfast.taps.fake_run import Nobody, nothing_left_behind
 from dpfast.taps.layout import NO_SAMPLES, Call, Mixed, Place, Rows
-from dpfast.taps.registry import find_forward
 from dpfast.taps.tap import Tap
+from dpfast.taps.witness import Key, Run, first_samples, run_on, same_random_numbers, stand_ins
 
 _SAMPLES = 3
-_AT_ONCE = 2**22
-_ODD = -7046029254386353131  # 2^64 over the golden ratio
-
-Key = tuple[int, Any]
-"""The number of a tap and the rank of its output; None: of pieces."""
 
 
 class Told(NamedTuple):
@@ -47,12 +35,10 @@ class Told(NamedTuple):
     outputs: dict[int, str]
     changed: bool
 
-
-class _Run(NamedTuple):
-    calls: dict[Key, list[Any]]  # fingerprints along the samples' dimension, or the shape where these do not fit
-    order: dict[Key, int]
-    outputs: list[dict[int, Tensor]]  # the same of the model's outputs, along every dimension as long as the batch
-    packed: list[str]  # layers that took packed sequences
+    @property
+    def is_wrong(self) -> bool:
+        """Whether it says of anything that its samples do not part."""
+        return bool(self.outputs) or any(isinstance(place, str) for place in self.places.values())
 
 
 def told_by_exchange(
@@ -70,13 +56,19 @@ def told_by_exchange(
         leaves, structure: the inputs, flattened. dims: of each, that of its samples. places: as shapes tell them.
         n: the number of samples.
     """
+    if any(hasattr(p, "device_mesh") for p in model.parameters()):
+        return None  # parts of parameters (FSDP2, tensor parallel), with which a copy does not run
+    others = stand_ins(model)
     for size in dict.fromkeys((_SAMPLES, n)):
-        if size < 2:
-            continue
-        try:
-            return _Exchange(model, taps, leaves, structure, dims, places, size).told()
-        except Exception:  # whatever a model raises that wants its batch otherwise
-            pass
+        for noisy, numbers in ((True, others), (False, others), (False, {})):
+            if size < 2:
+                continue
+            try:
+                with same_random_numbers() as again:
+                    exchange = _Exchange(model, taps, leaves, structure, dims, places, size, numbers, again)
+                    return exchange.told_with_noise() if noisy else exchange.told()
+            except Exception:  # whatever a model raises that wants its batch, or its values, otherwise
+                pass
     return None
 
 
@@ -84,12 +76,9 @@ def calls_on_data(
     model: nn.Module, taps: Sequence[Tap], leaves: list[Any], structure: Any, dims: list[int | None], size: int
 ) -> list[list[tuple[int | None, Call]]]:
     """As ``fake_run.calls_in_forward``, of a forward on that many of the samples themselves."""
-    model, taps = _copy(model, taps)
-    witnesses = [_Witness.of(tap, i, _Run({}, {}, [], []), {}, size) for i, tap in enumerate(taps)]
-    with _same_random_numbers():
+    with same_random_numbers():
         some = [first_samples(x, dim, size) for x, dim in zip(leaves, dims, strict=True)]
-        args, kwargs = structure.unflatten([x.clone() if isinstance(x, Tensor) else x for x in some])
-        model(*args, **kwargs)
+        _, witnesses = run_on(model, taps, structure, some, {}, size, {})
     return [witness.took_and_gave for witness in witnesses]
 
 
@@ -103,7 +92,10 @@ class _Exchange:
         dims: list[int | None],
         places: dict[Key, Place],
         size: int,
+        others: dict[int, Any],
+        again: Callable[[], None],
     ):
+        self.others, self.again = others, again
         self.model, self.taps, self.structure, self.dims, self.size = model, taps, structure, dims, size
         # Not those of operations on what has no samples, which have the way to them where others have a rank.
         self.by_shapes = {k: p for k, p in places.items() if not isinstance(k[1], tuple)}
@@ -113,29 +105,43 @@ class _Exchange:
         self.leaves = leaves
         self.packed = False
 
-    def told(self) -> Told:
+    def told_with_noise(self) -> Told:
+        """As :meth:`told`, where nothing is hidden by what is zero or alike now. Whose rows are whose must be known for
+        noise, and what shows without it is told without it."""
+        before: dict[Key, Place] = {}
+        if any(isinstance(place, Rows) and place.together is None for place in self.places.values()):
+            told = self.told()
+            before = told.places
+            if not (told.changed and before) or told.is_wrong:
+                return told
+            self.places.update(before)
+        told = self.told(noisy=True)
+        plain = self.told() if told.is_wrong and not before else told
+        return plain if plain.is_wrong else told
+
+    def told(self, noisy: bool = False) -> Told:
+        """What changes with each of the samples."""
         which = list(dict.fromkeys((0, 1, self.size - 1)))
-        with _same_random_numbers() as again:
-            base = self._run(None, again)
-            self.packed = bool(base.packed)
-            runs = [self._run(j, again) for j in which]
-            found: dict[Key, Place] = {}
-            wrong: list[Key] = []
-            for key, place in self.places.items():
-                calls = [base.calls.get(key), *(run.calls.get(key) for run in runs)]
-                if key in self.also_alone:
-                    calls = [some and [x for x in some if isinstance(x, Tensor)] for some in calls]
-                told = self._place(place, calls[0], calls[1:], which)
-                if isinstance(told, str):
-                    wrong.append(key)
-                found[key] = told
-            outputs = {i: m for i in range(len(base.outputs)) if (m := self._output(i, base, runs, which))}
-            if wrong or outputs:  # is it the exchange that it comes from?
-                repeated = self._run(None, again)
-                if not _alike(base, repeated):
-                    return Told({}, {}, changed=True)
-                if outputs:
-                    outputs = self._of_batch(outputs, base, again)
+        base = self._run(None, noisy)
+        self.packed = bool(base.packed)
+        runs = [self._run(j, noisy) for j in which]
+        found: dict[Key, Place] = {}
+        wrong: list[Key] = []
+        for key, place in self.places.items():
+            calls = [base.calls.get(key), *(run.calls.get(key) for run in runs)]
+            if key in self.also_alone:
+                calls = [some and [x for x in some if isinstance(x, Tensor)] for some in calls]
+            told = self._place(place, calls[0], calls[1:], which)
+            if isinstance(told, str):
+                wrong.append(key)
+            found[key] = told
+        outputs = {i: m for i in range(len(base.outputs)) if (m := self._output(i, base, runs, which))}
+        if wrong or outputs:  # is it the exchange that it comes from?
+            repeated = self._run(None, noisy)
+            if not _alike(base, repeated):
+                return Told({}, {}, changed=True)
+            if outputs:
+                outputs = self._of_batch(outputs, base, noisy)
         mixed = [key for key in wrong if isinstance(found[key], Mixed)]
         if mixed:
             # Those whose shapes did not part the samples are before those that see what came of it.
@@ -152,31 +158,22 @@ class _Exchange:
         )
         return Told(found, outputs, changed)
 
-    def _run(self, other: int | None, again: Callable[[], None], size: int | None = None) -> _Run:
+    def _run(self, other: int | None, noisy: bool, size: int | None = None) -> Run:
         """One forward with the sample of that number exchanged."""
-        leaves = list(self.leaves)
+        leaves, size = list(self.leaves), size or self.size
         # Where sequences are packed, numbers of samples are lengths, and others of them make other shapes.
         more = self.packed and any(
             dim is not None and not _is_a_number_each(leaves[i]) for i, dim in enumerate(self.dims)
         )
         for i, dim in enumerate(self.dims):
             if dim is not None:
-                leaves[i] = first_samples(leaves[i], dim, size or self.size)
+                leaves[i] = first_samples(leaves[i], dim, size)
                 if other is not None and not (more and _is_a_number_each(leaves[i])):
                     leaves[i] = _exchanged(leaves[i], dim, other)
-        model, taps = _copy(self.model, self.taps)
-        run = _Run({}, {}, [], [])
-        for i, tap in enumerate(taps):
-            _Witness.of(tap, i, run, self.places, size or self.size)
-        leaves = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
-        args, kwargs = self.structure.unflatten(leaves)
-        again()
-        output = model(*args, **kwargs)
-        for x in tree_leaves(output):
-            some = {}
-            if isinstance(x, Tensor) and x.is_floating_point():
-                some = {d: _fingerprints(x, d) for d, s in enumerate(x.shape) if s == (size or self.size)}
-            run.outputs.append(some)
+        self.again()
+        run, _ = run_on(
+            self.model, self.taps, self.structure, leaves, self.places, size, self.others, noisy=noisy, other=other
+        )
         return run
 
     def _place(self, place: Place, base: Any, runs: list[Any], which: list[int]) -> Place:
@@ -218,7 +215,7 @@ class _Exchange:
             return Mixed("a row of its output changes with a sample that is not its own")
         return "its samples are folded into rows in an order that is neither sample by sample nor over and over"
 
-    def _output(self, i: int, base: _Run, runs: list[_Run], which: list[int]) -> str | None:
+    def _output(self, i: int, base: Run, runs: list[Run], which: list[int]) -> str | None:
         """What is wrong with an output of the model: in no dimension as long as the batch it is parted by samples."""
         if not base.outputs[i] or any(len(run.outputs) != len(base.outputs) for run in runs):
             return None
@@ -231,93 +228,12 @@ class _Exchange:
                 return None
         return "each of its entries depends on several samples"
 
-    def _of_batch(self, outputs: dict[int, str], base: _Run, again: Callable[[], None]) -> dict[int, str]:
+    def _of_batch(self, outputs: dict[int, str], base: Run, noisy: bool) -> dict[int, str]:
         """Those whose dimensions follow the batch, and are not as long by accident."""
-        other = self._run(None, again, self.size + 1)
+        other = self._run(None, noisy, self.size + 1)
         return {
             i: m for i, m in outputs.items() if i < len(other.outputs) and set(base.outputs[i]) & set(other.outputs[i])
         }
-
-
-class _Witness(Tap):
-    """The tap of a copy, which notes fingerprints of rows."""
-
-    number: int
-    size: int
-    seen: _Run
-    at: dict[Key, Place]
-    took_and_gave: list[tuple[int | None, Call]]
-
-    @classmethod
-    def of(cls, tap: Tap, number: int, seen: _Run, at: dict[Key, Place], size: int) -> _Witness:
-        tap.__class__ = cls
-        assert isinstance(tap, cls)
-        tap.number, tap.seen, tap.at, tap.size, tap.took_and_gave = number, seen, at, size, []
-        return tap
-
-    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if isinstance(self.module, nn.Embedding):
-            args, kwargs, _ = self.with_whole_batch(args, kwargs, self.size)
-        output = forward(*args, **kwargs)
-        if any(isinstance(x, PackedSequence) for x in args):  # it knows itself where its samples are
-            self.seen.packed.append(self.layer)
-            return output
-        outputs = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]
-        rank = outputs[0].dim() if outputs and find_forward(self.module) is None else None
-        inputs = [x.shape for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        self.took_and_gave.append((rank, (inputs, [x.shape for x in outputs])))
-        key, place = (self.number, rank), self.at.get((self.number, rank))
-        self.seen.order.setdefault(key, len(self.seen.order))
-        if outputs and isinstance(place, (int, Rows)):
-            x, dim = outputs[0], place.dim if isinstance(place, Rows) else place
-            size = x.shape[dim] if dim < x.dim() else 0
-            fits = size % self.size == 0 if isinstance(place, Rows) else size == self.size
-            self.seen.calls.setdefault(key, []).append(_fingerprints(x, dim) if fits else tuple(x.shape))
-        return output
-
-    def tapped(self, output: Any, *_: Any, **__: Any) -> Any:
-        return output
-
-
-def _copy(model: nn.Module, taps: Sequence[Tap]) -> tuple[nn.Module, list[Tap]]:
-    """The model with its taps, on the same parameters; buffers and all that a forward may keep are its own."""
-    memo: dict[int, Any] = {id(p): p for p in model.parameters()}
-    memo[id(taps[0].taps)] = Nobody()
-    model, copies = copy.deepcopy((model, list(taps)), memo)
-    for module in model.modules():  # hooks are not copied with what they hold
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            hooks.clear()
-    return model, copies
-
-
-@contextmanager
-def _same_random_numbers() -> Iterator[Callable[[], None]]:
-    """Nothing is left of what runs within it; what it gives starts all random numbers again."""
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    numpy: Any = sys.modules.get("numpy")
-    with nothing_left_behind(), torch.random.fork_rng(devices=devices):
-        states = torch.get_rng_state(), [torch.cuda.get_rng_state(d) for d in devices], random.getstate()
-        of_numpy = None if numpy is None else numpy.random.get_state()
-
-        def again() -> None:
-            torch.set_rng_state(states[0])
-            for device, state in zip(devices, states[1], strict=True):
-                torch.cuda.set_rng_state(state, device)
-            random.setstate(states[2])
-            if numpy is not None:
-                numpy.random.set_state(of_numpy)
-
-        try:
-            yield again
-        finally:
-            again()
-
-
-def first_samples(x: Any, dim: int | None, size: int) -> Any:
-    """That many of a tensor's samples, in turns where it has fewer."""
-    if dim is None or not isinstance(x, Tensor):
-        return x
-    return x.detach().index_select(dim, torch.arange(size, device=x.device) % x.shape[dim])
 
 
 def _is_a_number_each(x: Any) -> bool:
@@ -337,20 +253,6 @@ def _exchanged(x: Tensor, dim: int, j: int) -> Tensor:
     return x
 
 
-def _fingerprints(x: Tensor, dim: int) -> Tensor:
-    """One number for the bits of each row along the dimension."""
-    rows = x.detach().movedim(dim, 0).reshape(x.shape[dim], -1)
-    found = torch.zeros(len(rows), dtype=torch.int64, device=x.device)
-    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
-    step = max(1, _AT_ONCE // max(1, len(rows)))
-    for start in range(0, rows.shape[1], step):
-        part = rows[:, start : start + step] + 0.0  # a zero has a sign, which may come of zero times another row
-        factors = torch.arange(start + 1, start + part.shape[1] + 1, device=x.device) * _ODD
-        factors = (factors ^ (factors >> 29)) * _ODD | 1
-        found += (part.contiguous().view(bits).to(torch.int64) * factors).sum(1)
-    return found
-
-
 def _is_odd(place: Place) -> bool:
     return isinstance(place, str) and place != NO_SAMPLES
 
@@ -361,7 +263,7 @@ def _equal(x: Any, y: Any) -> bool:
     return type(x) is type(y) and bool(x == y)
 
 
-def _alike(one: _Run, two: _Run) -> bool:
+def _alike(one: Run, two: Run) -> bool:
     """Whether two runs gave the same."""
     if one.calls.keys() != two.calls.keys():
         return False

@@ -53,9 +53,7 @@ def calls_in_forward(
     memo: dict[int, Any] = {id(taps[0].taps): Nobody()}
     with copied_whole(model, memo, mode), FakeCopyMode(mode):
         model, taps = copy.deepcopy((model, list(taps)), memo)
-    for module in model.modules():  # hooks are not copied with what they hold
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            hooks.clear()
+    drop_hooks(model)
     with mode:
         inputs = [_of_size(x, dim, size) if isinstance(x, Tensor) else x for x, dim in zip(leaves, dims, strict=True)]
         tensors = [x for x in inputs if isinstance(x, Tensor)]
@@ -66,6 +64,15 @@ def calls_in_forward(
         with dependence:
             model(*args, **kwargs)
     return [probe.told() for probe in probes]
+
+
+def drop_hooks(model: nn.Module) -> None:
+    """Of a copy: hooks are not copied with what they hold. Hugging Face's models hang up theirs again, which collect
+    what they give (router logits, hidden states)."""
+    for module in model.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            hooks.clear()
+        module.__dict__.pop("_output_capturing_hooks_installed", None)
 
 
 def _of_size(x: Tensor, dim: int | None, size: int) -> Tensor:
@@ -80,23 +87,24 @@ class _Probe(Tap):
     dependence: Dependence
     calls: list[tuple[Any, Call]]
     fine: dict[Any, bool]
+    asked: bool  # whether its own forward has asked for a parameter
 
     @classmethod
     def of(cls, tap: Tap, size: int, dependence: Dependence) -> _Probe:
         tap.__class__ = cls
         assert isinstance(tap, cls)
-        tap.size, tap.dependence, tap.calls, tap.fine = size, dependence, [], {}
+        tap.size, tap.dependence, tap.calls, tap.fine, tap.asked = size, dependence, [], {}, False
         tap.stand_in_elsewhere()
         return tap
 
     def told(self) -> list[tuple[Any, Call | bool]]:
         """Its calls, and of its parameters and outputs whether what they came to has samples' gradients."""
         own = [fine for (where, *_), fine in self.fine.items() if where == OWN]
-        if own:
+        if own or (self.calls and not self.asked and not (find_rule(self.module) or find_forward(self.module))):
             self.fine[(OWN,)] = all(own)
         return [*self.calls, *self.fine.items()]
 
-    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def caught(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         took = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if isinstance(self.module, nn.Embedding) and any(x in self.dependence for x in took):
             args, kwargs, _ = self.with_whole_batch(args, kwargs, self.size)
@@ -134,6 +142,10 @@ class _Probe(Tap):
 
     def known(self, key: Any) -> Any:
         return 0
+
+    def own(self, parameter: nn.Parameter) -> Tensor:
+        self.asked = True
+        return super().own(parameter)
 
     def elsewhere(self, parameter: nn.Parameter) -> Tensor:
         return self._stand_in(ELSEWHERE, parameter) if parameter.requires_grad else parameter

@@ -169,7 +169,7 @@ def batch_in_front(activations: Activations, backprops: Any, place: int | Rows) 
     if dim != 0:
         activations = activations.map(lambda x: batch_to_front(x, dim))
         backprops = tuple(batch_to_front(x, dim) for x in backprops)
-    activations.batch_dim = dim
+    activations.batch_dim, activations.rows_together = dim, place.together if isinstance(place, Rows) else None
     return activations, backprops
 
 
@@ -212,7 +212,7 @@ def place_of(module: nn.Module, call: Call, other: Call, sizes: Sequence[int]) -
         return f"dimension {dim} of its output follows the batch, but is no multiple of it"
     if dim != 0 and isinstance(module, _SAMPLES_FIRST):
         return f"its samples are in dimension {dim}, where {type(module).__name__} cannot have them"
-    if find_rule(module) is None and any(dims and dims != {dim: times} for dims in inputs):
+    if find_rule(module) is None and any(dims and dims not in ({dim: times}, {dim: 1}) for dims in inputs):
         return f"its output has samples in dimension {dim}, an input has them elsewhere"
     return dim if times == 1 else Rows(dim, None)
 

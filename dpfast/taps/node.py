@@ -37,6 +37,9 @@ class Receiver(Protocol):
     def batch_size(self) -> int | None:
         """How many samples the model's input has, in the pass that runs in this thread; None: not known."""
 
+    def units(self) -> Any:
+        """Whose each of these samples is, where several may be one's; None: each its own."""
+
     def is_input(self, x: Tensor) -> bool:
         """Whether ``x`` is, or is a view of, a tensor that the model was called with."""
 
@@ -73,6 +76,7 @@ class TappedLayer:
         self.taps = taps
         self.batch_dim = batch_dim
         self.places: dict[Any, Places] = {}  # learned, by the rank of the output; None: of pieces; or see Tap.follow
+        self.sends = self.receives = False  # whether it picks rows for experts, or is one
         self.alone = False  # whether it is known that its output may have no samples
         self.shapes: dict[Any, str] = {}  # those seen under two batch sizes, in words
         self.given: Given = None
@@ -83,12 +87,18 @@ class TappedLayer:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A tap that an earlier version has pickled has learned nothing."""
-        learned = {"places": {}, "shapes": {}, "alone": False}
+        learned = {"places": {}, "shapes": {}, "alone": False, "sends": False, "receives": False}
         self.__dict__.update({**learned, "given": None, "name": "", **state})
 
 
 class Record:
     """What one run of a tapped module leaves for its backward, apart from the tensors, which autograd keeps."""
+
+    place: Place = None
+    uses: Counter[int] | None = None
+    watch: Watch | None = None  # where the module may have kept its outputs
+    seen_by: object = None  # what the receiver notes of the backward pass that came by
+    picked: Any = None  # the rows that it saw, within an expert
 
     def __init__(
         self,
@@ -106,20 +116,19 @@ class Record:
         self.as_is = as_is
         self.parameters = parameters
         self.batch_size = tap.taps.batch_size()
+        self.units = tap.taps.units()
         self.num_outputs = num_outputs
         self.fresh = fresh
         self.created_in = in_backward()
-        self.place: Place = None
-        self.uses: Counter[int] | None = None
-        self.watch: Watch | None = None  # where the module may have kept its outputs
-        self.seen_by: object = None  # what the receiver notes of the backward pass that came by
         args, kwargs = inputs
-        self.structure: TreeSpec | None
-        if kwargs or not all(isinstance(x, Tensor) for x in args):
-            self.leaves, self.structure = tree_flatten(inputs)
-            self.tensor_places: Sequence[int] = [i for i, x in enumerate(self.leaves) if isinstance(x, Tensor)]
-        else:  # nearly all layers; a flattened tree costs as much as all else here
-            self.leaves, self.structure, self.tensor_places = list(args), None, range(len(args))
+        self.leaves: list[Any]
+        self.tensor_places: Sequence[int]
+        self.structure: TreeSpec | None = None
+        if len(args) == 1 and isinstance(args[0], Tensor) and not kwargs:  # nearly all layers: the others' way takes
+            self.leaves, self.tensor_places, self.followed = [args[0]], (0,), [args[0].requires_grad]  # its time
+            return
+        self.leaves, self.structure = tree_flatten(inputs)
+        self.tensor_places = [i for i, x in enumerate(self.leaves) if isinstance(x, Tensor)]
         self.followed = [isinstance(x, Tensor) and x.requires_grad for x in self.leaves]
 
     def is_only_use(self, parameter: nn.Parameter) -> bool:
@@ -172,6 +181,7 @@ class Record:
                 leaves[i] = x
             activations = Activations(*tree_unflatten(leaves, self.structure))
         activations.followed, activations.layer = self.followed, self.tap.layer
+        activations.num_samples = self.batch_size
         return activations
 
 
@@ -182,7 +192,8 @@ class TapFunction(torch.autograd.Function):
     def forward(ctx: Any, record: Record, *tensors: Tensor) -> tuple[Tensor, ...]:
         outputs = tensors[: record.num_outputs]
         ctx.record = record
-        ctx.shapes = [(x.shape, x.dtype, x.device) for x in outputs]
+        if record.num_outputs > 1:  # else there is a gradient, or nothing to do
+            ctx.shapes = [(x.shape, x.dtype, x.device) for x in outputs]
         ctx.save_for_backward(*record.take_tensors())
         ctx.set_materialize_grads(False)
         if record.fresh:
@@ -190,8 +201,13 @@ class TapFunction(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # create_graph=True
+            return _once_differentiable(ctx, *grads)
+        return TapFunction._caught(ctx, *grads)
+
+    @staticmethod
+    def _caught(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         record, taps = ctx.record, ctx.record.tap.taps
         nodes = [node for node, _ in ctx.next_functions[record.num_outputs :]]
         try:
@@ -204,10 +220,12 @@ class TapFunction(torch.autograd.Function):
         to_parameters: tuple[Tensor | None, ...] = (None,) * len(nodes)
         if wanted and any(g is not None for g in grads):
             activations = record.activations(ctx.saved_tensors)
-            backprops = tuple(
-                torch.zeros(s, dtype=t, device=d) if g is None else g
-                for g, (s, t, d) in zip(grads, ctx.shapes, strict=True)
-            )
+            backprops: Any = grads
+            if any(g is None for g in grads):
+                backprops = tuple(
+                    torch.zeros(s, dtype=t, device=d) if g is None else g
+                    for g, (s, t, d) in zip(grads, ctx.shapes, strict=True)
+                )
             with exact_arithmetic():
                 if taps.active:
                     gradients = dict(taps.receive(record, activations, backprops))
@@ -218,6 +236,9 @@ class TapFunction(torch.autograd.Function):
         if record.watch is not None:
             record.watch.pass_on(grads)
         return None, *grads, *to_parameters
+
+
+_once_differentiable = once_differentiable(TapFunction._caught)
 
 
 def _ordinary_gradients(

@@ -6,7 +6,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -34,7 +34,7 @@ def never_compiled(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if "torch._dynamo" not in sys.modules:
+        if "torch._dynamo" not in sys.modules or _nothing_compiles():
             return function(*args, **kwargs)
         if not disabled:
             disabled.append(torch.compiler.disable(function))
@@ -42,6 +42,12 @@ def never_compiled(function: Callable[P, R]) -> Callable[P, R]:
 
     call._torchdynamo_disable = True  # type: ignore[attr-defined]  # torch's own mark
     return call
+
+
+def _nothing_compiles() -> bool:
+    """Whether no code of this thread is compiled as it runs, so that there is nothing to disable."""
+    frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+    return hasattr(frames, "get_eval_frame_callback") and frames.get_eval_frame_callback() is None
 
 
 def suspended() -> bool:

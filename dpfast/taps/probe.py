@@ -71,6 +71,7 @@ class Probe:
         self._taps = taps
         self._looks: dict[tuple[Any, ...], int] = {}  # how many more each may have
         self.outputs: dict[Any, dict[int, str]] = {}  # of the model's outputs, by kind: those that mix samples
+        self._asks_no_more = False
         self._dims: dict[tuple[Any, ...], list[set[int]]] = {}  # of each input, those that may follow the batch
 
     def look(self, inputs: Any, leaves: Sequence[Any], n: int) -> bool:
@@ -87,6 +88,10 @@ class Probe:
         kind: tuple[Any, ...] = (receiver.model.training, *inputs[1])
         kind += tuple(x.dim() if isinstance(x, Tensor) else x is True or type(x) for x in leaves)
         dims = [{d for d, s in enumerate(x.shape) if s == n} if isinstance(x, Tensor) else set() for x in leaves]
+        if self._asks_no_more:  # its batches may be as long as something else by accident where the other's were not
+            known = next((k for k in self.outputs if k[: len(kind)] == kind), None)
+            note_kind(receiver, known)
+            return False
         by_accident = _alike_by_accident(leaves, dims)
         for some, before in zip(dims, self._dims.get(kind, dims), strict=True):
             some &= before  # what once was not as long as the batch does not follow it
@@ -111,6 +116,18 @@ class Probe:
                         tap.shapes[rank] = found.shapes[i, rank]
                 tap.note_uses()
         return True
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether another look would tell no more."""
+        return not any(self._looks.values())
+
+    def knows(self, other: Probe) -> None:
+        """What the other has learned of the same model, of which this one's is a copy, which asks no more."""
+        self._asks_no_more, self.outputs = True, dict(other.outputs)
+        for tap, like in zip(self._taps, other._taps, strict=True):
+            tap.places, tap.shapes = dict(like.places), dict(like.shapes)
+            tap.note_uses()
 
     def mixed_outputs(self) -> dict[int, str]:
         """Of the model's outputs, by number, why those have no gradients by sample that have none."""

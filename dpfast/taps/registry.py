@@ -10,7 +10,7 @@ Classes of packages that may not be installed, or should not be imported, are re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -32,11 +32,13 @@ class Activations(list[Any]):
         self.batch_dim = 0  # where the module itself had its samples; here they are in front
         self.followed: list[bool] = []  # of each leaf of (positional, keyword): whether a gradient goes through it
         self.layer = ""  # as errors name it
+        self.num_samples: int | None = None  # where it is known
+        self.rows_together: bool | None = None  # where each has several rows: whether they stand together
 
     def map(self, function: Callable[[Any], Any]) -> Activations:
         """The same with ``function`` of every tensor."""
         found = Activations(*tree_map_only(Tensor, function, (list(self), self.kwargs)))
-        found.batch_dim, found.followed, found.layer = self.batch_dim, self.followed, self.layer
+        found.__dict__.update(self.__dict__, kwargs=found.kwargs)
         return found
 
 
@@ -56,7 +58,9 @@ NORM_SAMPLERS: dict[ModuleClass, GradSampler] = {}
 _RULES_BY_NAME: dict[str, Rule] = {}
 _WHOLE: set[Rule] = set()
 _FRESH: set[Rule] = set()
+_ALIKE: dict[Rule, Callable[[Any], Hashable]] = {}
 _FORWARDS: dict[ModuleClass, Callable[..., Any]] = {}
+_BY_ROW: dict[ModuleClass, Callable[..., Any]] = {}
 _BROADCASTS: dict[ModuleClass, tuple[str, str]] = {}
 _BATCH_DIMS: dict[ModuleClass, Callable[[Any], int]] = {}
 _FOLDED: dict[ModuleClass, bool] = {}
@@ -96,7 +100,9 @@ def _set_rule(cls: ModuleClass, rule: Rule, grad_sampler: GradSampler) -> None:
 # --- for users ---
 
 
-def register_rule(target: Target, *, whole: bool = False, fresh: bool = False) -> Callable[[R], R]:
+def register_rule(
+    target: Target, *, whole: bool = False, fresh: bool = False, alike: Callable[[Any], Hashable] | None = None
+) -> Callable[[R], R]:
     """Decorator that makes a function the rule of one or several layer classes.
 
     The class's grad sampler and norm sampler follow from the rule. ``docs/writing-a-rule.md`` has an example.
@@ -106,6 +112,9 @@ def register_rule(target: Target, *, whole: bool = False, fresh: bool = False) -
             class's forward have the rule too.
         fresh: the layer's forward ends in an operation that makes its output afresh and does not keep it for its own
             backward (a product, not a tanh); then an in-place activation may follow the layer.
+        alike: gives all that the rule looks at of a layer, apart from which parameters are trainable. Small layers
+            that are equal in it, with inputs of one shape, are given to the rule as one: the samples of all, with one
+            of the layers. For rules of one input and one output that give outer products or dense factors.
         whole: the rule answers for the parameters of the module's children as well; they get no rules of their own.
 
     Raises:
@@ -119,6 +128,8 @@ def register_rule(target: Target, *, whole: bool = False, fresh: bool = False) -
             _WHOLE.add(rule)
         if fresh:
             _FRESH.add(rule)
+        if alike is not None:
+            _ALIKE[rule] = alike
         for cls in classes:
             _set_rule(cls, rule, _sampler(rule, lambda factor: factor.materialize()))
         return rule
@@ -177,6 +188,12 @@ def register_forward(target: Target) -> Callable[[Callable[..., Any]], Callable[
     return _register(_FORWARDS, target)
 
 
+def register_by_row(target: Target) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator: the module's forward, ``(module, *args, **kwargs)``, such that no row's bits depend on what the others
+    hold. It runs where it is looked at which rows change with a sample (``exchange``)."""
+    return _register(_BY_ROW, target)
+
+
 def register_broadcast(target: Target, method: str, child: str) -> None:
     """Names a method that computes something of shape (1, ...) from the parameters of one child, linearly, which the
     model then broadcasts over its samples (a table of relative positions), also past a reentrant checkpoint's end."""
@@ -222,8 +239,13 @@ def register_fault(target: Target) -> Callable[[Callable[[Any], str | None]], Ca
 
 @lru_cache(maxsize=4096)
 def _names(cls: type) -> tuple[tuple[Any, Any], ...]:
-    """(base class, key) of everything that the class may be registered as, its own first."""
-    return tuple((base, key) for base in cls.__mro__ for key in (base, f"{base.__module__}.{base.__qualname__}"))
+    """(base class, key) of everything that the class may be registered as, its own first; last what is wrapped
+    around its forward."""
+    names = [(base, key) for base in cls.__mro__ for key in (base, f"{base.__module__}.{base.__qualname__}")]
+    forward = getattr(cls, "forward", None)
+    if hasattr(forward, "__wrapped__"):
+        names.append((cls, f"{forward.__globals__['__name__']}.{forward.__code__.co_name}"))  # type: ignore[union-attr]
+    return tuple(names)
 
 
 def _find(module: nn.Module, *tables: Mapping[Any, T]) -> T | None:
@@ -246,9 +268,20 @@ def find_rule(module: nn.Module) -> Rule | None:
     return _find(module, RULES, _RULES_BY_NAME)
 
 
+def find_likeness(rule: Rule, module: nn.Module) -> Hashable:
+    """What the rule looks at of the module, where it takes several as one; None where it does not."""
+    alike = _ALIKE.get(rule)
+    return None if alike is None else alike(module)
+
+
 def find_forward(module: nn.Module) -> Callable[..., Any] | None:
     """The forward that runs in place of the module's own."""
     return _find(module, _FORWARDS)
+
+
+def find_by_row(module: nn.Module) -> Callable[..., Any] | None:
+    """See :func:`register_by_row`."""
+    return _find(module, _BY_ROW)
 
 
 def find_broadcast(module: nn.Module) -> tuple[str, str] | None:

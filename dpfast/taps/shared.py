@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from dpfast.errors import EscapedGradientError, UnsupportedModuleError
-from dpfast.factors import Dense, Factor, OuterProduct, merge
+from dpfast.factors import Dense, Factor, OuterProduct, merge, standardised
 from dpfast.taps.passes import in_backward
 from dpfast.taps.registry import Activations
 
@@ -130,11 +130,35 @@ class Shared(Tensor):
         if self.transposed is not None and isinstance(factor, OuterProduct):
             return self.transposed.factors(OuterProduct(factor.backprops, factor.activations))
         found: dict[nn.Parameter, list[Factor]] = {}
-        values = [source.value for source in self.sources]
-        for source, gradient in zip(self.sources, _pulled_back(self.value, values, factor), strict=True):
-            for parameter, of_it in source.factors(Dense(gradient)).items():
-                found.setdefault(parameter, []).append(of_it)
+        for source, gradient in zip(self.sources, self._pulled_back(factor), strict=True):
+            if gradient is not None:
+                for parameter, of_it in source.factors(gradient).items():
+                    found.setdefault(parameter, []).append(of_it)
+        for source in self.sources:  # of which nothing but the shape was used
+            if not found.keys() >= set(source.parameters):
+                nothing = source.value.new_zeros(factor.num_samples, *source.value.shape)
+                for parameter, of_it in source.factors(Dense(nothing)).items():
+                    found.setdefault(parameter, [of_it])
         return {parameter: merge(factors) for parameter, factors in found.items()}
+
+    def _pulled_back(self, factor: Factor) -> list[Factor | None]:
+        """The factor of each source, of one of this tensor's own gradients; None of a source that it does not depend
+        on."""
+        known = [standardised(factor, self.value, source.value) for source in self.sources]
+        if any(known):
+            return known
+        gradients = factor.materialized().values
+        if gradients.shape[0] == 0:
+            return [Dense(gradients.new_zeros(0, *source.value.shape)) for source in self.sources]
+        found = torch.autograd.grad(
+            self.value,
+            [source.value for source in self.sources],
+            gradients.to(self.value.dtype),
+            is_grads_batched=True,
+            retain_graph=True,
+            allow_unused=True,
+        )
+        return [None if g is None else Dense(g) for g in found]
 
 
 def leaf(layer: str, value: Tensor) -> Tensor:
@@ -281,18 +305,6 @@ class Meeting:
         met.__name__ = self.name
         output = function(*inputs, *values)
         return self.tap.tapped(output, (tuple(inputs), {}), own, fresh=True, rule=met, as_is=True)
-
-
-def _pulled_back(value: Tensor, sources: Sequence[Tensor], factor: Factor) -> list[Tensor]:
-    """The N gradients of each source, (N, *shape), from those of ``value``."""
-    gradients = factor.materialized().values
-    if gradients.shape[0] == 0:
-        return [gradients.new_zeros(0, *x.shape) for x in sources]
-    found = torch.autograd.grad(
-        value, sources, gradients.to(value.dtype), is_grads_batched=True, retain_graph=True, allow_unused=True
-    )
-    n = gradients.shape[0]
-    return [x.new_zeros(n, *x.shape) if g is None else g for g, x in zip(found, sources, strict=True)]
 
 
 def _plain(x: Any, found: list[Any] | None = None) -> Any:

@@ -20,8 +20,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from dpfast.errors import InputError, UnsupportedModuleError
 from dpfast.factors import Factor
 from dpfast.taps.detached import DetachableParameters, detached_parameters
+from dpfast.taps.gathered import RoutedLayer, picked_here
 from dpfast.taps.layout import NO_SAMPLES, Place, check_given, kind_here, layout_line
-from dpfast.taps.node import Record, TapFunction, TappedLayer
+from dpfast.taps.node import Record, TapFunction
 from dpfast.taps.passes import in_backward, never_compiled, suspended
 from dpfast.taps.registry import (
     Activations,
@@ -42,6 +43,9 @@ OWN, ELSEWHERE, ALONE = "own", "elsewhere", "alone"
 _NOT_TOLD = "its samples are in different dimensions for different kinds of input, and it is not known which came in"
 
 
+_unsafe_view = torch.ops.aten._unsafe_view.default  # of the packet, the overload is looked for at each call
+
+
 class TappedForward:
     """Stands in a tapped module's ``forward``; an object, so that copies of the module tap the copy."""
 
@@ -59,14 +63,15 @@ class TappedForward:
         return inspect.signature(self.replaced or type(self.tap.module).forward.__get__(self.tap.module))
 
 
-class Tap(TappedLayer):
+class Tap(RoutedLayer):
     """How one module runs tapped."""
 
     @property
     def active(self) -> bool:
+        """Whether what runs now is tapped."""
         return self.taps.inserts and torch.is_grad_enabled() and not suspended()
 
-    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def caught(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's forward with its output tapped, or as it is where there is nothing to do."""
         expanded = False
         if isinstance(self.module, nn.Embedding) and self.taps.inserts and not suspended():
@@ -87,7 +92,7 @@ class Tap(TappedLayer):
             with detached_parameters(owned, self.as_it_is):
                 return substitute(self.module, Pieces(self), *args, **kwargs)
         rule = find_rule(self.module)
-        if rule is None and self.known((OWN,)) == 0 and not self.taps.force_functorch:
+        if rule is None and self.known((OWN,)) == 0 and not (self.taps.force_functorch or self._by_rows()):
             with detached_parameters(owned, self.own):
                 return forward(*args, **kwargs)
         fresh = makes_fresh_output(rule)
@@ -104,6 +109,10 @@ class Tap(TappedLayer):
                 self.taps.samples_are_bags(indices, offsets, len(offsets) - self.module.include_last_offset)
         return self.tapped(output, inputs, parameters, fresh=fresh, rule=rule, watch=watch, expanded=expanded)
 
+    def _by_rows(self) -> bool:
+        """Whether rows are several units', or an expert's, of which copies by sample say nothing."""
+        return picked_here() is not None or getattr(self.taps.units(), "of_tokens", False)
+
     # --- what has no samples ---
 
     def known(self, key: Any) -> Place:
@@ -115,7 +124,7 @@ class Tap(TappedLayer):
 
     def _is_alone(self, rank: int) -> bool:
         """Whether an output of that rank has no samples, and comes to what has a rule."""
-        return self.known(rank) == NO_SAMPLES and self.known((ALONE, rank)) == 0
+        return picked_here() is None and self.known(rank) == NO_SAMPLES and self.known((ALONE, rank)) == 0
 
     def note_uses(self) -> None:
         """More may have been learned."""
@@ -178,6 +187,7 @@ class Tap(TappedLayer):
         if self.alone and self._is_alone(x.dim() + 1):  # its output is not expanded before it meets samples
             return args, kwargs, False
         ambiguous = x.dim() == 1 and x.shape[0] == n and self.places.get(2) is None and not self.taps.is_input(x)
+        ambiguous = ambiguous and self.known((OWN,)) != 0  # what its forward makes of it has been followed
         if ambiguous and bool((x.diff() == 1).all()):
             raise InputError(
                 f"{self.layer}: its input {tuple(x.shape)} counts up by one and is as long as the batch: positions "
@@ -221,6 +231,13 @@ class Tap(TappedLayer):
             watch: looks out for what the forward may have kept.
             expanded: the tap itself has given the input its batch.
         """
+        if fresh and type(output) is Tensor and output.is_floating_point() and not (self.alone and not as_is):
+            # Nearly all layers. What else may come takes as long as the layer.
+            if output._is_view():
+                output = _unsafe_view(output, output.shape)
+            record = Record(self, inputs, parameters, num_outputs=1, fresh=True, rule=rule, as_is=as_is)
+            self._note(record, None if as_is else output, expanded)
+            return TapFunction.apply(record, output, *parameters)[0]  # type: ignore[no-untyped-call]  # torch's
         leaves, structure = ([output], None) if isinstance(output, Tensor) else tree_flatten(output)
         places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point()]
         if not places:
@@ -233,15 +250,13 @@ class Tap(TappedLayer):
             return without_samples(self, output, inputs, parameters, rule)
         if fresh:
             # It passes on as the tensor itself, no view of it, because an in-place activation may follow.
-            tensors = [torch.ops.aten._unsafe_view(x, x.shape) if x._is_view() else x for x in tensors]
+            tensors = [_unsafe_view(x, x.shape) if x._is_view() else x for x in tensors]
         record = Record(self, inputs, parameters, num_outputs=len(places), fresh=fresh, rule=rule, as_is=as_is)
         if watch is not None:
             record.watch = watch
             tensors = watch.watched(tensors, not_its_own=(*record.leaves, *self.module._buffers.values()))
             watch.guard_kept(self.module)
-        record.place = self.batch_dim if expanded else self._place(None if as_is else tensors[0], record)
-        if record.created_in is None:  # a forward that is repeated in a backward pass has been counted
-            record.uses = self.taps.count_uses(parameters)
+        self._note(record, None if as_is else tensors[0], expanded)
         if not (fresh or as_is) and not any(x.is_inference() for x in tensors):
             tensors = _ready_for_change(tensors, (*record.leaves, *self.module._buffers.values()))
             record.fresh = True
@@ -252,6 +267,16 @@ class Tap(TappedLayer):
         for i, result in zip(places, results, strict=True):
             leaves[i] = result
         return leaves[0] if structure is None else tree_unflatten(leaves, structure)
+
+    def _note(self, record: Record, output: Tensor | None, expanded: bool) -> None:
+        """Where the record's samples are, and that its parameters are used."""
+        record.picked = picked_here()
+        if record.picked is not None:
+            record.place = record.picked.place(self.known(None if output is None else output.dim()))
+        else:
+            record.place = self.batch_dim if expanded else self._place(output, record)
+        if record.created_in is None:  # a forward that is repeated in a backward pass has been counted
+            record.uses = self.taps.count_uses(record.parameters)
 
     def _place(self, output: Tensor | None, record: Record) -> Place:
         """Where the record's samples are, as far as that has been learned.

@@ -23,7 +23,7 @@ def copied_whole(model: nn.Module, memo: dict[int, Any], mode: FakeTensorMode) -
     and whole fake parameters take the places of shards."""
     before: list[tuple[Any, type[nn.Module], dict[str, Any]]] = []
     with mode:
-        for p in model.parameters() if _units(model) else ():
+        for p in model.parameters():
             if hasattr(p, "device_mesh"):
                 whole = torch.empty(p.shape, dtype=p.dtype)
                 memo[id(p)] = nn.Parameter(whole, requires_grad=p.requires_grad)

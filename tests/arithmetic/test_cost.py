@@ -1,11 +1,18 @@
 """The choice of way: pure arithmetic."""
 
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
 
-from dpfast.arithmetic import bounds, cost
+from dpfast.arithmetic import bounds, cost, products
 from dpfast.factors import OuterProduct
 
 
@@ -50,3 +57,43 @@ def test_keeping_stays_within_its_budget(dtype):
             kept += 1
             assert factor.kept().values.nbytes <= cost.KEEP_RATIO * factor.nbytes
     assert kept and not cost.keeps(1, 0, 1) and cost.keeps(2, 1, 1) and not cost.keeps(2, 2, 1)
+
+
+CPU = torch.device("cpu")
+NORMS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "norms.jsonl"
+
+
+def test_what_a_flop_of_the_gram_way_takes_is_what_the_rows_say():
+    found = {}
+    for row in map(json.loads, NORMS.read_text().splitlines()):
+        found.setdefault(row["multiplier"], []).append(row["gram_flop"])
+    assert {who: round(statistics.median(taken), 1) for who, taken in found.items()} == cost.GRAM_FLOP
+
+
+@pytest.mark.parametrize("who", cost.GRAM_FLOP)
+def test_a_cpu_goes_direct_where_its_gram_norm_takes_longer(monkeypatch, who):
+    monkeypatch.setattr(products, "multiplier", lambda: who)
+    monkeypatch.setattr(cost, "_GRAM_FLOP_HERE", cost.GRAM_FLOP[who])
+    t, d, p = 256, 256, 1024
+    assert cost.norm_way(t, d, p) == cost.norm_way(t, d, p, torch.device("cuda")) == "gram"
+    assert cost.norm_way(t, d, p, CPU) == "direct"
+    assert cost.norm_way(t // 2, d, p, CPU) == "gram"
+    assert who in cost.norm_report()
+
+
+def test_instructions_without_a_row_are_weighed_by_flops():
+    """In a process of its own, in which MKL is told to use none that a row is of."""
+    code = (
+        "import torch; from dpfast.arithmetic import cost\n"
+        "assert cost.norm_way(256, 256, 1024, torch.device('cpu')) == 'gram'\n"
+        "assert 'nothing is measured with unknown' in cost.norm_report()\n"
+    )
+    environment = {**os.environ, "MKL_ENABLE_INSTRUCTIONS": "SSE4_2", "ONEDNN_MAX_CPU_ISA": "SSE41"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
+def test_the_way_of_a_norm_is_the_one_of_its_device(monkeypatch):
+    taken = []
+    monkeypatch.setattr(cost, "norm_way", lambda *args: taken.append(args) or "direct")
+    OuterProduct(torch.ones(2, 3, 64), torch.ones(2, 3, 80)).sq_norm()
+    assert taken == [(3, 64, 80, CPU)]

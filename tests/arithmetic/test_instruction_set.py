@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from dpfast.arithmetic import instruction_set, products
 from dpfast.arithmetic.instruction_set import AVX2, AVX512, UNKNOWN
@@ -83,3 +84,19 @@ def test_a_small_machine_imitated():
     )
     environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment, cwd="/")
+
+
+@pytest.mark.parametrize(
+    ("vendor", "flags", "who"),
+    [
+        ("AuthenticAMD", WIDE, "oneDNN AVX-512"),
+        ("GenuineIntel", WIDE, "MKL AVX-512"),
+        ("GenuineIntel", "fma avx2", "MKL AVX2"),
+        ("", "asimd", UNKNOWN),
+    ],
+)
+def test_who_multiplies_has_a_name(machine, vendor, flags, who):
+    if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
+        pytest.skip("this torch lacks one of the two")
+    machine(vendor, flags)
+    assert products.multiplier() == who

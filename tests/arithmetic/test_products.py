@@ -38,11 +38,14 @@ def test_products(backend, shape):
 @pytest.mark.parametrize(
     "shape", [(8, 256, 256), (704, 256, 8), (5, 127, 333), (15, 64, 1024), (3, 256, 645), (762, 256, 1)]
 )
-def test_narrow_products(shape, dtype):
+@pytest.mark.parametrize("transposed", ["x", "y", "both", "neither"])
+def test_narrow_products(shape, dtype, transposed):
     """Like LoRA's: the same bits in any company, whatever lies around a sample in memory."""
     r, k, c = shape
     torch.manual_seed(0)
     x, y = torch.randn(11, k, r + 3, dtype=dtype)[..., 1 : r + 1].mT, torch.randn(11, k, c, dtype=dtype)
+    x = x if transposed in ("x", "both") else x.contiguous()
+    y = y.mT.contiguous().mT if transposed in ("y", "both") else y
     whole = products.batched(x, y)
     assert whole.is_contiguous()
     assert relative_error(whole, x.double() @ y.double()) <= 1e-6

@@ -161,7 +161,6 @@ def test_nothing_is_silent(ranks, order, what):
         (("hook",), "InputError: DistributedDataParallel has a communication hook"),
         (("nested",), r"StateError: 1 \(DistributedDataParallel\)"),
         (("joined",), "StateError: .*join"),
-        (("tp",), r"StateError: 0 \(Linear\) holds DTensor"),
         *((("fsdp1", order, originals), "Error: ") for order in ORDERS for originals in (False, True)),
     ],
 )

@@ -46,6 +46,24 @@ def test_shards_of_the_clipped_sum_over_all_ranks(ranks, order):
         assert rank[order][2] == rank["plain"]  # collectives
 
 
+def test_what_is_accumulated_without_sync_crosses_with_the_last_pass(ranks):
+    """Gradients of a cycle that was given up are not among them."""
+    for rank in ranks:
+        for what in ("accumulated", *(("accumulated", how) for how in ("two passes", "to none", "in place"))):
+            assert not isinstance(rank[what], str), rank[what]
+            assert_gradients(rank[what][0], clipped_sum(exact(), C))
+            assert "reduce_scatter" not in rank[what][1]
+
+
+def test_after_a_backward_pass_that_failed(ranks):
+    """FSDP2 goes on with what it had gathered then, and reduces nothing any more."""
+    for rank in ranks:
+        first, second, untouched = rank["failed"]
+        assert first == "ValueError: in the middle"
+        assert "FSDP2 does not recover" in second
+        assert untouched
+
+
 @pytest.mark.parametrize("split", SPLITS)
 def test_unequal_and_empty_parts(ranks, split):
     assert_step(ranks, split, exact(), split=split)
@@ -83,7 +101,8 @@ def test_clipping_by_parameter(ranks):
     [
         ("escaping", r"EscapedGradientError: .*blocks.1.out.weight \(6, 6\)"),
         ("blocks alone", r"UnsupportedModuleError: parameter tokens.weight \(13, 6\) is trainable and in no unit"),
-        ("without sync", "StateError: set_requires_gradient_sync"),
+        ("without sync", "StateError: p.grad holds clipped gradients of this rank alone"),
+        ("sync of a part", "StateError: set_requires_gradient_sync was called on a part"),
         ("further out", "StateError: a module around the model"),
         ("materialized", "StateError: .*GradSampleModule has no gradients of whole parameters"),
         ("another dimension", r"UnsupportedModuleError: .*Shard\(dim=1\)"),

@@ -4,18 +4,15 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
+from standing_for import assert_stands_for, ordinary
 
 from dpfast.arithmetic import reference
 from dpfast.factors import Dense, Lookup, OuterProduct, row_sum
 from dpfast.factors.merge import Tied, merge
-from dpfast.factors.stacked import STACKED_BYTES, sq_norms
+from dpfast.factors.stacked import sq_norms
 from dpfast.testing import relative_error
 
 some = settings(derandomize=True, deadline=None, max_examples=80)
-
-
-def ordinary(*shape, seed):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) + 0.5
 
 
 def exact_lookup(indices, backprops, rows, padding_idx):
@@ -26,24 +23,6 @@ def exact_lookup(indices, backprops, rows, padding_idx):
             if index != padding_idx:
                 g[index] += row
     return out
-
-
-def assert_stands_for(factor, exact):
-    n = exact.shape[0]
-    norms = exact.reshape(n, -1).norm(dim=1) if n else exact.new_zeros(0)
-    assert factor.num_samples == n and factor.shape == exact.shape[1:]
-    assert relative_error(factor.materialize(), exact) <= 1e-5
-    assert relative_error(factor.materialize(scale=3.0), 3.0 * exact) <= 1e-5
-    for form in (factor, factor.kept(), factor.materialized()):
-        value, upper = form.sq_norm()
-        assert relative_error(value.sqrt(), norms) <= 1e-5
-        assert (upper.sqrt() >= norms).all()
-        assert (upper.sqrt() <= norms * 1.001 + 1e-10).all()
-        assert (upper >= value).all()
-        c = torch.rand(n, generator=torch.Generator().manual_seed(0))
-        summed = form.weighted_sum(c)
-        assert summed.shape == factor.shape
-        assert relative_error(summed, torch.einsum("n,n...->...", c.double(), exact)) <= 1e-5
 
 
 @some
@@ -247,14 +226,30 @@ def test_norms_taken_together_have_the_bits_of_each(n, shapes, dtype, data):
         assert torch.equal(together.upper, alone.upper)
 
 
-def test_large_dense_factors_are_not_copied_for_their_norms(monkeypatch):
-    large = [Dense(torch.randn(2, STACKED_BYTES["cpu"] // 8 + 1)) for _ in range(2)]
-    monkeypatch.setattr(torch, "cat", None)
-    assert len(sq_norms(large)) == 2
+def test_dense_factors_are_not_copied_for_their_norms(monkeypatch):
+    factors, cat = [Dense(torch.randn(2, 300, 16)) for _ in range(2)], torch.cat
+
+    def of_numbers(tensors, *args, **kwargs):
+        assert all(x.numel() <= 2 for x in tensors)
+        return cat(tensors, *args, **kwargs)
+
+    monkeypatch.setattr(torch, "cat", of_numbers)
+    assert len(sq_norms(factors)) == 2
 
 
-def test_a_long_list_is_stacked_in_parts(monkeypatch):
-    monkeypatch.setattr("dpfast.factors.stacked.STACKED_FACTORS", 2)
-    factors = [Dense(torch.randn(3, 7)) for _ in range(5)]
-    for factor, together in zip(factors, sq_norms(factors), strict=True):
-        assert all(map(torch.equal, together, factor.sq_norm()))
+def test_row_norms_of_many_layers_are_worked_on_in_parts(monkeypatch):
+    factors = [row_sum(torch.randn(3, 40, 7)) for _ in range(5)]
+    alone = [factor.sq_norm() for factor in factors]
+    monkeypatch.setattr("dpfast.arithmetic.stacked_norms._ENTRIES", 250)
+    longest, cat = 0, torch.cat
+
+    def watched(tensors, *args, **kwargs):
+        nonlocal longest
+        found = cat(tensors, *args, **kwargs)
+        longest = max(longest, found.numel())
+        return found
+
+    monkeypatch.setattr(torch, "cat", watched)
+    for factor, together in zip(alone, sq_norms(factors), strict=True):
+        assert all(map(torch.equal, together, factor))
+    assert longest == 240

@@ -132,13 +132,14 @@ class Bags(nn.Module):
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("bags", [[[1, 2, 2], [3], [4, 5, 1, 0]], [[1], [3], [2], [4, 5, 1, 0]]])
 @pytest.mark.parametrize("cls", [GradSampleModule, GradSampleModuleFastGradientClipping])
-def test_bags_in_one_row_with_offsets(cls, mode):
+def test_bags_in_one_row_with_offsets(cls, bags, mode):
     """An EmbeddingBag with indices (K,) and offsets (N,): N samples, not K, though indices are the first input."""
     torch.manual_seed(0)
     net = Bags(mode)
-    bags = [[1, 2, 2], [3], [4, 5, 1, 0]]
-    indices, offsets = torch.tensor([i for bag in bags for i in bag]), torch.tensor([0, 3, 4])
+    indices = torch.tensor([i for bag in bags for i in bag])
+    offsets = torch.tensor([0, *map(len, bags)])[:-1].cumsum(0)
     exact = _by_bag(net, bags)
     model = cls(net, loss_reduction="sum")
     model(indices, offsets).square().sum().backward()

@@ -33,7 +33,7 @@ PACKAGES = {
 
 ALL = [(package, name) for package, models in PACKAGES.items() for name in models]
 
-_FAST = "gpt2 llama bert t5 vit albert bloom deberta-v2 distilbert convnext resnet clip_text_model mamba bart ctrl"
+_FAST = "gpt2 llama bert t5 vit albert bloom deberta-v2 distilbert convnext resnet clip_text_model mamba bart ctrl swin"
 
 FAST = [("transformers", name) for name in _FAST.split()]
 """What `make test` takes: a package that it has installed anyway, models of each kind."""

@@ -95,7 +95,8 @@ def audio(n, t):
 HEADS = {
     "AutoModelForImageClassification": (
         pixels,
-        "vit resnet convnext beit clip convnextv2 data2vec-vision dinov2 dinov2_with_registers bit focalnet",
+        "vit resnet convnext beit clip convnextv2 data2vec-vision dinov2 dinov2_with_registers bit focalnet "
+        "swin swinv2",
     ),
     "AutoModelForCausalLM": (
         ids,
@@ -103,7 +104,8 @@ HEADS = {
         "bitnet blenderbot blenderbot-small bloom camembert cohere cohere2 ctrl cwm data2vec-text deepseek_v3 "
         "deepseek_v32 diffllama electra emu3 ernie ernie4_5 exaone4 falcon_mamba flint doge falcon fuyu gemma "
         "gemma2 gemma3 gemma3_text gemma4_unified gemma4_unified_text git glm glm4 gpt_neox opt roberta mistral "
-        "qwen2 whisper mixtral rwkv xlnet xlm gpt_neo gptj gpt_bigcode granite aria_text axk1 axk2 cohere2_moe",
+        "qwen2 whisper mixtral rwkv xlnet xlm gpt_neo gptj gpt_bigcode granite aria_text axk1 axk2 cohere2_moe "
+        "gpt_oss qwen2_moe qwen3_moe olmoe deepseek_v2",
     ),
     "AutoModel (images)": (
         pixels,
@@ -115,7 +117,7 @@ HEADS = {
     ),
     "AutoModelForSeq2SeqLM": (
         both,
-        "t5 audioflamingo3 encoder-decoder umt5 longt5",
+        "t5 audioflamingo3 encoder-decoder umt5 longt5 switch_transformers",
     ),
     "AutoModel (text)": (
         ids,
@@ -140,6 +142,8 @@ OPTIONS = {
     "efficientnet": {"image_size": 64},
     "dinov3_convnext": {"image_size": 64},
     "longformer": {"attention_window": [2, 2]},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "switch_transformers": {"encoder_sparse_step": 1, "decoder_sparse_step": 1, "dropout_rate": 0.0},
 }
 
 

@@ -271,10 +271,11 @@ def test_output_that_is_not_a_tensor():
             self.weight = nn.Parameter(torch.ones(3))
 
         def forward(self, x):
-            return str(x.sum())
+            return str((x * self.weight).sum())
 
     model = nn.Sequential(Odd())
-    wrapped = dpfast.GradSampleModule(model)
+    assert isinstance(dpfast.GradSampleModule(model)(torch.ones(2, 3)), str)  # its weight is followed by itself
+    wrapped = dpfast.GradSampleModule(nn.Sequential(Odd()), force_functorch=True)
     with pytest.raises(NotImplementedError, match=r"0 \(Odd\): its output is a str, not a tensor"):
         wrapped(torch.ones(2, 3))
     assert isinstance(model[0].weight, nn.Parameter)

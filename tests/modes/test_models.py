@@ -184,16 +184,16 @@ def test_position_ids_of_one_row(exact):
     assert_clipped(wrapped, exact(name))
 
 
-def test_mixture_of_experts_is_refused():
-    config = huggingface.transformers.MixtralConfig(
-        vocab_size=20, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, num_local_experts=2,
+def test_experts_without_a_rule_are_refused():
+    config = huggingface.transformers.JetMoeConfig(
+        vocab_size=20, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_key_value_heads=1, kv_channels=4,
+        num_local_experts=2, pad_token_id=0,
     )  # fmt: skip
-    model = huggingface.transformers.MixtralForCausalLM(config)
-    with pytest.raises(UnsupportedModuleError, match=r"model\.layers\.0\.mlp\S* \(\w+\): routes the .* freeze it"):
+    model = huggingface.transformers.JetMoeForCausalLM(config)
+    with pytest.raises(UnsupportedModuleError, match=r"experts\S* \(\w+\): sends tokens of all samples .* freeze it"):
         dpfast.GradSampleModule(model)
     for key, p in model.named_parameters():
-        p.requires_grad = ".mlp" not in key
+        p.requires_grad = ".experts" not in key and ".mlp" not in key
     dpfast.GradSampleModule(model)
 
 

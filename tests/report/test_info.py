@@ -13,6 +13,13 @@ def test_info_command_says_which_backend_and_why():
     assert "oneDNN may use" in out
 
 
+def test_info_command_says_where_nothing_is_measured_of_the_instructions():
+    """Where MKL is told to use what no row is of, torch chooses and FLOPs are counted as they are."""
+    environment = {**os.environ, "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"}
+    out = subprocess.check_output([sys.executable, "-m", "dpfast", "info"], text=True, env=environment)
+    assert "MKL unknown" in out and "torch as it is" in out and "nothing is measured with unknown" in out
+
+
 def test_broken_triton_means_reference_and_info_says_why(tmp_path):
     (tmp_path / "triton.py").write_text("raise ImportError('broken on purpose')\n")
     code = (

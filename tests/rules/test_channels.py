@@ -21,6 +21,14 @@ CONVOLUTIONS = {
     "more positions than one call adds": (lambda: nn.Conv2d(4, 6, 3, padding=1), (4, 47, 40)),
     "one dimension, long": (lambda: nn.Conv1d(6, 8, 5, padding=2), (6, 3000)),
     "three dimensions": (lambda: nn.Conv3d(3, 4, 3, padding=1), (3, 5, 6, 7)),
+    "depthwise": (lambda: nn.Conv2d(6, 6, 7, padding=3, groups=6), (6, 14, 14)),
+    "depthwise, strided, dilated": (
+        lambda: nn.Conv2d(5, 5, (3, 4), stride=(2, 3), padding=(1, 2), dilation=(3, 2), groups=5),
+        (5, 40, 160),
+    ),
+    "depthwise, one dimension, long": (lambda: nn.Conv1d(3, 3, 9, padding=4, groups=3), (3, 9_000)),
+    "depthwise, three dimensions": (lambda: nn.Conv3d(3, 3, 5, padding=(2, 1, 0), groups=3), (3, 6, 7, 38)),
+    "depthwise, transposed": (lambda: nn.ConvTranspose2d(4, 4, 5, stride=2, groups=4), (4, 17, 35)),
     "transposed": (
         lambda: nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1, output_padding=1, dilation=2),
         (4, 7, 8),
@@ -140,6 +148,15 @@ def test_group_norm_that_has_no_copies(change):
         assert (p.grad_sample.double() - truth[name]).norm() <= 1e-5 * truth[name].norm(), name
 
 
+@pytest.mark.parametrize("case", ["1x1", "1x1, more positions than one call adds", "depthwise"])
+def test_error_is_what_is_said_of_channels_last(case):
+    make, shape = CONVOLUTIONS[case]
+    torch.manual_seed(0)
+    layer, x = make(), torch.randn(5, *shape).to(memory_format=torch.channels_last)
+    backprops = (torch.randn_like(layer(x)) + 0.5).to(memory_format=torch.channels_last)
+    assert_within_stated_error(layer, x, backprops, looseness=5e-3)
+
+
 @pytest.mark.parametrize("case", CONVOLUTIONS)
 def test_same_bits_in_every_batch(case):
     make, shape = CONVOLUTIONS[case]
@@ -181,3 +198,18 @@ def test_long_sums_are_cut():
     layer = nn.Conv2d(4, 6, 3, padding=1)
     product = find_rule(layer)(layer, Activations([torch.randn(1, 4, 47, 40)]), torch.randn(1, 6, 47, 40))[layer.weight]
     assert product._blocks == 2 and product._block * 40 <= CHAIN
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_a_pixel_whose_strides_say_channels_last(n):
+    """torch fails over it in fp64, where several samples are groups (wav2vec2's positions, of a sequence of one)."""
+    torch.manual_seed(0)
+    layer = nn.Conv1d(8, 8, 4, padding=2, groups=2).double()
+    x, b = torch.randn(n, 1, 8, dtype=torch.float64).mT, torch.randn(n, 8, 2, dtype=torch.float64)
+    assert x.stride() == (8, 1, 8)
+    found, expected = factors(layer, x, b), factors(layer, torch.stack(list(x)), b)
+    assert all(torch.allclose(found[name].values, expected[name].values) for name in expected)
+    assert torch.allclose(
+        find_rule(layer)(layer, Activations([x]), b)[layer.weight].weighted_sum(torch.ones(n)).double(),
+        expected["weight"].values.sum(0),
+    )

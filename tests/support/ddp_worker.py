@@ -248,16 +248,6 @@ def fsdp1(order, **options):
     losses(call, torch.randn(4, 12), torch.zeros(4).long()).sum().backward()
 
 
-def tensor_parallel():
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
-    model = parallelize_module(Mlp(), init_device_mesh("cpu", (2,)), {"0": ColwiseParallel()})
-    losses(
-        dpfast.GradSampleModuleFastGradientClipping(model), torch.randn(4, 12), torch.zeros(4).long()
-    ).sum().backward()
-
-
 def joined():
     """Ranks with different numbers of batches (Join): each batch's sum crosses the ranks that are left."""
     model, x, y = case("mlp")
@@ -309,7 +299,6 @@ def main():
     found["other trainable"] = attempt(other_trainable)
     found["hook"] = attempt(with_hook)
     found["nested"] = attempt(nested)
-    found["tp"] = attempt(tensor_parallel)
     found["hooks off"] = attempt(hooks_off)
     found["joined"] = attempt(joined)
     return found

@@ -97,6 +97,39 @@ class RowsWithoutRule(OverAndOver):
         self.lin = Gain()
 
 
+class InWindow(nn.Module):
+    """Swin's: what is added to a window's scores depends on which of its sample's it is."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.rand(2, 3, 3))
+
+    def forward(self, x, mask):
+        scores = (x @ x.mT + self.table.sum(0)).unflatten(0, (-1, len(mask)))
+        return (scores + mask).flatten(0, 1).softmax(-1) @ x
+
+
+class ShiftedWindows(Model):
+    """(N·2, 3, D) in a layer without a rule."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = InWindow()
+        self.register_buffer("mask", torch.stack((torch.zeros(3, 3), torch.full((3, 3), -9.0).triu(1))))
+
+    def between(self, x):
+        windows = torch.cat((x, x[:, :1]), 1).unflatten(1, (2, 3)).flatten(0, 1)
+        return self.lin(windows, self.mask).unflatten(0, (-1, 2)).flatten(1, 2)[:, :T]
+
+
+class ShiftedWindowsOverAndOver(ShiftedWindows):
+    """(2·N, 3, D)."""
+
+    def between(self, x):
+        windows = torch.cat((x, x[:, :1]), 1).unflatten(1, (2, 3)).transpose(0, 1).flatten(0, 1)
+        return self.lin(windows, self.mask[:1]).unflatten(0, (2, -1)).transpose(0, 1).flatten(1, 2)[:, :T]
+
+
 class Choices(Model):
     """Tokens (N·T,), in one row."""
 
@@ -128,7 +161,7 @@ class DropsOut(Together):
 
 RIGHT = [
     Together, OverAndOver, Windows, FoldedBehind, Frames, RecurrentInRows, RowsWithoutRule, Choices, LooksAtValues,
-    DropsOut,
+    DropsOut, ShiftedWindows, ShiftedWindowsOverAndOver,
 ]  # fmt: skip
 
 
@@ -210,6 +243,56 @@ class Experts(Model):
         return out.unflatten(0, (-1, T))
 
 
+class HiddenBehindZeros(Model):
+    """A layer that lets nothing through before its first step."""
+
+    def __init__(self):
+        super().__init__()
+        self.adapter = nn.Linear(D, D)
+        nn.init.zeros_(self.adapter.weight)
+        nn.init.zeros_(self.adapter.bias)
+
+    def between(self, x):
+        return self.lin(x) + self.adapter(x - x.mean(0))
+
+
+class HiddenGate(HiddenBehindZeros):
+    """A parameter that does."""
+
+    def __init__(self):
+        super().__init__()
+        self.adapter, self.gate = None, nn.Parameter(torch.zeros(1))
+
+    def between(self, x):
+        x = self.lin(x)
+        return x + self.gate.tanh() * (x - x.mean(0))
+
+
+class HiddenInZeros(Model):
+    """What is mixed is zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(D, D, bias=False)
+        nn.init.zeros_(self.lin.weight)
+
+    def between(self, x):
+        out = self.lin(x)
+        return x + out.mean(0)
+
+
+class HiddenByBeingAlike(Model):
+    """A norm over one number gives all samples the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.lin = nn.LayerNorm(1), nn.Linear(1, 3)
+
+    def between(self, x):
+        q, k, v = self.lin(self.norm(x.mean(-1, keepdim=True))).unbind(-1)
+        return x + ((q @ k.mT).softmax(-1) @ v).unsqueeze(-1)
+
+
 REFUSED = {
     Centred: (UnsupportedModuleError, r"samples meet in lin \(Linear\)"),
     AttentionOverBatch: (UnsupportedModuleError, r"samples meet in lin \(Linear\)"),
@@ -219,4 +302,7 @@ REFUSED = {
     Turned: (InputError, r"lin \(Linear\): its samples stand in another order than in the model's input"),
     InTheMiddle: (InputError, r"lin \(Linear\): its samples are folded into rows in an order that is neither"),
     Experts: (DpfastError, r"lin\.\d \(Linear\)"),
+    **dict.fromkeys(
+        (HiddenBehindZeros, HiddenGate, HiddenInZeros, HiddenByBeingAlike), (UnsupportedModuleError, "samples meet in")
+    ),
 }

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dpfast
 import dpfast.opacus
+from dpfast.distributed import SharedSecret
 
 N, T, D, VOCABULARY, C = 8, 5, 6, 13, 0.5
 SPLITS = {"equal": 4, "unequal": 5, "empty": 8}
@@ -112,6 +113,18 @@ def whole(p):
     return p.full_tensor().detach().clone()
 
 
+def step(module, x, y, passes=1):
+    own = losses(module, x, y)
+    if passes == 1:
+        own.sum().backward()
+    else:
+        own.sum().backward(retain_graph=True)
+        factors = module.get_clipping_coef()
+        module.disable_hooks()
+        (factors * own).sum().backward()
+        module.enable_hooks()
+
+
 def sums(
     split="equal",
     tied=True,
@@ -144,15 +157,7 @@ def sums(
         if zero:
             module.zero_grad(set_to_none=zero is True)
         COUNT.clear()
-        own = losses(module, x, y)
-        if passes == 1:
-            own.sum().backward()
-        else:
-            own.sum().backward(retain_graph=True)
-            factors = module.get_clipping_coef()
-            module.disable_hooks()
-            (factors * own).sum().backward()
-            module.enable_hooks()
+        step(module, x, y, passes)
     collectives = dict(COUNT)
     gradients = {name.replace("_checkpoint_wrapped_module.", ""): whole(p.grad) for name, p in model.named_parameters()}
     return gradients, module.get_norm_sample(), collectives
@@ -186,10 +191,61 @@ def blocks_alone():
     backward(model)
 
 
-def without_sync():
-    model = shard(case()[0])
+def accumulated(given_up=False, passes=1):
+    """As ``sums``, of parts of the batch of which the last alone is reduced; ``given_up``: others came before, and the
+    gradients were set to zero. Collectives are those of the passes that reduce nothing."""
+    model, x, y = case()
+    shard(model)
+    module = dpfast.GradSampleModuleFastGradientClipping(model, loss_reduction="sum", max_grad_norm=C, passes=passes)
+    x, y = part(x), part(y)
     model.set_requires_gradient_sync(False)
+    if given_up:
+        step(module, x, y, passes)
+        for p in model.parameters():
+            p.grad = None if given_up == "to none" else p.grad.zero_()
+    COUNT.clear()
+    for i in (0, 1):
+        step(module, x[i : i + 1], y[i : i + 1], passes)
+    collectives = dict(COUNT)
+    model.set_requires_gradient_sync(True)
+    step(module, x[2:], y[2:], passes)
+    return {name: whole(p.grad) for name, p in model.named_parameters()}, collectives
+
+
+def step_without_sync():
+    model, x, y = case()
+    module = dpfast.GradSampleModuleFastGradientClipping(shard(model), loss_reduction="sum", max_grad_norm=C)
+    optimizer = dpfast.opacus.DPOptimizerFast(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        noise_multiplier=1.0,
+        max_grad_norm=C,
+        expected_batch_size=N,
+        secret=SharedSecret.agreed(),
+    )
+    model.set_requires_gradient_sync(False)
+    step(module, part(x), part(y))
+    optimizer.step()
+
+
+def sync_of_a_part():
+    model = shard(case()[0])
+    model.blocks[0].set_requires_gradient_sync(False)
     backward(model)
+
+
+def after_a_failure():
+    """Errors of a backward pass that fails in the middle, and of the next."""
+    model = shard(case()[0])
+
+    def fail(grad):
+        raise ValueError("in the middle")
+
+    handle = model.blocks[0].down.register_forward_hook(lambda *a: a[-1].register_hook(fail) and None)
+    module = dpfast.GradSampleModuleFastGradientClipping(model, loss_reduction="sum", max_grad_norm=C)
+    _, x, y = case()
+    first = attempt(step, module, part(x), part(y))
+    handle.remove()
+    return first, attempt(step, module, part(x), part(y)), all(p.grad is None for p in model.parameters())
 
 
 class Around(nn.Module):
@@ -272,7 +328,13 @@ def main():
     found["unfrozen later"] = attempt(unfrozen_later)
     found["escaping"] = attempt(backward, shard(case(block=Escaping)[0]))
     found["blocks alone"] = attempt(blocks_alone)
-    found["without sync"] = attempt(without_sync)
+    found["without sync"] = attempt(step_without_sync)
+    found["sync of a part"] = attempt(sync_of_a_part)
+    found["failed"] = after_a_failure()
+    found["accumulated"] = attempt(accumulated)
+    found["accumulated", "two passes"] = attempt(accumulated, passes=2)
+    for how in ("to none", "in place"):
+        found["accumulated", how] = attempt(accumulated, how)
     found["further out"] = attempt(one_module_further_out)
     found["materialized"] = attempt(backward, shard(case()[0]), dpfast.GradSampleModule)
     found["another dimension"] = attempt(backward, shard(case()[0], shard_placement_fn=lambda p: Shard(p.dim() - 1)))

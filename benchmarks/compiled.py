@@ -1,0 +1,181 @@
+"""The compiled private step over the plain step, captured and compiled the same way: docs/compiled.md's tables.
+
+    python benchmarks/compiled.py              # every workload, rows to benchmarks/results/compiled.jsonl
+    python benchmarks/compiled.py toy --no-write
+    python benchmarks/compiled.py toy --cold   # what compiling takes, in a process with an empty cache and in a second
+
+A step is zero_grad, forward, backward and clipping, without noise or optimizer. Legs take turns in one process on one
+thread, step by step: the figure is the median over rounds of CPU time, and of (leg / compiled plain) within a round.
+The compiled private step's sums are compared with a loop over samples in fp64 first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+
+import torch
+from rows import RESULTS, Rows, environment
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.fx.experimental.proxy_tensor import make_fx
+from workloads import WORKLOADS, Gpt, Workload, language_losses
+
+import dpfast
+from dpfast.testing import clipped_sum, loop_over_samples, relative_error
+
+ROUNDS, WARM_UP = 30, 3
+TOLERANCE = 1e-4
+
+
+def _toy() -> Workload:
+    def tokens() -> tuple[Tensor, ...]:
+        return tuple(torch.randint(0, 100, (4, 8)) for _ in range(2))
+
+    return Workload("toy", "Toy GPT: d=32, 2 blocks, T=8, N=4", lambda: Gpt(100, 32, 2, 8), tokens, language_losses, 4)
+
+
+MODELS = {"toy": _toy(), **{name: WORKLOADS[name] for name in ("mlp", "lora", "gpt")}}
+
+
+def compiled_plain(model: nn.Module, workload: Workload, batch: tuple[Tensor, ...]) -> Callable[[], None]:
+    """The plain step as one graph that leaves ``p.grad``."""
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    buffers = dict(model.named_buffers())
+    trainable = [p for p in parameters if p.requires_grad]
+
+    def gradients(values: list[Tensor], *batch: Tensor) -> tuple[Tensor, ...]:
+        state = {**dict(zip(names, values, strict=True)), **buffers}
+        with torch.enable_grad():
+            losses = workload.losses(lambda *inputs: functional_call(model, state, inputs), *batch)
+            return torch.autograd.grad(losses.mean(), [x for x in values if x.requires_grad])
+
+    graph = torch.compile(
+        make_fx(gradients, tracing_mode="fake", _allow_non_fake_inputs=True)(list(parameters), *batch)
+    )
+
+    def step() -> None:
+        model.zero_grad()
+        with torch.no_grad():
+            for p, gradient in zip(trainable, graph(list(parameters), *batch), strict=True):
+                p.grad = gradient
+
+    return step
+
+
+def legs(workload: Workload) -> dict[str, Callable[[], None]]:
+    """By name, the compiled plain step first."""
+    torch.manual_seed(0)
+    model, batch = workload.build(), workload.batch()
+    plain, eager, compiled = (copy.deepcopy(model) for _ in range(3))
+    wrapped = dpfast.GradSampleModuleFastGradientClipping(eager, max_grad_norm=1.0)
+    private = dpfast.compile_step(compiled, workload.losses, max_grad_norm=1.0, batch_size=len(batch[0]))
+
+    def run_plain() -> None:
+        plain.zero_grad()
+        workload.losses(plain, *batch).mean().backward()
+
+    def run_eager() -> None:
+        eager.zero_grad()
+        workload.losses(wrapped, *batch).mean().backward()
+
+    def run_private() -> None:
+        compiled.zero_grad()
+        private(*batch)
+
+    few = tuple(x[: workload.check_samples] for x in batch)
+    exact = loop_over_samples(model, lambda *given: workload.losses(*given).sum(), *few)
+    private(*few)
+    for name, total in clipped_sum(exact, 1.0).items():
+        found = dict(compiled.named_parameters())[name].grad
+        assert found is not None
+        error = relative_error(found, total)
+        assert error <= TOLERANCE, f"{workload.name}: {name} is off by {error:.1e}"
+    return {
+        "plain, compiled": compiled_plain(copy.deepcopy(model), workload, batch),
+        "dpfast, compiled": run_private,
+        "plain": run_plain,
+        "dpfast one-pass": run_eager,
+    }
+
+
+def measure(workload: Workload, rounds: int) -> list[dict]:
+    times: dict[str, list[float]] = {}
+    all_legs = legs(workload)
+    for i in range(WARM_UP + rounds):
+        for name, step in all_legs.items():
+            start = time.process_time()
+            step()
+            if i >= WARM_UP:
+                times.setdefault(name, []).append(time.process_time() - start)
+    base = times["plain, compiled"]
+    return [
+        {
+            "workload": workload.name,
+            "title": workload.title,
+            "leg": name,
+            "ms": 1e3 * statistics.median(taken),
+            "ratio": statistics.median(a / b for a, b in zip(taken, base, strict=True)),
+            "ratio_of_minima": min(taken) / min(base),
+            "rounds": rounds,
+        }
+        for name, taken in times.items()
+    ]
+
+
+def first_step(workload: Workload) -> None:
+    """Prints what the first step takes, (wall, CPU) seconds."""
+    torch.manual_seed(0)
+    model, batch = workload.build(), workload.batch()
+    step = dpfast.compile_step(model, workload.losses, max_grad_norm=1.0, batch_size=len(batch[0]))
+    start = time.perf_counter()
+    step(*batch)
+    used = os.times()
+    print(time.perf_counter() - start, used.user + used.system + used.children_user + used.children_system)
+
+
+def compile_times(workload: Workload) -> list[dict]:
+    """With an empty cache, and in a second process with what the first left."""
+    rows = []
+    with tempfile.TemporaryDirectory() as cache:
+        environ = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        for what in ("first step, cold", "first step, from the cache"):
+            command = [sys.executable, __file__, workload.name, "--first-step"]
+            said = subprocess.run(command, env=environ, check=True, capture_output=True, text=True).stdout
+            wall, cpu = map(float, said.split()[-2:])
+            rows.append({"workload": workload.name, "title": workload.title, "leg": what, "s": wall, "cpu_s": cpu})
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("workloads", nargs="*", choices=[*MODELS, []], help="all unless given")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--cold", action="store_true", help="measure compiling, not the steps")
+    parser.add_argument("--first-step", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--no-write", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    for name in options.workloads or MODELS:
+        workload = MODELS[name]
+        if options.first_step:
+            first_step(workload)
+            continue
+        found = compile_times(workload) if options.cold else measure(workload, options.rounds)
+        rows = None if options.no_write else Rows(RESULTS / "compiled.jsonl", environment("cpu"))
+        for row in found:
+            if rows is not None:
+                rows.add(**row)
+            numbers = " ".join(f"{k} {v:.3f}" for k, v in row.items() if isinstance(v, float))
+            print(f"{row['title']} | {row['leg']} | {numbers}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

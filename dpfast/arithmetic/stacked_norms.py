@@ -1,0 +1,173 @@
+"""Norms of many factors, and their bounds, worked out together.
+
+What a layer's norm takes at last is done with N numbers: some twenty calls on next to nothing. So factors leave what
+that follows from, and it is done once for all of them, row by row what :func:`bounds.dense` and
+:func:`bounds.direct_error` do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dpfast.arithmetic import bounds, sums
+from dpfast.arithmetic.bounds import SquaredNorm
+from dpfast.arithmetic.precision import accumulating_dtype
+from dpfast.arithmetic.row_norms import taken_once
+
+_ENTRIES = 2**20
+"""Row norms, of all factors and positions, that are worked on at a time: 8 MiB each time that they are written."""
+
+_SLOP = 1.0 + 2.0**-40
+
+_row_norm = sums.raw_row_norm
+"""Of values: once, and of no input."""
+
+
+class SumError(NamedTuple):
+    """How far, in L2 norm, a sum over T positions may be from the exact one: ``relative·S + least`` with
+    ``S = Σ_t Π_k (norms_k + lost_k)``, over the one or two things that are multiplied at a position."""
+
+    norms: tuple[Tensor, ...]
+    """Of the rows, (M, T) each, in any dtype."""
+
+    lost: tuple[float, ...]
+    """What each of them may lack where squares underflow."""
+
+    relative: float
+    least: float
+
+    @classmethod
+    def of_products(cls, activations: Tensor, backprops: Tensor) -> SumError:
+        """Of the reference's gradients ``Σ_t b_t a_tᵀ`` of these inputs."""
+        relative, least = bounds.direct_terms(
+            positions=activations.shape[1],
+            numel=activations.shape[2] * backprops.shape[2],
+            dtype=accumulating_dtype(activations, backprops),
+        )
+        norms = (taken_once(sums.raw_row_norm, activations), taken_once(sums.raw_row_norm, backprops))
+        return cls(norms, (sums.lost_to_underflow(activations), sums.lost_to_underflow(backprops)), relative, least)
+
+    def bound(self) -> Tensor:
+        """(M,) fp64."""
+        return _sum_errors([self], len(self.norms[0]))[0]
+
+
+class Unfinished(NamedTuple):
+    """The norms of M values as computed.
+
+    Attributes:
+        norm: (M,) fp64; no sum of squares in ``dtype`` is longer than ``width``.
+        numel: entries of a value.
+        error: how far the values themselves may be off, in L2 norm, (M,) fp64 or what that follows from.
+    """
+
+    norm: Tensor
+    width: int
+    numel: int
+    dtype: torch.dtype
+    error: Tensor | SumError | None
+
+
+def finish_norms(parts: Sequence[Unfinished], n: int) -> SquaredNorm:
+    """‖v‖² and its upper bound for all of them, (F, n) with n > 0: each part's M is one or several times n, and they
+    stand one after the other. A row's bits do not depend on the others."""
+    norms = torch.cat([p.norm for p in parts]) if len(parts) > 1 else parts[0].norm
+    value = norms.view(-1, n).square()
+    layers = [len(p.norm) // n for p in parts]
+    terms = [bounds.dense_terms(width=p.width, numel=p.numel, dtype=p.dtype) for p in parts]
+    relative, least = _columns(terms, layers, norms)
+    upper = torch.addcmul(least, value, relative).sqrt_().add_(_errors(parts, n)).square_()
+    return SquaredNorm(value, upper.mul_(_SLOP))
+
+
+def unfinished_norm(blocks: Iterable[Tensor], error: Tensor | SumError | None = None) -> Unfinished:
+    """Of values (M, ...) that come in blocks of samples, at least one, each used while it is in the cache."""
+    found = []
+    for block in blocks:
+        rows = sums.rows_of_entries(block)
+        found.append(_row_norm(rows))
+    norm = sums.norm_of_rows(found[0] if len(found) == 1 else torch.cat(found))
+    width, numel = min(rows.shape[-1], sums.SUM_BLOCK), rows.shape[1] * rows.shape[2]
+    return Unfinished(norm, width, numel, accumulating_dtype(rows), error)
+
+
+def dense_sq_norm(blocks: Iterable[Tensor], error: Tensor | SumError | None = None) -> SquaredNorm:
+    """‖v_n‖² of values (N, ...) as :func:`unfinished_norm` takes them."""
+    return finished(unfinished_norm(blocks, error))
+
+
+def finished(part: Unfinished) -> SquaredNorm:
+    """Alone, (M,)."""
+    if not len(part.norm):
+        return SquaredNorm(part.norm, part.norm)
+    value, upper = finish_norms([part], len(part.norm))
+    return SquaredNorm(value[0], upper[0])
+
+
+def _errors(parts: Sequence[Unfinished], n: int) -> Tensor:
+    """(F, n)"""
+    found: dict[int, Tensor] = {}
+    alike: dict[Hashable, list[int]] = {}
+    for i, part in enumerate(parts):
+        if isinstance(part.error, SumError):
+            alike.setdefault((len(part.error.norms), part.error.norms[0].shape[1]), []).append(i)
+        elif part.error is None:
+            found[i] = torch.zeros_like(part.norm).view(-1, n)
+        else:
+            found[i] = part.error.view(-1, n)
+    for members in alike.values():
+        all_errors: Any = [parts[i].error for i in members]
+        for some in _at_a_time(members, [e.norms[0].numel() for e in all_errors]):
+            errors: Any = [parts[i].error for i in some]
+            rows = _sum_errors(errors, n)
+            layers = [len(parts[i].norm) // n for i in some]
+            found.update(zip(some, rows.split(layers) if len(some) > 1 else [rows], strict=True))
+    return torch.cat([found[i] for i in range(len(parts))]) if len(parts) > 1 else found[0]
+
+
+def _at_a_time(members: Sequence[int], entries: Sequence[int]) -> list[list[int]]:
+    found: list[list[int]] = []
+    total = 0
+    for member, number in zip(members, entries, strict=True):
+        if not found or total + number > _ENTRIES:
+            found.append([])
+            total = 0
+        found[-1].append(member)
+        total += number
+    return found
+
+
+def _sum_errors(errors: Sequence[SumError], n: int) -> Tensor:
+    """(F, n), of errors with as many positions and norms."""
+    layers = [len(e.norms[0]) // n for e in errors] if n else [1]
+    *lost, relative, least = _columns([(*e.lost, e.relative, e.least) for e in errors], layers, errors[0].norms[0])
+    product: Any = None
+    for k, lost_k in enumerate(lost):
+        norms = [e.norms[k] for e in errors]
+        if len({x.dtype for x in norms}) > 1:
+            norms = [x.double() for x in norms]
+        rows = torch.cat(norms) if len(norms) > 1 else norms[0]
+        rows = rows.view(sum(layers), n, rows.shape[1]).double() + lost_k.unsqueeze(-1)
+        product = rows if product is None else product.mul_(rows)
+    return torch.addcmul(least, product.sum(-1), relative)
+
+
+def _columns(terms: Sequence[tuple[float, ...]], layers: Sequence[int], like: Tensor) -> Sequence[Tensor]:
+    """The numbers of each part as columns (F, 1), fp64, as often as it has layers."""
+    if type(like) is not Tensor:  # traced: nothing of it may stay
+        return _made(tuple(terms), tuple(layers), like.device)
+    return _kept(tuple(terms), tuple(layers), like.device)
+
+
+def _made(terms: tuple[tuple[float, ...], ...], layers: tuple[int, ...], device: torch.device) -> Sequence[Tensor]:
+    rows = [numbers for numbers, times in zip(terms, layers, strict=True) for _ in range(times)]
+    return torch.tensor(rows, dtype=torch.float64, device=device).t().unsqueeze(-1).unbind()
+
+
+_kept = lru_cache(maxsize=256)(_made)
+"""A GPU would be waited for each time that numbers go there."""

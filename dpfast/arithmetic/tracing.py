@@ -1,0 +1,71 @@
+"""Whether the arithmetic that runs now is being captured into a graph, and what a graph must leave as it is.
+
+While it is captured tensors have no values: nothing may be read back, and results stand where the compiler puts them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class _Here(threading.local):
+    capturing = False
+
+
+_here = _Here()
+
+
+@contextmanager
+def capturing() -> Iterator[None]:
+    """Within it :func:`is_traced` is true in this thread."""
+    before, _here.capturing = _here.capturing, True
+    try:
+        yield
+    finally:
+        _here.capturing = before
+
+
+def is_traced() -> bool:
+    """Whether a graph is being made of what runs."""
+    return torch.compiler.is_compiling() or _here.capturing
+
+
+def pinned(x: Tensor) -> Tensor:
+    """``x``, which in a captured graph is a tensor in memory from here on.
+
+    A compiler may compute a tensor anew for each of its readers, another time with other roundings: norms would then be
+    those of other gradients than the ones that are summed.
+    """
+    if not _here.capturing or x.dtype in (torch.int64, torch.int32, torch.bool):
+        return x
+    return torch.ops.dpfast.pinned(x)
+
+
+_library = torch.library.Library("dpfast", "FRAGMENT")
+_library.define("pinned(Tensor x) -> Tensor")
+_library.impl("pinned", lambda x: x.clone(), "CompositeExplicitAutograd")
+
+
+def leave_pins_to_inductor() -> None:
+    """Inductor then writes the tensor once and copies nothing but what has 16 bits. Called before it runs; it takes
+    seconds to import."""
+    from torch._inductor import lowering
+
+    copied = lowering.fallback_handler(torch.ops.dpfast.pinned.default, add_to_fallback_set=False)
+
+    def in_memory(x: Any) -> Any:  # an Inductor TensorBox
+        if (
+            x.get_dtype().itemsize == 2
+        ):  # whoever reads it in the loop that writes it would read it before it is rounded
+            return copied(x)
+        x.realize()
+        return x
+
+    if torch.ops.dpfast.pinned.default not in lowering.lowerings:
+        lowering.register_lowering(torch.ops.dpfast.pinned.default, type_promotion_kind=None)(in_memory)

@@ -1,0 +1,68 @@
+"""Batches of one size: padded with zeros, with a mask that tells samples from padding."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_unflatten
+
+from dpfast.errors import InputError
+
+
+class Batch:
+    """A batch, its tensors apart from what else is in it."""
+
+    def __init__(self, leaves: Sequence[Any], structure: TreeSpec):
+        self.places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+        self.tensors: list[Tensor] = [leaves[i] for i in self.places]
+        self.others = [None if isinstance(x, Tensor) else x for x in leaves]
+        self.structure = structure
+
+    @classmethod
+    def like(cls, other: Batch, tensors: Sequence[Tensor]) -> Batch:
+        """The other with these tensors."""
+        batch = copy.copy(other)
+        batch.tensors = list(tensors)
+        return batch
+
+    def of(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+        """The batch with other tensors."""
+        leaves = list(self.others)
+        for i, x in zip(self.places, tensors, strict=True):
+            leaves[i] = x
+        return tree_unflatten(leaves, self.structure)
+
+
+def num_samples(tensors: Sequence[Tensor]) -> int:
+    """How many samples all tensors of a batch have in their first dimension.
+
+    Raises:
+        InputError: there is no tensor, or not all have as many.
+    """
+    sizes = [x.shape[0] if x.dim() else None for x in tensors]
+    if not sizes or any(size != sizes[0] for size in sizes) or sizes[0] is None:
+        raise InputError(
+            f"the batch's tensors {[tuple(x.shape) for x in tensors]} must all have its samples in their first "
+            "dimension; what is the same for all samples belongs into losses or the model"
+        )
+    return sizes[0]
+
+
+def padded(tensors: Sequence[Tensor], valid: Tensor, size: int) -> Iterator[tuple[list[Tensor], Tensor]]:
+    """(tensors, valid) of ``size`` samples each, contiguous, as often as it takes; the last is filled up with zeros.
+
+    Args:
+        valid: (N,) bool; what is added is not.
+    """
+    n = len(valid)
+    for start in range(0, n, size):
+        parts = [x.detach()[start : start + size].contiguous() for x in (*tensors, valid)]
+        missing = size - len(parts[0])
+        if missing:
+            parts = [torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) for x in parts]
+        *some, mask = parts
+        yield some, mask

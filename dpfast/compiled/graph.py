@@ -1,0 +1,123 @@
+"""One captured step, compiled, and whether it is still that of the model."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dpfast.arithmetic import exact_convolutions, leave_pins_to_inductor
+from dpfast.errors import BackendError, StateError
+
+if TYPE_CHECKING:
+    from dpfast.compiled.capture import Captured
+
+
+class Own(NamedTuple):
+    """What a model consists of, each once, in the order of ``modules()``, ``parameters()`` and ``buffers()``."""
+
+    modules: list[nn.Module]
+    parameters: list[nn.Parameter]
+    buffers: list[Tensor]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Own:
+        """In one walk: torch's own three take longer than a small step."""
+        own = cls([], [], [])
+        seen: set[int] = set()
+        waiting: list[nn.Module | None] = [model]
+        while waiting:
+            module = waiting.pop()
+            if module is None or id(module) in seen:
+                continue
+            seen.add(id(module))
+            own.modules.append(module)
+            for found, tensors in ((own.parameters, module._parameters), (own.buffers, module._buffers)):
+                for x in tensors.values():
+                    if x is not None and id(x) not in seen:
+                        seen.add(id(x))
+                        found.append(x)  # type: ignore[arg-type]  # of either kind
+            if module._modules:
+                waiting.extend(reversed(module._modules.values()))
+        return own
+
+
+class Graph:
+    """A captured step.
+
+    Args:
+        captured: of this model, own. backend: torch.compile's.
+        places: where its layers have their samples. settled: whether another batch would tell no more of that.
+        start: when the capture began.
+    """
+
+    def __init__(self, captured: Captured, own: Own, backend: str, *, places: Any, settled: bool, start: float):
+        self.places, self.settled = places, settled
+        self.apart = False  # whether losses of several samples were seen, each its own sample's
+        self._looks = 3  # batches that are asked once more
+        self.of = captured.of
+        self._others = captured.others
+        self._backend = backend
+        self._own = own
+        self._first: str | None = (
+            f"{len(captured.graph.graph.nodes)} operations captured in {time.perf_counter() - start:.1f} s"
+        )
+        if backend == "inductor":
+            leave_pins_to_inductor()
+        self._compiled = torch.compile(captured.graph, fullgraph=True, dynamic=False, backend=backend)
+
+    def seen_again(self, settled: bool) -> Graph:
+        """Another batch has told nothing else of where samples are."""
+        self._looks -= 1
+        self.settled = settled or self._looks == 0
+        return self
+
+    def check_model(self, own: Own) -> None:
+        """Raises StateError where modules or parameters are not those that were captured."""
+        same_modules = _same(self._own.modules, own.modules)
+        if not same_modules or not _same(self._own.parameters, own.parameters):
+            what = "parameters" if same_modules else "modules"
+            raise StateError(
+                f"the model has other {what} than when its step was captured; make a new one with dpfast.compile_step"
+            )
+
+    def run(self, own: Own, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The sums of :attr:`of` and what ``modes.Clipped`` holds.
+
+        Raises:
+            BackendError: torch.compile cannot compile here.
+        """
+        state = [*own.parameters, *own.buffers, *self._others]
+        if self._first is None:
+            with exact_convolutions():  # a graph does not hold the switches that its operations were captured under
+                return self._compiled(*state, *inputs)
+        say = self._backend == "inductor"
+        if say:
+            print(
+                f"dpfast: {self._first}; compiling, which torch keeps on disk", end=" ... ", file=sys.stderr, flush=True
+            )
+        start, self._first = time.perf_counter(), None
+        try:
+            with exact_convolutions():
+                result = self._compiled(*state, *inputs)
+        except Exception as error:
+            if say:
+                print("not here", file=sys.stderr)
+            if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+                raise BackendError(
+                    f"torch.compile with backend={self._backend!r} cannot compile here: {str(error).splitlines()[0]}. "
+                    "Inductor needs a C++ compiler on a CPU (g++ or clang++, or CXX=its path); backend='aot_eager' "
+                    "needs none, and neither does GradSampleModuleFastGradientClipping, the same step without a graph"
+                ) from error
+            raise
+        if say:
+            print(f"{time.perf_counter() - start:.1f} s", file=sys.stderr)
+        return result
+
+
+def _same(before: Sequence[object], now: Sequence[object]) -> bool:
+    return len(before) == len(now) and all(a is b for a, b in zip(before, now, strict=True))

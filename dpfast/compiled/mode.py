@@ -1,0 +1,149 @@
+"""The eager one-pass mode as it runs in a graph: one opaque operation turns norms into weights; the sums are results.
+
+What a compiler does to fp64 arithmetic is its own affair (Inductor drops a rounding to fp32 that is undone again), so
+the (N,)-long end of the step is no part of the graph: it runs as it does eagerly, by the same code.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpfast.arithmetic import SquaredNorm
+from dpfast.errors import UnsupportedModuleError
+from dpfast.modes import Clipped, GradSampleModuleFastGradientClipping, Hooks, expect_loss
+
+
+class GraphMode(GradSampleModuleFastGradientClipping):
+    """One pass on a copy of the model that nobody else runs; losses are summed over samples."""
+
+    def add_hooks(
+        self,
+        *,
+        loss_reduction: str = "sum",
+        batch_first: bool = True,
+        force_functorch: bool = False,
+        layout: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._tapped = Hooks(
+            self._module, self, batch_first=batch_first, force_functorch=force_functorch, layout=layout
+        )
+        self._tapped.add(never_run=True)
+
+    def set_grad_sample_to_none(self) -> None:
+        """There is none."""
+
+    def learn(self, losses: Callable[..., Tensor], batch: Sequence[Any]) -> bool:
+        """Where the model's samples are; whether other batches would tell no more."""
+        assert self._tapped is not None
+        with torch.random.fork_rng(), torch.enable_grad():
+            losses(self, *batch)
+        return self._tapped._probe.is_settled
+
+    def places(self) -> list[Any]:
+        """What has been learned."""
+        assert self._tapped is not None
+        return [tap.places for tap in self._tapped._taps]
+
+    def knows(self, other: GraphMode) -> None:
+        """What the other has learned of another copy of the same model."""
+        assert self._tapped is not None and other._tapped is not None
+        self._tapped._probe.knows(other._tapped._probe)
+        expect_loss(self._tapped)
+
+    def drop_guards(self) -> None:
+        """Lets other gradients than those of taps reach the parameters."""
+        assert self._tapped is not None
+        self._tapped.drop_guards()
+
+    def own_clip(self, norms: Sequence[SquaredNorm | None], valid: Tensor) -> Clipped:
+        """As an eager step of this mode."""
+        return super()._clip(norms, 1.0, valid)
+
+    def leave(self, sums: Mapping[nn.Parameter, Tensor | None]) -> None:
+        """``p.grad += sums``, as an eager step of this mode."""
+        super()._leave_sums(lambda p: sums[p])
+
+    def begin(self, parameters: Sequence[nn.Parameter]) -> None:
+        """These are what is clipped from here on."""
+        self._places = {p: i for i, p in enumerate(parameters)}
+        self._clipper().for_parameters(len(parameters))
+
+    # --- while a graph is captured ---
+
+    sums: dict[nn.Parameter, Tensor | None]
+    clipped: Clipped
+
+    def _clip(self, norms: Sequence[SquaredNorm | None], scale: float | Tensor, valid: Tensor | None) -> Clipped:
+        used = [i for i, n in enumerate(norms) if n is not None]
+        found = [n for n in norms if n is not None]
+        assert valid is not None
+        empty = valid.new_empty(0, len(valid), dtype=torch.float64)
+        value, upper = (torch.stack(x) if x else empty for x in ([n[i] for n in found] for i in (0, 1)))
+        self.clipped = Clipped(*torch.ops.dpfast.clip(value, upper, used, valid))
+        return self.clipped
+
+    def _leave_sums(self, total: Callable[[nn.Parameter], Tensor | None]) -> None:
+        self.sums = {p: total(p) for p in self._places}
+
+
+def learner(model: nn.Module, options: dict[str, Any]) -> GraphMode:
+    """A tapped copy on the same parameters, which learns where samples are; its guards refuse every gradient of these
+    until :meth:`GraphMode.drop_guards`."""
+    try:
+        copied = copy.deepcopy(model, {id(p): p for p in model.parameters()})
+    except (RuntimeError, TypeError) as error:
+        raise UnsupportedModuleError(
+            f"the model cannot be copied, which a capture needs: {error}; GradSampleModuleFastGradientClipping is the "
+            "same step without a graph"
+        ) from error
+    return GraphMode(copied, loss_reduction="sum", **options)
+
+
+class _Running(threading.local):
+    mode: GraphMode | None = None
+
+
+_running = _Running()
+
+
+@contextmanager
+def running(mode: GraphMode) -> Iterator[None]:
+    """Within it a graph that runs in this thread has that mode's clipper."""
+    before, _running.mode = _running.mode, mode
+    try:
+        yield
+    finally:
+        _running.mode = before
+
+
+@torch.library.custom_op("dpfast::clip", mutates_args=())
+def clip_op(value: Tensor, upper: Tensor, used: Sequence[int], valid: Tensor) -> list[Tensor]:
+    """What :func:`dpfast.modes.clip` gives for the mode that runs, of the norms of the parameters ``used``, (P, N)."""
+    mode = _running.mode
+    assert mode is not None, "a captured step runs through dpfast.compile_step"
+    norms: list[SquaredNorm | None] = [None] * len(mode._places)
+    for i, of in zip(used, zip(value, upper, strict=True), strict=True):
+        norms[i] = SquaredNorm(*of)
+    return list(mode.own_clip(norms, valid))
+
+
+@clip_op.register_fake
+def _(value: Tensor, upper: Tensor, used: Sequence[int], valid: Tensor) -> list[Tensor]:
+    mode = _running.mode
+    assert mode is not None
+    n, number = len(valid), len(mode._places)
+    by_parameter = mode._clipper().is_per_layer
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+        return valid.new_empty(shape, dtype=dtype)
+
+    shape = (number, n) if by_parameter else (n,)
+    factors, single = (empty(*shape, dtype=torch.float32) for _ in range(2))
+    return [empty(n), empty(n), factors, empty(*shape), single, empty(number if by_parameter else 1, n)]

@@ -1,0 +1,273 @@
+"""``compile_step``: forward, backward, norms, clip factors and clipped sums as one compiled graph."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from dpfast.arithmetic import reduced_convolutions, reduced_products
+from dpfast.compiled.apart import check_apart
+from dpfast.compiled.batches import Batch, num_samples, padded
+from dpfast.compiled.graph import Graph, Own
+from dpfast.compiled.mode import GraphMode, learner, running
+from dpfast.distributed import number_of_ranks
+from dpfast.errors import InputError, StateError
+from dpfast.modes import GradSampleModule, NormClipper, check_threshold, check_valid, left_in
+
+Losses = Callable[..., Tensor]
+
+
+def compile_step(
+    model: nn.Module,
+    losses: Losses,
+    *,
+    max_grad_norm: float,
+    batch_size: int,
+    norm_clipper: NormClipper | None = None,
+    layout: Mapping[str, Any] | None = None,
+    chunks: bool = True,
+    backend: str = "inductor",
+) -> CompiledStep:
+    """The step of :class:`GradSampleModuleFastGradientClipping` as one graph, compiled once for batches of any size.
+
+    Maths:
+        ``p.grad += Σ_n c_n g_n`` with ``c_n = min(1, C / ‖g_n‖)``, g_n the gradient of sample n's loss.
+
+    The first call captures what the eager step does (its taps, rules, factors and checks run once, without values) and
+    compiles it, which takes minutes for a large model and seconds from torch's caches on disk. Another call runs the
+    graph; it is captured anew where shapes, dtypes, devices, train/eval, ``requires_grad``, autocast or the kind of
+    clipper are others. Numbers and flags of Python (a dropout's p, a config) are what they were at capture. Noise and
+    optimizer stay outside. The model itself is not changed and may run, and train, without this.
+
+    Args:
+        model: not wrapped.
+        losses: ``losses(model, *batch) -> (N,)``, one loss a sample, by the model that it is given.
+        max_grad_norm: C; ``step.max_grad_norm`` may be changed between steps, as may ``step.norm_clipper``.
+        batch_size: the graph's; a smaller batch is padded, a larger one takes several passes.
+        norm_clipper, layout: as in the eager mode.
+        chunks: False makes a batch of more than ``batch_size`` samples an error.
+        backend: torch.compile's.
+
+    Returns:
+        ``step(*batch, valid=None)``, see :class:`CompiledStep`.
+
+    Raises:
+        InputError: an argument is out of its range.
+    """
+    return CompiledStep(
+        model,
+        losses,
+        batch_size=batch_size,
+        chunks=chunks,
+        backend=backend,
+        layout=layout,
+        max_grad_norm=max_grad_norm,
+        norm_clipper=norm_clipper,
+    )
+
+
+class CompiledStep:
+    """``step(*batch, valid=None)`` leaves ``p.grad += Σ_n c_n g_n`` for every trainable parameter.
+
+    A draw of no samples leaves zeros. Padding (``valid`` False, or what fills a batch up) adds exactly nothing,
+    whatever it holds; it has no norm and is in no count. ``p.grad`` is that of the eager step, with the same note of
+    how many passes it holds, so dpfast's optimizers take it as they take that one's.
+
+    Formal guarantee: as the eager step's. What norms are taken of is a tensor in memory, which is what is summed, and
+    norms become factors outside of what the compiler changes, in fp64 and by the eager step's code (docs/compiled.md).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        losses: Losses,
+        *,
+        batch_size: int,
+        chunks: bool,
+        backend: str,
+        layout: Mapping[str, Any] | None,
+        max_grad_norm: float,
+        norm_clipper: NormClipper | None,
+    ):
+        if not (isinstance(batch_size, int) and batch_size > 0):
+            raise InputError(f"batch_size={batch_size!r} must be a positive number of samples")
+        if any(isinstance(m, GradSampleModule) for m in model.modules()):
+            raise StateError("compile_step takes the module itself; give model.to_standard_module()")
+        if number_of_ranks() > 1:
+            raise StateError(
+                "compile_step leaves the sum of this process's samples alone; over ranks take "
+                "GradSampleModuleFastGradientClipping under DistributedDataParallel or fully_shard"
+            )
+        GradSampleModule.validate(model, strict=True)
+        self.model = model
+        self.losses = losses
+        self.batch_size = batch_size
+        self.chunks = chunks
+        self._backend = backend
+        self._layout = layout
+        self._mode = GraphMode(nn.Module(), loss_reduction="sum", max_grad_norm=max_grad_norm)  # nothing is tapped
+        self._mode._module = model
+        self._mode.norm_clipper = norm_clipper
+        self._graphs: dict[Hashable, Graph] = {}
+        self._parts: list[tuple[Tensor, ...]] = []
+
+    # --- settings ---
+
+    @property
+    def max_grad_norm(self) -> float:
+        """C; may be changed between steps."""
+        return self._mode.max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float) -> None:
+        self._mode.max_grad_norm = check_threshold(value)
+
+    @property
+    def norm_clipper(self) -> NormClipper | None:
+        """What takes the place of ``ConstantFlatClipper(max_grad_norm)``, if anything; may be set between steps."""
+        return self._mode.norm_clipper
+
+    @norm_clipper.setter
+    def norm_clipper(self, norm_clipper: NormClipper | None) -> None:
+        self._mode.norm_clipper = norm_clipper
+
+    @property
+    def sensitivity(self) -> float:
+        """The most that adding or removing one sample can move the clipped sum, in L2 norm."""
+        return self._mode.sensitivity
+
+    def forbid_grad_accumulation(self) -> None:
+        """From here on a second step without ``zero_grad`` raises StateError (Poisson sampling)."""
+        self._mode.forbid_grad_accumulation()
+
+    def allow_grad_accumulation(self) -> None:
+        """Undoes :meth:`forbid_grad_accumulation`."""
+        self._mode.allow_grad_accumulation()
+
+    # --- what the last call left ---
+
+    @property
+    def norms(self) -> Tensor:
+        """L2 norms of the valid samples' gradients, (N,) fp32, as computed. Private: do not publish them."""
+        return torch.cat([value.sqrt().float()[valid] for value, _, _, valid in self._last()])
+
+    @property
+    def clip_factors(self) -> Tensor:
+        """Their clip factors, (N,) fp32, (P, N) for P parameters clipped one by one."""
+        return torch.cat([factors[..., valid] for _, factors, _, valid in self._last()], dim=-1)
+
+    @property
+    def dropped(self) -> int:
+        """How many of the last call's samples had a norm of inf or NaN and were dropped. Waits for a GPU."""
+        return sum(int((~measured.isfinite()).any(0).sum()) for _, _, measured, _ in self._last())
+
+    def _last(self) -> list[tuple[Tensor, ...]]:
+        if not self._parts:
+            raise StateError("no step has run yet")
+        return self._parts
+
+    # --- the step ---
+
+    def __call__(self, *batch: Any, valid: Tensor | None = None) -> None:
+        """One step.
+
+        Args:
+            batch: what ``losses`` takes behind the model; every tensor in it has its N samples first.
+            valid: (N,) bool, False for padding; None: there is none.
+
+        Raises:
+            InputError: tensors of different lengths, a mask that is not (N,) bool, more than ``batch_size`` samples
+                without ``chunks``, losses that are not (N,), or of which one is seen to depend on other samples.
+                StateError: the model has other parameters than when it
+                was captured, or ``p.grad`` holds what no private step has left. UnsupportedModuleError: the model
+                reads values. BackendError: torch.compile cannot compile here.
+        """
+        leaves, structure = tree_flatten(batch)
+        whole = Batch(leaves, structure)
+        n = num_samples(whole.tensors)
+        device = whole.tensors[0].device
+        valid = torch.ones(n, dtype=torch.bool, device=device) if valid is None else valid
+        check_valid(valid, n)
+        if n > self.batch_size and not self.chunks:
+            raise InputError(
+                f"a batch of {n} samples is larger than batch_size={self.batch_size}, and chunks=False; allow chunks, "
+                "or give a larger batch_size"
+            )
+        own = Own.of(self.model)
+        trainable = [p for p in own.parameters if p.requires_grad]
+        self._mode.begin(trainable)
+        self._check_left(trainable)
+        sums: dict[nn.Parameter, Tensor | None] = dict.fromkeys(trainable)
+        parts: list[tuple[Tensor, ...]] = []
+        with torch.no_grad(), running(self._mode):
+            if n == 0:
+                nothing = self._mode.own_clip([None] * len(trainable), valid)
+                parts.append((nothing.norms, nothing.factors, nothing.measured, valid))
+            for tensors, mask in padded(whole.tensors, valid.to(device), self.batch_size):
+                graph = self._graph(own, whole, tensors)
+                *found, value, _, factors, _, _, measured = graph.run(own, [*tensors, mask])
+                for p, total in zip(graph.of, found, strict=True):
+                    before = sums[p]
+                    sums[p] = total if before is None else before.add_(total)
+                parts.append((value, factors, measured, mask))
+            self._mode.leave(sums)
+        self._parts = parts
+
+    def _check_left(self, trainable: list[nn.Parameter]) -> None:
+        """Raises StateError where gradients are there that are no private step's."""
+        grads = [p.grad for p in trainable if p.grad is not None]
+        if grads and left_in(trainable) is None and any(bool(grad.any()) for grad in grads):
+            raise StateError(
+                "p.grad holds gradients that no private step has left, and clipped sums would be added to them: the "
+                "model ran backward by itself; call zero_grad() first"
+            )
+
+    def _graph(self, own: Own, whole: Batch, tensors: list[Tensor]) -> Graph:
+        if self._graphs:
+            next(iter(self._graphs.values())).check_model(own)
+        key = self._key(own, whole, tensors)
+        found = self._graphs.get(key)
+        several = len(whole.tensors[0]) > 1
+        # The model was first seen with too few samples to tell whose rows are whose, or losses with one.
+        if found is None or not found.settled or (several and not found.apart):
+            found = self._graphs[key] = self._captured(own, whole, tensors, found)
+            found.apart = found.apart or several
+        return found
+
+    def _key(self, own: Own, whole: Batch, tensors: list[Tensor]) -> Hashable:
+        """What a capture has taken as it was."""
+        devices = sorted({x.device.type for x in tensors} | {"cpu"})
+        return (
+            whole.structure,
+            tuple((type(x), x) for x in whole.others),
+            tuple((x.shape, x.dtype, x.device) for x in tensors),
+            tuple((x.shape, x.stride(), x.dtype, x.device) for x in own.buffers),
+            tuple((p.shape, p.stride(), p.dtype, p.device, p.requires_grad) for p in own.parameters),
+            tuple(m.training for m in own.modules),
+            tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices),
+            (reduced_products(), reduced_convolutions(), torch.are_deterministic_algorithms_enabled()),
+            self._mode._clipper().is_per_layer,
+        )
+
+    def _captured(self, own: Own, whole: Batch, tensors: list[Tensor], before: Graph | None) -> Graph:
+        from dpfast.compiled.capture import capture  # which imports much that eager steps do not need
+
+        options = {"layout": self._layout, "norm_clipper": self.norm_clipper}
+        learned = learner(self.model, options)
+        try:
+            settled = learned.learn(self.losses, whole.of(whole.tensors))
+            if before is not None and not before.apart:
+                check_apart(self.losses, learned, whole)
+            if before is not None and (before.places == learned.places()):
+                return before.seen_again(settled)
+            start = time.perf_counter()
+            found = capture(self.model, self.losses, Batch.like(whole, tensors), self.batch_size, learned, options)
+            check_apart(self.losses, learned, whole)
+        finally:
+            learned.drop_guards()
+        return Graph(found, own, self._backend, settled=settled, places=learned.places(), start=start)

@@ -1,0 +1,189 @@
+"""Tensor parallel: norms over a device mesh on which each rank has a part of the parameters and all of the samples.
+
+Squared norms of parts, with their bounds, add up over the mesh; of what every rank has whole, the first rank's counts.
+They go in one all-gather and are added in the order of ranks, so clip factors are the same everywhere to the bit, and
+clipped sums need no collective: each rank has its part of them. Gradients that are themselves parts of a sum (a norm's
+weight, where each rank sees a part of the positions) are summed before their norm, in one all-reduce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from dpfast.arithmetic import SquaredNorm, bounds, smallest_normal
+from dpfast.distributed.agreement import DISAGREEMENT, agreement
+from dpfast.distributed.local_part import PartOfSum
+from dpfast.distributed.wrappers import is_parted
+from dpfast.errors import InputError, StateError, UnsupportedModuleError
+from dpfast.factors import Dense, Factor, merge
+
+_SAMPLES_DIFFER = (
+    "ranks of one tensor parallel mesh were called with different inputs, and each has a part of the parameters for "
+    "all samples; give all of them the same batches (PoissonBatches(..., rank=0, ranks=1)); no gradient was released"
+)
+_REPLICAS_DIFFER = (
+    "parameters that each rank of a tensor parallel mesh has whole have other gradients on other ranks: {names}. The "
+    "ranks' random numbers differ (dropout), or such a layer sees a part of the positions, heads or features; seed all "
+    "ranks alike, place the layer (SequenceParallel, ColwiseParallel), or freeze it; no gradient was released"
+)
+
+
+class TensorParallel:
+    """The norms of a model whose parameters are parted over one device mesh.
+
+    Args:
+        model: has DTensor parameters.
+
+    Raises:
+        UnsupportedModuleError: they are on several meshes, or on one of several dimensions.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._names = {p: name for name, p in model.named_parameters()}
+        parts = [p for p in self._names if isinstance(p, DTensor)]
+        self._mesh = parts[0].device_mesh
+        for p in parts:
+            if p.device_mesh != self._mesh or self._mesh.ndim != 1:
+                raise UnsupportedModuleError(
+                    f"parameter {self._names[p]} {tuple(p.shape)} is placed as {p.placements} on {p.device_mesh}: "
+                    "tensor parallel works on one mesh of one dimension, alone: without FSDP2, DistributedDataParallel "
+                    "or another mesh beside it"
+                )
+        self._inputs = torch.zeros((), dtype=torch.float64)
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+    @property
+    def number(self) -> int:
+        """Of ranks."""
+        return int(self._mesh.size())
+
+    def on_forward(self, inputs: Iterable[Tensor]) -> None:
+        """A forward pass of the model begins, of these.
+
+        Raises:
+            InputError: one has no entries; torch's DTensor never comes back from reshaping such a tensor.
+        """
+        inputs = list(inputs)
+        if any(x.numel() == 0 for x in inputs):
+            raise InputError(
+                "an empty batch: torch's DTensor (tensor parallel) does not come back from reshaping one. Leave the "
+                "model out of this step and let the optimizer take it with p.grad = torch.zeros_like(p) everywhere"
+            )
+        sums = [_checksum(x) for x in inputs]
+        self._inputs = torch.stack([x.to(sums[0].device) for x in sums]).sum() if sums else self._inputs.new_zeros(())
+
+    def sum_parts(self, factors: Mapping[nn.Parameter, list[Factor]]) -> None:
+        """Puts whole gradients in the place of parts of sums. One all-reduce, of ``N · (numel + 1)`` numbers a
+        parameter.
+
+        Numerics:
+            What the additions of k ranks round is at most ``γ(k) Σ_r |v_r|``, entry by entry; each rank's ``γ(k)‖v_r‖``
+            travels with its error.
+        """
+        parted = [(p, some) for p, some in factors.items() if any(isinstance(f, PartOfSum) for f in some)]
+        if not parted:
+            return
+        parts = [merge([f for f in some if isinstance(f, PartOfSum)]).materialized() for _, some in parted]
+        dtype = parts[0].values.dtype
+        for part in parts:
+            dtype = torch.promote_types(dtype, part.values.dtype)
+        gamma, columns = bounds.gamma(self.number, dtype), []
+        for part in parts:
+            values = part.values.flatten(1).to(dtype)
+            error = gamma * values.double().norm(dim=1) + (0.0 if part.error is None else part.error)
+            error = error * (1.0 + 2.0 * gamma + 2.0**-20) + smallest_normal(dtype)
+            columns += [values, error.to(dtype).unsqueeze(1)]
+        flat = torch.cat(columns, dim=1)
+        dist.all_reduce(flat, group=self._mesh.get_group())
+        for (_, some), part in zip(parted, parts, strict=True):
+            values, error, flat = flat.tensor_split([part.shape.numel(), part.shape.numel() + 1], dim=1)
+            whole = Dense(values.reshape(-1, *part.shape), error=error.squeeze(1).double())
+            some[:] = [whole, *(f for f in some if not isinstance(f, PartOfSum))]
+
+    def is_part(self, factor: Factor) -> bool:
+        """Whether its gradients are parts of a sum over ranks, of which no norm can be taken."""
+        return isinstance(factor, PartOfSum)
+
+    def placed(self, parameter: nn.Parameter, total: Tensor) -> Tensor:
+        """A clipped sum as ``p.grad`` has it: a DTensor where the parameter is one."""
+        p: Any = parameter
+        if not isinstance(p, DTensor):
+            return total
+        return DTensor.from_local(total, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+
+    def over_mesh(
+        self,
+        norms: Mapping[nn.Parameter, SquaredNorm | None],
+        *settings: object,
+        by_parameter: bool,
+        valid: Tensor | None = None,
+    ) -> list[SquaredNorm]:
+        """Squared norms of whole gradients from those of this rank's parts: of each parameter, or of all together. One
+        all-gather of two fp64 numbers a sample (and parameter), and 18 more, by which ranks see that they agree.
+
+        Args:
+            norms: (N,) each; None for what the step has not used. settings, valid: what all ranks must have alike.
+
+        Raises:
+            StateError: on all ranks, where they were called with other inputs, have other settings, or other gradients
+                of what each of them has whole. On a GPU, where nobody waits, norms are NaN then.
+        """
+        used = {p: norm for p, norm in norms.items() if norm is not None}
+        some = next((norm.value for norm in used.values()), torch.zeros(0, dtype=torch.float64))
+        nothing = torch.zeros_like(some).expand(2, -1)
+        uppers = {p: norm.upper.to(some.device) for p, norm in used.items() if not is_parted(p)}
+        first = self._mesh.get_local_rank() == 0
+        mine = [
+            torch.stack((norm.value, norm.upper)).to(some.device)
+            if norm is not None and (first or p not in uppers)
+            else nothing
+            for p, norm in norms.items()
+        ]
+        own = torch.stack(mine) if mine else nothing.unsqueeze(0)
+        if not by_parameter:
+            own = own.sum(0, keepdim=True)
+        same = agreement(*settings, [self._names.get(p) for p in norms]).to(some.device)
+        replicas = torch.stack([upper.sum() for upper in uppers.values()]).sum() if uppers else some.new_zeros(())
+        inputs = self._inputs.to(some.device)
+        inputs = inputs if valid is None else inputs + _checksum(valid).to(some.device)
+        checks = torch.cat((torch.stack((inputs, replicas)), same.double()))
+        message = torch.cat((own.flatten(), checks))
+        every = message.new_empty(self.number * len(message))
+        dist.all_gather_into_tensor(every, message, group=self._mesh.get_group())
+        parts = every.view(self.number, -1)
+        bits = parts[:, own.numel() :].contiguous().view(torch.int64)  # of numbers that may be NaN
+        differ = (bits != bits[0]).any(0)
+        if differ.device.type == "cpu" and differ.any():
+            self._refuse(differ.tolist(), uppers)
+        total = parts[:, : own.numel()].view(self.number, *own.shape).sum(0)
+        value, upper = total.masked_fill(differ.any(), torch.nan).unbind(1)
+        upper = upper * (1.0 + (len(mine) + self.number + 2) * 2.0**-53)
+        return [SquaredNorm(v, u) for v, u in zip(value, upper, strict=True)]
+
+    def _refuse(self, differ: list[bool], uppers: Mapping[nn.Parameter, Tensor]) -> None:
+        samples, _, *settings = differ
+        if any(settings):
+            raise StateError(DISAGREEMENT)
+        if samples:
+            raise StateError(_SAMPLES_DIFFER)
+        own = {self._names.get(p, "?"): upper.tolist() for p, upper in uppers.items()}
+        every: list[Any] = [None] * self.number
+        dist.all_gather_object(every, own, group=self._mesh.get_group())
+        names = [name for name in own if any(repr(other.get(name)) != repr(own[name]) for other in every)]
+        raise StateError(_REPLICAS_DIFFER.format(names=", ".join(names[:5])))
+
+
+def _checksum(x: Tensor) -> Tensor:
+    """A number that tells inputs, and orders of their samples, apart; 0 of a DTensor, which may have parts of them."""
+    if isinstance(x, DTensor):
+        return torch.zeros((), dtype=torch.float64)
+    flat = x.detach().flatten().double()
+    return flat @ torch.arange(1.0, len(flat) + 1.0, dtype=torch.float64, device=x.device).sqrt()

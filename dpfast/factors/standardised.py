@@ -1,0 +1,191 @@
+"""Gradients of a convolution's weight that was standardised before: ``v = (w - mean) · rstd`` by output channel.
+
+With x̂ = v and D entries a channel, a sample's gradient is ``J s∘H_n`` for the gradient H_n of what the convolution
+used, s = rstd · gain and ``J h = h - mean(h) - x̂ mean(h ∘ x̂)`` by channels: one linear map, the same for all samples.
+So the clipped sum goes through it once, and norms follow from those of s∘H_n and from two numbers a channel,
+``M = Σ h`` and ``Q = Σ h∘x̂``: ``‖J h‖² = ‖h‖² - Σ_p (M² + (2 - c₂) Q² - 2 c₁ M Q) / D`` with c₁ and c₂ the means of x̂
+and x̂². Source: Qiao et al., Weight Standardization (2019), eq. 11.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dpfast.arithmetic import SquaredNorm, bounds, dense_sq_norm, smallest_normal, sums
+from dpfast.factors.dense import Dense, Factor, InBlocks
+from dpfast.factors.patch_product import PatchProduct
+
+_SAME_ENTRIES = {
+    f"{name}Backward0" for name in ("View", "UnsafeView", "ReshapeAlias", "Alias", "Clone", "Unsqueeze", "Squeeze")
+}
+"""Nodes of autograd's behind which a tensor's entries are the same, in the same order."""
+
+
+def standardised(factor: Factor, value: Tensor, source: Tensor) -> Factor | None:
+    """The factor of ``source`` where ``value``, whose ``factor`` is given, is its standardised form and nothing else;
+    None where autograd's graph between them says something else, or is not known."""
+    known = source.dtype == value.dtype and value.dtype in (torch.float32, torch.float64)
+    if not (known and isinstance(factor, PatchProduct) and factor.num_samples):
+        return None
+    node: Any = _before(value.grad_fn)
+    if node is None or node.name() != "NativeBatchNormBackward0" or not node._saved_training:
+        return None
+    (to_input, *others), weights = node.next_functions, node._saved_input
+    leaf = getattr(_before(to_input[0]), "variable", None)
+    if leaf is not source or any(other is not None for other, _ in others) or source.shape != value.shape:
+        return None
+    if weights.shape[:2] != (1, factor.shape[0]) or weights.numel() != source.numel():
+        return None
+    rows, mean, rstd, gain = source.shape[0], node._saved_result1, node._saved_result2, node._saved_weight
+    with torch.no_grad():
+        normal = (source.reshape(rows, -1) - mean[:, None]).mul_(rstd[:, None])
+        return Standardised(factor.with_scaled_rows(rstd if gain is None else rstd * gain), normal)
+
+
+def _before(node: Any) -> Any:
+    while node is not None and node.name() in _SAME_ENTRIES:
+        ((node, _),) = node.next_functions
+    return node
+
+
+class _Sums(NamedTuple):
+    """M and Q of a sample's channels, (N, P) in fp64, and how far they may be off, in L2 norm over channels, (N,)."""
+
+    plain: Tensor
+    with_normal: Tensor
+    error: Tensor
+    error_with_normal: Tensor
+
+
+class Standardised:
+    """``J h`` for the gradients h of another factor.
+
+    Args:
+        factor: of h, with as many rows as ``normal``.
+        normal: x̂, (P, D).
+        norm: of ``J h``, where it is known.
+    """
+
+    def __init__(self, factor: PatchProduct | InBlocks, normal: Tensor, norm: SquaredNorm | None = None):
+        self.factor, self.normal, self.shape = factor, normal, factor.shape
+        self._norm, width = norm, normal.shape[1]
+        self._block = max(1, sums.sum_block(width))
+        self._mean = _in_blocks(normal, self._block) / width
+        self._square = sums.row_sq_norm(normal) / width
+
+    @property
+    def num_samples(self) -> int:
+        return self.factor.num_samples
+
+    def materialize(self, scale: float = 1.0) -> Tensor:
+        values = self._applied(self.factor.materialize())
+        return values.mul_(scale) if scale != 1.0 else values
+
+    def weighted_sum(self, coefficients: Tensor) -> Tensor:
+        return self._applied(self.factor.weighted_sum(coefficients))
+
+    def materialized(self) -> Dense:
+        dense: Any = self.factor.materialized()  # of products, which have an error
+        error = self._stretch() * dense.error + self._rounding() * dense.sq_norm().upper.sqrt()
+        return Dense(self._applied(dense.values), error=error)
+
+    def sq_norm(self) -> SquaredNorm:
+        if self._norm is None:
+            product: Any = self.factor
+            self._norm = self._without_means(product.sq_norm(), self._sums_of(product), 0.0)
+        return self._norm
+
+    def kept(self) -> Factor:
+        if isinstance(self.factor, InBlocks) or not self.keeps:
+            return self
+        blocks, error = self.factor.in_blocks()
+        held: list[Tensor] = []
+        plain: list[Tensor] = []
+        with_normal: list[Tensor] = []
+
+        def watched() -> Iterator[Tensor]:
+            for block in blocks:
+                rows = block.flatten(2)
+                plain.append(_in_blocks(rows, self._block))
+                with_normal.append(_in_blocks(rows * self.normal, self._block))
+                held.append(block)
+                yield block
+
+        norm = dense_sq_norm(watched())
+        off = bounds.gamma(self._block + 2, self.normal.dtype) * norm.upper.sqrt() + self._underflow(1.0)
+        root = self.normal.shape[1] ** 0.5
+        found = _Sums(torch.cat(plain), torch.cat(with_normal), root * off, root * self._largest().sqrt() * off)
+        norm = self._without_means(norm, found, error)
+        return Standardised(InBlocks(held, error, norm), self.normal, norm)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether :meth:`kept` writes gradients."""
+        return isinstance(self.factor, InBlocks) or self.factor.keeps
+
+    def _applied(self, values: Tensor) -> Tensor:
+        """``J values``, (..., *shape); overwrites them."""
+        rows, width = values.view(*values.shape[: values.dim() - len(self.shape)], *self.normal.shape), self._block
+        means, with_normal = (_in_blocks(x, width) / rows.shape[-1] for x in (rows, rows * self.normal))
+        rows.sub_(means.to(rows.dtype).unsqueeze(-1))
+        rows.addcmul_(self.normal, with_normal.to(rows.dtype).unsqueeze(-1), value=-1.0)
+        return values
+
+    def _sums_of(self, product: PatchProduct) -> _Sums:
+        """M and Q of gradients that are not written: ``Σ_t b_t (Σ a_t)`` and ``Σ_t b_t (a_t · x̂)``."""
+        plain, with_normal = product.row_products(self.normal)
+        patches_norm, rows_norm = product.norms()
+        positions, width = product.rows.shape[2:].numel(), self.normal.shape[1]
+        off = bounds.gamma_matmul(width + positions + 2, self.normal.dtype) * patches_norm * rows_norm
+        off = width**0.5 * off + self._underflow(width * positions) * (1.0 + rows_norm)
+        return _Sums(plain, with_normal, off, off * self._largest().sqrt().clamp(min=1.0))
+
+    def _without_means(self, norm: SquaredNorm, found: _Sums, error: Tensor | float) -> SquaredNorm:
+        """``‖J h‖²`` from ``‖h‖²``; derived in docs/bounds.md.
+
+        Args:
+            error: how far h itself may be off, where ``norm`` does not say it.
+        """
+        m, q, off_m, off_q = found
+        width, largest = self.normal.shape[1], self._largest()
+        taken = m.square() + (2.0 - self._square) * q.square() - 2.0 * self._mean * m * q
+        taken = taken.sum(-1) / width
+        dtype = self.normal.dtype
+        off_mean = bounds.gamma(self._block + 1, dtype) * largest.sqrt()
+        off_square = bounds.gamma(min(width, sums.SUM_BLOCK) + 4, dtype) * largest
+        of_m, of_q = m.norm(dim=-1) + off_m, q.norm(dim=-1) + off_q
+        off = 2.0 * of_m * off_m + off_m.square()
+        off = off + (2.0 + largest) * (2.0 * of_q * off_q + off_q.square())
+        off = off + 2.0 * self._mean.abs().amax() * (of_m * off_q + of_q * off_m + off_m * off_q)
+        off = (off + off_square * of_q.square() + 2.0 * off_mean * of_m * of_q) / width
+        upper = (norm.upper - taken).clamp(min=0.0) + 1.01 * off + 2.0**-40 * norm.upper
+        upper = upper.sqrt() + self._stretch() * error + self._rounding() * norm.upper.sqrt()
+        value = (norm.value - taken).clamp(min=0.0)
+        return SquaredNorm(value, upper.square() * (1.0 + 2.0**-40))
+
+    def _largest(self) -> Tensor:
+        """No row's mean square of x̂ is larger."""
+        off = bounds.gamma(min(self.normal.shape[1], sums.SUM_BLOCK) + 4, self.normal.dtype)
+        return self._square.amax() * (1.0 + 2.0 * off) + smallest_normal(self.normal.dtype)
+
+    def _stretch(self) -> Tensor:
+        """An upper bound of ``‖J‖``: 1 where x̂ has mean 0 and mean square 1 or less, up to rounding."""
+        return (self._largest() + 1.01 * self._mean.abs().amax() + 1e-3 - 1.0).clamp(min=1.0)
+
+    def _rounding(self) -> Tensor:
+        """What :meth:`_applied` rounds, relative to ``‖h‖``."""
+        dtype = self.normal.dtype
+        gamma = bounds.gamma(self._block + 2, dtype) + bounds.gamma(12, dtype)
+        return 1.01 * gamma * (1.0 + self._largest())
+
+    def _underflow(self, terms: float) -> float:
+        return terms * self.normal.numel() * smallest_normal(self.normal.dtype)
+
+
+def _in_blocks(x: Tensor, block: int) -> Tensor:
+    """Sums over the last dimension, in fp64, of which no chain in ``x``'s own dtype is longer than ``block``."""
+    return x.unflatten(-1, (-1, block)).sum(-1).sum(-1, dtype=torch.float64)

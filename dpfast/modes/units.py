@@ -1,0 +1,286 @@
+"""Whose gradient it is: within ``model.units(...)`` a unit's rows are clipped as one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpfast.distributed import part_of
+from dpfast.errors import DpfastError, InputError, StateError, UnsupportedModuleError
+from dpfast.factors import Factor, Runs, by_unit, folded
+from dpfast.rules import functorch
+from dpfast.taps import Activations, Documents, Record, Rows, Told, batch_in_front, taps_suspended, tokens_in, unfolded
+
+_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+class Units:
+    """Whose each row is: what ``with model.units(...) as units`` gives.
+
+    Attributes:
+        ids: (N,), or of the tokens' shape, int64 on the CPU; -1: nobody's. num_units: U. per_unit: "sum" or "mean".
+        counts: samples, or tokens, of each unit, (U,) int64 on the CPU.
+    """
+
+    def __init__(self, ids: Tensor, num_units: int, per_unit: str, batch_dim: int):
+        _check(ids, num_units, per_unit)
+        self.ids = ids.to("cpu", torch.int64)
+        self.num_units, self.per_unit = num_units, per_unit
+        if self.ids.numel():
+            least, most = int(self.ids.min()), int(self.ids.max())
+            if least < -1 or most >= num_units:
+                raise InputError(
+                    f"ids go from {least} to {most}; units are numbered 0 to {num_units - 1} (num_units={num_units}), "
+                    "and -1 is nobody's"
+                )
+        in_front = self.ids.movedim(batch_dim, 0) if self.of_tokens else self.ids
+        self.shape, self.runs = in_front.shape, Runs(in_front.flatten(), num_units)
+        self.counts = self.runs.counts
+        self.used = False
+        self._told: Told | None = None
+
+    @property
+    def of_tokens(self) -> bool:
+        """Whether a sample may have tokens of several units."""
+        return self.ids.dim() > 1
+
+    def sums(self, values: Tensor) -> Tensor:
+        """Those of each unit added up, with their gradient: losses (or masks) of samples or tokens, in the shape of
+        ``ids``, -> (U,). Nobody's count for nothing.
+
+        Raises:
+            InputError: another shape.
+
+        >>> units = Units(torch.tensor([[0, 0, 1, -1]]), 2, "sum", 0)
+        >>> units.sums(torch.tensor([[1.0, 2.0, 4.0, 8.0]])) / units.counts
+        tensor([1.5000, 4.0000])
+        """
+        if values.shape != self.ids.shape:
+            raise InputError(f"values {tuple(values.shape)} must have the shape of ids, {tuple(self.ids.shape)}")
+        ids = self.ids.to(values.device).flatten()
+        total = values.new_zeros(self.num_units + 1)
+        return total.index_add(0, ids.where(ids >= 0, self.num_units), values.flatten())[: self.num_units]
+
+    def look(self, documents: Documents, inputs: Any) -> None:
+        """A forward pass of the model begins: where units are of tokens, it is to be known whose rows are whose."""
+        if self.of_tokens and self.ids.numel():
+            self._told = documents.look(inputs, self.ids)
+
+    def start(self, batch_size: int | None, valid: Tensor | None) -> dict[int, str]:
+        """The forward pass has come to its outputs. Returns what is wrong with them, by number.
+
+        Raises:
+            InputError: it had another batch. StateError: a mask of samples beside ids.
+        """
+        if valid is not None:
+            raise StateError("valid(mask) and units(ids) together: padding is nobody's, ids -1, within units(...)")
+        if batch_size != self.shape[0]:
+            raise InputError(
+                f"ids {tuple(self.ids.shape)} for a batch of {batch_size}: give one for each sample, as many as "
+                "the first tensor of the model's input has samples"
+            )
+        self.used = True
+        return self._told.outputs if self._told is not None else {}
+
+    def untraced(self, record: Record, backprops: Any) -> str | None:
+        """Why a layer's rows cannot be traced to units; None: they are the tokens."""
+        unseen = "it did not run when the model was looked at"
+        if record.as_is or record.picked is not None:
+            return "it runs in pieces, or its parameters come to the samples elsewhere, and not token by token"
+        if self._told is None:
+            return None if not self.ids.numel() else unseen
+        return self._told.layers.get((id(record.tap), backprops[0].dim()), unseen)
+
+    def scale(self, loss_reduction: str, device: torch.device) -> float | Tensor:
+        """What a unit's share of the loss's gradient is multiplied with: a number, or one for each unit, (U,) fp64."""
+        n = self.num_units if self.of_tokens else len(self.ids)
+        times = float(n) if loss_reduction == "mean" else 1.0
+        return times if self.per_unit == "sum" else times / self.counts.clamp(min=1).to(device, torch.float64)
+
+
+def _check(ids: Any, num_units: Any, per_unit: str) -> None:
+    if not isinstance(ids, Tensor) or ids.dtype not in _WHOLE or ids.dim() < 1:
+        found = f"{tuple(ids.shape)} {ids.dtype}" if isinstance(ids, Tensor) else type(ids).__name__
+        raise InputError(
+            f"ids {found} must be a tensor of whole numbers (int64): the unit of each sample, (N,), or of each token"
+        )
+    if ids.device.type == "meta":
+        raise InputError("ids are on the meta device, and have no numbers; give them on the CPU")
+    if isinstance(num_units, bool) or not isinstance(num_units, int) or num_units < 0:
+        raise InputError(f"num_units={num_units!r} must be a whole number: how many units there may be in the batch")
+    if per_unit not in ("sum", "mean"):
+        raise InputError(f"per_unit={per_unit!r} must be 'sum' (of a unit's gradients) or 'mean'")
+
+
+class _Here(threading.local):
+    """The units that each tapped model's forwards in this thread are of."""
+
+    def __init__(self) -> None:
+        self.of: dict[int, Units] = {}
+
+
+_here = _Here()
+
+
+def units_here(taps: object) -> Units | None:
+    """Those of a tapped model's forward that runs in this thread now."""
+    return _here.of.get(id(taps))
+
+
+def check_same(taps: object, units: Units | None, of_step: Units | None) -> None:
+    """Raises StateError where a forward pass had other units than the step, or than the block that its backward pass
+    runs in."""
+    if units is not of_step or units_here(taps) not in (None, units):
+        raise StateError(
+            "this backward pass goes through a forward pass with other units: call model and loss.backward() within "
+            "one units(...), and each backward pass for one alone"
+        )
+
+
+class PerUnit(nn.Module):
+    """The part of a mode that knows of units."""
+
+    _tapped: Any
+    loss_reduction: str
+    passes: int
+    needs_units = False  # whether a step outside of units(...) is an error: an engine draws units
+
+    @contextmanager
+    def units(self, ids: Tensor, num_units: int, per_unit: str = "sum") -> Iterator[Units]:
+        """Within it the model's forward passes are of units: persons with several records, an image's augmentations.
+
+        Maths:
+            ``G_u = Σ_{n: ids[n] = u} g_n`` ("sum") or that over how many these are ("mean"; a unit without samples has
+            0), clipped as a sample's is: ``p.grad = Σ_u c_u G_u``, ``c_u = min(1, C / ‖G_u‖)``. Norms, clip factors and
+            ``norm_slack`` are (U,). With ``loss_reduction="mean"`` the loss is to be the mean over all N samples,
+            nobody's too, and ``g_n`` is N times a sample's share of it; with units of tokens the mean over the U units,
+            of ``units.sums(losses of tokens)``.
+
+        Privacy:
+            Neighbouring data sets differ by one unit with all its records. ``sensitivity`` is the most that adding or
+            removing one unit moves ``p.grad``, however many records it has, if
+
+            - all of a unit's records that the step takes are in this batch, under one number: a unit that stands in
+              two backward passes (accumulation, physical batches, two ranks) is clipped twice;
+            - no other unit's gradient depends on it: a sample touches one unit. A layer that mixes samples is refused
+              as ever, and a row that is two units' (a message between two persons) has to be given to one of them,
+              which then protects the other less, or to nobody;
+            - the accountant's sample rate is the rate at which *units* are drawn.
+
+        Args:
+            ids: whole numbers in [-1, num_units), in any order, on any device (brought to the CPU): of each sample,
+                (N,), or of the shape of the tokens, (N, T), where a sample has several units' (packed documents). -1:
+                nobody's (padding), which adds exactly nothing to norms and sums.
+            num_units: U; units may have no sample.
+            per_unit: "sum" or "mean".
+
+        Raises:
+            InputError: ids of another length, shape or dtype, or out of range. StateError: two passes; within another
+            units(...); a backward pass of a forward outside of it; no forward pass in it.
+
+        >>> import dpfast
+        >>> model = dpfast.GradSampleModuleFastGradientClipping(nn.Linear(3, 2, bias=False), loss_reduction="sum")
+        >>> with model.units(torch.tensor([0, 1, 1, -1]), 2):
+        ...     model(torch.ones(4, 3)).sum().backward()
+        >>> model.get_norm_sample().square()
+        tensor([ 6.0000, 24.0000])
+        """
+        if self.passes != 1:
+            raise StateError("units(...) needs passes=1; losses (N,) cannot be weighted by units in a second pass")
+        if self._tapped is None:
+            raise StateError("units(...) needs hooks: call add_hooks() first")
+        if units_here(self._tapped) is not None:
+            raise StateError("units(...) within units(...): one batch has one division into units")
+        given = _here.of[id(self._tapped)] = Units(ids, num_units, per_unit, self._tapped.batch_dim)
+        try:
+            yield given
+        finally:
+            del _here.of[id(self._tapped)]
+        if not given.used:
+            raise StateError("no forward pass of the model ran within units(...): call the model in it, through hooks")
+
+    def _scale(self, step: Any) -> Any:
+        """What gradients are multiplied with: a number, or one for each unit."""
+        if step.units is not None:
+            device = next((p.device for p in self.parameters()), torch.device("cpu"))
+            return step.units.scale(self.loss_reduction, device)
+        if self.needs_units:
+            raise StateError(
+                "the engine draws units (user_of_record), and this step was not told whose its samples are: call model "
+                "and loss.backward() within model.units(ids, num_units), or a unit would be clipped record by record"
+            )
+        return float(step.num_samples or 0) if self.loss_reduction == "mean" else 1.0
+
+
+def factors_of(
+    record: Record, activations: Activations, backprops: Any, *, force_functorch: bool
+) -> Mapping[nn.Parameter, Factor]:
+    """What a layer's rule answers, brought to samples, and to units where there are some; errors name the layer."""
+    tap, rule, n, units = record.tap, record.rule, record.batch_size, record.units
+    place, module = record.samples_in(activations, backprops), tap.module
+    if len(set(record.parameters)) < len(record.parameters) and not record.as_is:
+        force_functorch = True  # one parameter under two names: a rule's dict has room for one of its factors
+    part = part_of(tap.layer, module, activations, backprops, None if record.as_is else place)
+    if part is not None:
+        if units is not None:
+            raise UnsupportedModuleError(
+                f"{tap.layer} has DTensor parameters (tensor parallel), without units(...) alone"
+            )
+        module, activations, backprops = part.module, part.activations, part.backprops
+    picked = record.picked
+    if units is not None and units.of_tokens:
+        activations, backprops = _as_tokens(record, activations, backprops, place, units)
+        rule = functorch.functorch if force_functorch or rule is None else rule
+    elif not record.as_is:
+        activations, backprops = batch_in_front(activations, backprops, place)
+        if tap.folded and n is not None and picked is None and not (isinstance(place, Rows) and not place.together):
+            activations, backprops = unfolded(activations, backprops, n)
+        rule = functorch.functorch if force_functorch or rule is None else rule
+    try:
+        with taps_suspended():
+            gradients = backprops[0] if len(backprops) == 1 else backprops
+            found = rule(module, activations, gradients)  # type: ignore[misc]  # a piece always has one
+        if part is not None:
+            found = part.factors(found, len(backprops[0]))
+        if units is not None and units.of_tokens:
+            return {p: by_unit(f, units.runs) for p, f in found.items()}
+        if picked is not None:
+            found = {p: by_unit(f, picked.runs(n)) for p, f in found.items()}
+        elif isinstance(place, Rows) and n is not None:
+            found = {p: folded(f, n, rows_together=bool(place.together)) for p, f in found.items()}
+        return found if units is None else {p: by_unit(f, units.runs) for p, f in found.items()}
+    except DpfastError as error:
+        raise type(error)(f"{tap.layer}: {error}") from error
+
+
+def _as_tokens(
+    record: Record, activations: Activations, backprops: Any, place: int | Rows, units: Units
+) -> tuple[Activations, Any]:
+    """What the layer saw with a row for each token, (R, ...), in the place of samples.
+
+    Raises:
+        UnsupportedModuleError: its rows cannot be traced to units.
+    """
+
+    def rows(x: Tensor) -> Tensor:
+        found = tokens_in(x, place, units.shape)
+        if found is None:
+            raise UnsupportedModuleError(
+                f"{record.tap.layer}: {tuple(x.shape)} has no row for each of ids {units.ids.shape}"
+            )
+        return found
+
+    why = units.untraced(record, backprops)
+    if why is not None:
+        raise UnsupportedModuleError(
+            f"{record.tap.layer}: whose its rows are cannot be told: {why}. Freeze it, or give ids (N,) and each unit "
+            "samples of its own (a document a row, padded)"
+        )
+    activations = activations.map(rows)
+    activations.batch_dim = 0
+    return activations, tuple(map(rows, backprops))

@@ -1,0 +1,312 @@
+"""Whose rows are whose where a sample holds the tokens of several units (packed documents).
+
+A copy of the model runs with the tokens of some units exchanged for others: rows of other units' tokens must stay as
+they are, to the bit, or one unit's tokens have a part in another's gradient (attention that is not masked by document).
+Each pair of a sample's units is parted by one of the runs. Then every layer runs once on its tokens in another order,
+as a batch of them: what comes out must be the same rows, or its gradient is no sum over tokens.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from dpfast.errors import DpfastError, InputError, UnsupportedModuleError
+from dpfast.taps.inputs import Structure
+from dpfast.taps.layout import Place, Rows, batch_to_front, kind_here
+from dpfast.taps.registry import find_forward
+from dpfast.taps.tap import Tap
+from dpfast.taps.witness import copied, fingerprints, same_random_numbers, stand_ins
+
+_SAME = 0.02
+"""How far, in norm, a layer's rows may be from those of its tokens in another order: rounding, in 16 bits too."""
+
+Key = tuple[int, Any]
+"""The number of a tap and the rank of its output; None: of pieces."""
+
+
+class Told(NamedTuple):
+    """What the runs tell.
+
+    Attributes:
+        layers: of taps, by identity, and the rank of their output: why their rows are not the tokens; None: they are.
+        outputs: of the model's outputs, by number, why a loss that is made of one has no gradients by unit.
+    """
+
+    layers: dict[tuple[int, Any], str | None]
+    outputs: dict[int, str]
+
+
+class Documents:
+    """Looks at a model once for each kind of input, and once more when samples first hold several units.
+
+    Args:
+        receiver: the tapped model. taps: its taps, when it is first called.
+    """
+
+    def __init__(self, receiver: Any, taps: Sequence[Tap]):
+        self._receiver = weakref.ref(receiver)
+        self._taps = taps
+        self._told: dict[Any, Told] = {}
+
+    def look(self, inputs: Any, ids: Tensor) -> Told:
+        """The model is called.
+
+        Args:
+            inputs: (args, kwargs). ids: the unit of each token, in the layout of the model's inputs.
+
+        Raises:
+            InputError: no input has these tokens; the model could not be run to tell whose rows are whose.
+            UnsupportedModuleError: units meet in a layer.
+        """
+        receiver: Any = self._receiver()
+        rows = ids.movedim(receiver.batch_dim, 0).flatten(1)
+        several = bool(((rows[:, 1:] != rows[:, :-1]) & (rows[:, 1:] >= 0) & (rows[:, :-1] >= 0)).any())
+        key = (kind_here(receiver), several)
+        if key not in self._told:
+            self._told[key] = _Look(receiver, self._taps, inputs, ids).told()
+        return self._told[key]
+
+
+def tokens_in(x: Tensor, place: Place, shape: Sequence[int]) -> Tensor | None:
+    """One row for each token, (R, ...); None where its rows are no tokens.
+
+    Args:
+        place: of its samples. shape: (N, T) of the tokens, samples in front.
+    """
+    rows = torch.Size(shape).numel()
+    if isinstance(place, Rows):
+        x = batch_to_front(x, place.dim)
+        return x if place.together and x.dim() and x.shape[0] == rows else None
+    x = batch_to_front(x, place if isinstance(place, int) else 0)
+    return x.flatten(0, len(shape) - 1) if x.shape[: len(shape)] == torch.Size(shape) else None
+
+
+class _Run(NamedTuple):
+    calls: dict[Key, list[Tensor | None]]  # fingerprints by token, of each use
+    outputs: list[Tensor | None]  # by token, or by sample
+    not_rowwise: set[Key]
+
+
+class _Look:
+    def __init__(self, receiver: Any, taps: Sequence[Tap], inputs: Any, ids: Tensor):
+        self.model, self.taps, self.dim = receiver.model, taps, receiver.batch_dim
+        self.others = stand_ins(self.model)  # what starts at zeros hides who meets before it
+        self.structure, self.raw = Structure(inputs), ids
+        self.leaves = self.structure.leaves
+        self.ids = ids.movedim(self.dim, 0)
+        self.places = {
+            (i, rank): tap.known(rank) if tap.places.get(rank) is not None else self.dim
+            for i, tap in enumerate(taps)
+            for rank in (*tap.places, *range(1, 6))
+        }
+
+    def told(self) -> Told:
+        tokens = [x for x in self.leaves if isinstance(x, Tensor) and x.shape[: self.raw.dim()] == self.raw.shape]
+        if not tokens:
+            shapes = ", ".join(str(tuple(x.shape)) for x in self.leaves if isinstance(x, Tensor))
+            raise InputError(
+                f"ids {tuple(self.raw.shape)} fit none of the model's inputs {shapes}: give the unit of each token, "
+                "in the shape of the tokens, or one of each sample (N,)"
+            )
+        try:
+            return self._told()
+        except DpfastError:
+            raise
+        except Exception as error:  # whatever a model raises
+            raise InputError(
+                "whose tokens are whose could not be found out, because a copy of the model did not run with some of "
+                f"them exchanged ({type(error).__name__}: {error}); give ids (N,) and a document a row (padded)"
+            ) from error
+
+    def _told(self) -> Told:
+        with same_random_numbers() as again:
+            base, masks = self._run(None, again), self._masks()
+            runs = [self._run(mask, again) for mask in masks]
+            changed = {key for run in runs for key in base.calls if self._changes(base, run, key).any()}
+            if masks and not changed:
+                raise ValueError("no layer's output changed")
+            inert = base.calls.keys() - changed
+            if inert:  # what the exchange does not reach is exchanged itself
+                masks = [*masks, *masks]
+                runs += [self._run(mask, again, inert) for mask in masks[len(runs) :]]
+            mixed = [
+                key
+                for key in base.calls
+                if any(
+                    (self._changes(base, run, key) & self._others(m)).any() for m, run in zip(masks, runs, strict=True)
+                )
+            ]
+            outputs = {i: why for i in range(len(base.outputs)) if (why := self._output(i, base, masks, runs))}
+            if (mixed or outputs) and not _alike(base, self._run(None, again)):
+                raise ValueError("the same inputs gave other numbers when repeated")
+            not_rowwise = self._run(None, again, rowwise=True).not_rowwise
+        if mixed:
+            raise UnsupportedModuleError(
+                f"{self.taps[mixed[0][0]].layer}: a token's row of its output changes with another unit's tokens; "
+                "units meet in it, or between it and the layer before, and clipping bounds nothing. Mask attention by "
+                "document (Hugging Face: position_ids that start again at 0, no attention_mask, use_cache=False)"
+            )
+        layers: dict[tuple[int, Any], str | None] = {}
+        for key, calls in base.calls.items():
+            why = None
+            if any(x is None for x in calls):
+                why = f"its output's rows are not the tokens that ids {tuple(self.raw.shape)} speak of"
+            elif key in not_rowwise:
+                why = "its row for a token depends on which tokens stand beside, so they have no gradients apart"
+            layers[id(self.taps[key[0]]), key[1]] = why
+        return Told(layers, outputs)
+
+    def _others(self, mask: Tensor) -> Tensor:
+        """Tokens of units that are not exchanged."""
+        return (~mask & (self.ids >= 0)).flatten()
+
+    def _changes(self, base: _Run, run: _Run, key: Key) -> Tensor:
+        """By token: whether one of a layer's uses has changed."""
+        found = torch.zeros(self.ids.numel(), dtype=torch.bool)
+        for one, two in zip(base.calls[key], run.calls.get(key, []), strict=False):
+            if one is not None and two is not None:
+                found |= one != two
+        return found
+
+    def _output(self, i: int, base: _Run, masks: Sequence[Tensor], runs: Sequence[_Run]) -> str | None:
+        """What is wrong with an output of the model."""
+        one = base.outputs[i]
+        if one is None:
+            return None
+        changes = [one != two if (two := run.outputs[i]) is not None else one != one for run in runs]
+        if len(one) == self.ids.numel():
+            if any(bool((c & self._others(mask)).any()) for c, mask in zip(changes, masks, strict=True)):
+                return "a token's entries depend on other units' tokens"
+        elif any(bool((x & y).any()) for x, y in zip(changes[::2], changes[1::2], strict=True)):
+            return "each of its entries depends on several units' tokens"
+        return None
+
+    def _masks(self) -> list[Tensor]:
+        """Of tokens that are exchanged together, such that of each two units in a sample there is one with the first
+        alone."""
+        rows = self.ids.flatten(1)
+        numbers = torch.stack([row.unique(return_inverse=True)[1] for row in rows]) if len(rows) else rows
+        numbers = numbers.view(self.ids.shape)
+        bits = int(numbers.max()).bit_length() if numbers.numel() else 0
+        by_bit = [(numbers >> b) & 1 == one for b in range(bits) for one in (0, 1)]
+        return [mask & (self.ids >= 0) for mask in by_bit]
+
+    def _run(
+        self,
+        mask: Tensor | None,
+        again: Callable[[], None],
+        inert: frozenset[Key] | set[Key] = frozenset(),
+        *,
+        rowwise: bool = False,
+    ) -> _Run:
+        leaves = [x.clone() if isinstance(x, Tensor) else x for x in self.leaves]
+        if mask is not None and not inert:
+            raw = mask.movedim(0, self.dim)
+            for i, x in enumerate(leaves):
+                if isinstance(x, Tensor) and x.shape[: raw.dim()] == raw.shape and not self._is_structure(x):
+                    leaves[i] = _exchanged(x, raw.to(x.device))
+        model, taps = copied(self.model, self.taps, self.others)
+        run = _Run({}, [], set())
+        for i, tap in enumerate(taps):
+            _Witness.of(tap, i, run, self.places, self.ids.shape, mask if inert else None, inert, rowwise)
+        again()
+        args, kwargs = self.structure.unflatten(leaves)
+        for x in tree_leaves(model(*args, **kwargs)):
+            prints = None
+            if isinstance(x, Tensor) and x.is_floating_point() and x.dim() > self.dim:
+                rows = tokens_in(x, self.dim, self.ids.shape)
+                prints = fingerprints(x, self.dim) if rows is None else fingerprints(rows, 0)
+            run.outputs.append(None if prints is None else prints.cpu())
+        return run
+
+    def _is_structure(self, x: Tensor) -> bool:
+        """Whether it says which documents there are: masks, document numbers, positions that count up by one within
+        each unit's tokens."""
+        if x.dtype == torch.bool:
+            return True
+        if x.dim() > self.raw.dim():
+            return False
+        ids, x = self.ids.flatten(1), x.movedim(self.dim, 0).flatten(1).cpu()
+        beside = (ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] >= 0)
+        steps = (x[:, 1:] - x[:, :-1])[beside]
+        return bool(len(steps)) and any(bool((steps == step).all()) for step in (0, 1))
+
+
+class _Witness(Tap):
+    """The tap of a copy, which notes fingerprints of tokens' rows."""
+
+    number: int
+    seen: _Run
+    how: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, tap: Tap, number: int, seen: _Run, *how: Any) -> None:
+        tap.__class__ = cls
+        tap.__dict__.update(number=number, seen=seen, how=how)
+
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        places, shape, mask, inert, rowwise = self.how
+        if isinstance(self.module, nn.Embedding):
+            args, kwargs, _ = self.with_whole_batch(args, kwargs, shape[0])
+        output = forward(*args, **kwargs)
+        outputs = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]
+        if not outputs:
+            return output
+        key = (self.number, outputs[0].dim() if find_forward(self.module) is None else None)
+        place = places.get(key)
+        rows = tokens_in(outputs[0], place, shape)
+        self.seen.calls.setdefault(key, []).append(None if rows is None else fingerprints(rows, 0).cpu())
+        if rows is not None and rowwise and not self._is_rowwise(forward, args, kwargs, place, rows):
+            self.seen.not_rowwise.add(key)
+        if rows is not None and mask is not None and key in inert and isinstance(output, Tensor):
+            mask = mask.flatten() if isinstance(place, Rows) else mask.movedim(0, place)
+            mask = mask.view(*mask.shape, *[1] * (output.dim() - mask.dim())).to(output.device)
+            return torch.where(mask, 0.5 * output, output)
+        return output
+
+    def _is_rowwise(self, forward: Any, args: Any, kwargs: Any, place: Place, rows: Tensor) -> bool:
+        """Whether the module, given its tokens backwards as a batch, gives the same rows."""
+        shape = self.how[1]
+
+        def backwards(x: Tensor) -> Tensor:
+            found = tokens_in(x, place, shape)
+            return x if found is None else found.flip(0)
+
+        try:
+            output = forward(*tree_map_only(Tensor, backwards, args), **tree_map_only(Tensor, backwards, kwargs))
+        except Exception:  # it wants them in rows
+            return False
+        output = next((x for x in tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()), None)
+        if output is None or output.shape != rows.shape:
+            return False
+        return bool((output.flip(0).double() - rows.double()).norm() <= _SAME * rows.double().norm())
+
+    def tapped(self, output: Any, *_: Any, **__: Any) -> Any:
+        return output
+
+
+def _exchanged(x: Tensor, mask: Tensor) -> Tensor:
+    """With other tokens where the mask says so, of those that are there."""
+    if not x.is_floating_point() and not x.is_complex():
+        values, which = x.unique(return_inverse=True)
+        other = values[(which + 1) % len(values)]
+    else:
+        other = x.flatten(0, mask.dim() - 1).roll(1, 0).view_as(x)
+        other = torch.where(other == x, 0.5 * x, other)
+    return torch.where(mask.view(*mask.shape, *[1] * (x.dim() - mask.dim())), other, x)
+
+
+def _alike(one: _Run, two: _Run) -> bool:
+    """Whether two runs gave the same."""
+
+    def equal(x: Tensor | None, y: Tensor | None) -> bool:
+        return x is y if x is None or y is None else torch.equal(x, y)
+
+    calls = all(len(x) == len(two.calls.get(k, [])) and all(map(equal, x, two.calls[k])) for k, x in one.calls.items())
+    return calls and all(map(equal, one.outputs, two.outputs))

@@ -1,0 +1,264 @@
+"""One forward pass of a copy of the model on some of its samples, which notes the rows of every tap's output.
+
+What the parameters or values of this moment hide is brought out: a gate or an adapter that starts at zeros lets nothing
+through before its first step, and rows that are the same for every sample do not change with any. So parameters that
+are zeros have other numbers in the copy, and each tap's output is given noise, another for each sample.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from dpfast.errors import InputError
+from dpfast.taps.fake_run import Nobody, drop_hooks, nothing_left_behind
+from dpfast.taps.gathered import Picked
+from dpfast.taps.layout import Call, Place, Rows
+from dpfast.taps.registry import find_by_row, find_forward
+from dpfast.taps.tap import Tap
+
+_AT_ONCE = 2**22
+_ODD = -7046029254386353131  # 2^64 over the golden ratio
+_NUMBERS = 1021  # of noise, over and over: a prime, so that no two rows are likely to have the same
+_NOISE = 0.125
+_ZERO = 2.0**-10
+
+Key = tuple[int, Any]
+"""The number of a tap and the rank of its output; None: of pieces."""
+
+
+class Run(NamedTuple):
+    """What one forward pass shows.
+
+    Attributes:
+        calls: fingerprints along the samples' dimension, one each time that a tap runs; the shape where these do not
+            fit.
+        order: of the taps. packed: layers that took packed sequences.
+        outputs: fingerprints of the model's outputs, along every dimension as long as the batch.
+    """
+
+    calls: dict[Key, list[Any]]
+    order: dict[Key, int]
+    outputs: list[dict[int, Tensor]]
+    packed: list[str]
+
+
+class Witness(Tap):
+    """The tap of a copy, which notes fingerprints of rows.
+
+    Attributes:
+        at: where taps have their samples. size: how many there are.
+        noisy: outputs are given noise. other: the sample whose noise is another one.
+    """
+
+    number: int
+    size: int
+    seen: Run
+    at: dict[Key, Place]
+    noisy: bool
+    other: int | None
+    took_and_gave: list[tuple[int | None, Call]]
+    inputs: Sequence[Any] = ()  # of the model
+
+    @classmethod
+    def of(
+        cls,
+        tap: Tap,
+        number: int,
+        seen: Run,
+        at: dict[Key, Place],
+        size: int,
+        *,
+        noisy: bool = False,
+        other: int | None = None,
+    ) -> Witness:
+        tap.__class__ = cls
+        assert isinstance(tap, cls)
+        tap.number, tap.seen, tap.at, tap.size, tap.took_and_gave = number, seen, at, size, []
+        tap.noisy, tap.other = noisy, other
+        return tap
+
+    follows = True  # in a copy always
+
+    def run_picked(
+        self, picked: Picked, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Each row at its place among all: no row's bits depend on how many others were picked."""
+        x, *others = args or (None,)
+        if not isinstance(x, Tensor) or others or kwargs or picked.numbers is None or picked.of is None:
+            return self.caught(forward, args, kwargs)
+        numbers = picked.numbers.flatten()
+        every = x.new_zeros(picked.of.shape.numel(), x.shape[-1])
+        every[numbers] = x.reshape(-1, x.shape[-1])
+        output = self.caught(forward, (every,), {})
+        if not isinstance(output, Tensor) or output.shape[:1] != every.shape[:1]:
+            return self.caught(forward, args, kwargs)
+        return output[numbers].view(*x.shape[:-1], *output.shape[1:])
+
+    def caught(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if isinstance(self.module, nn.Embedding):
+            args, kwargs, _ = self.with_whole_batch(args, kwargs, self.size)
+        offsets = args[1] if len(args) > 1 else kwargs.get("offsets")
+        if isinstance(self.module, nn.EmbeddingBag) and any(x is offsets is not None for x in self.inputs):
+            raise InputError("bags in one row, by offsets: the batch is not that of the first input")
+        by_row = find_by_row(self.module)
+        output = forward(*args, **kwargs) if by_row is None else by_row(self.module, *args, **kwargs)
+        if any(isinstance(x, PackedSequence) for x in args):  # it knows itself where its samples are
+            self.seen.packed.append(self.layer)
+            return output
+        outputs = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]
+        rank = outputs[0].dim() if outputs and find_forward(self.module) is None else None
+        inputs = [x.shape for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        self.took_and_gave.append((rank, (inputs, [x.shape for x in outputs])))
+        key, place = (self.number, rank), self.at.get((self.number, rank))
+        self.seen.order.setdefault(key, len(self.seen.order))
+        if outputs and isinstance(place, (int, Rows)):
+            x, dim = outputs[0], place.dim if isinstance(place, Rows) else place
+            size = x.shape[dim] if dim < x.dim() else 0
+            fits = size % self.size == 0 if isinstance(place, Rows) else size == self.size
+            calls = self.seen.calls.setdefault(key, [])
+            calls.append(fingerprints(x, dim) if fits else tuple(x.shape))
+            if self.noisy and fits and size:
+                output = _replaced(output, x, self._with_noise(x, place, len(calls)))
+        return output
+
+    def tapped(self, output: Any, *_: Any, **__: Any) -> Any:
+        return output
+
+    def _with_noise(self, x: Tensor, place: int | Rows, call: int) -> Tensor:
+        """A tap's output with noise that is each sample's own; as it is, where it is not known whose its rows are."""
+        together = place.together if isinstance(place, Rows) else True
+        if together is None:
+            return x
+        dim = place.dim if isinstance(place, Rows) else place
+        rows = torch.arange(x.shape[dim], device=x.device)
+        whose = rows // (len(rows) // self.size) if together else rows % self.size
+        noise = _noise(x.movedim(dim, 0), 2 * hash((self.number, call)))
+        if self.other is not None:
+            another = _noise(noise, 2 * hash((self.number, call)) + 1)
+            noise = torch.where((whose == self.other).view(-1, *[1] * (noise.dim() - 1)), another, noise)
+        return x + (x + 1.0) * noise.movedim(0, dim)
+
+
+def run_on(
+    model: nn.Module,
+    taps: Sequence[Tap],
+    structure: Any,
+    leaves: Sequence[Any],
+    places: dict[Key, Place],
+    size: int,
+    stand_ins: dict[int, Any],
+    *,
+    noisy: bool = False,
+    other: int | None = None,
+) -> tuple[Run, list[Witness]]:
+    """One forward pass of a copy on these inputs, of ``size`` samples.
+
+    Args:
+        structure, leaves: the inputs. places: of taps. stand_ins: what stands where parameters are, by their id.
+        noisy, other: of the witnesses.
+    """
+    model, copies = copied(model, taps, stand_ins)
+    run = Run({}, {}, [], [])
+    witnesses = [Witness.of(tap, i, run, places, size, noisy=noisy, other=other) for i, tap in enumerate(copies)]
+    leaves = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
+    for witness in witnesses:
+        witness.inputs = leaves
+    args, kwargs = structure.unflatten(leaves)
+    for x in tree_leaves(model(*args, **kwargs)):
+        floats = isinstance(x, Tensor) and x.is_floating_point()
+        run.outputs.append({d: fingerprints(x, d) for d, s in enumerate(x.shape) if s == size} if floats else {})
+    return run, witnesses
+
+
+def copied(
+    model: nn.Module, taps: Sequence[Tap], stand_ins: dict[int, Any] | None = None
+) -> tuple[nn.Module, list[Tap]]:
+    """The model with its taps, on the same parameters but for those that something stands in for; buffers and all that
+    a forward may keep are its own."""
+    memo: dict[int, Any] = {id(p): p for p in model.parameters()} | (stand_ins or {})
+    memo[id(taps[0].taps)] = Nobody()
+    model, copies = copy.deepcopy((model, list(taps)), memo)
+    drop_hooks(model)
+    return model, copies
+
+
+def stand_ins(model: nn.Module) -> dict[int, Any]:
+    """Other numbers for parameters that are mostly zeros, by the parameters' ids."""
+    found: dict[int, Any] = {}
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.is_meta or hasattr(p, "device_mesh") or not p.is_floating_point():  # no numbers, or only a rank's part
+                continue
+            if 2 * int((p.abs() > _ZERO).sum()) <= p.numel() > 0:
+                found[id(p)] = nn.Parameter(p + _noise(p, len(found)), requires_grad=p.requires_grad)
+    return found
+
+
+@contextmanager
+def same_random_numbers() -> Iterator[Callable[[], None]]:
+    """Nothing is left of what runs within it; what it gives starts all random numbers again."""
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    numpy: Any = sys.modules.get("numpy")
+    with nothing_left_behind(), torch.random.fork_rng(devices=devices):
+        states = torch.get_rng_state(), [torch.cuda.get_rng_state(d) for d in devices], random.getstate()
+        of_numpy = None if numpy is None else numpy.random.get_state()
+
+        def again() -> None:
+            torch.set_rng_state(states[0])
+            for device, state in zip(devices, states[1], strict=True):
+                torch.cuda.set_rng_state(state, device)
+            random.setstate(states[2])
+            if numpy is not None:
+                numpy.random.set_state(of_numpy)
+
+        try:
+            yield again
+        finally:
+            again()
+
+
+def first_samples(x: Any, dim: int | None, size: int) -> Any:
+    """That many of a tensor's samples, in turns where it has fewer."""
+    if dim is None or not isinstance(x, Tensor):
+        return x
+    return x.detach().index_select(dim, torch.arange(size, device=x.device) % x.shape[dim])
+
+
+def fingerprints(x: Tensor, dim: int) -> Tensor:
+    """One number for the bits of each row along the dimension."""
+    rows = x.detach().movedim(dim, 0).reshape(x.shape[dim], -1)
+    found = torch.zeros(len(rows), dtype=torch.int64, device=x.device)
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+    step = max(1, _AT_ONCE // max(1, len(rows)))
+    for start in range(0, rows.shape[1], step):
+        part = rows[:, start : start + step] + 0.0  # a zero has a sign, which may come of zero times another row
+        factors = torch.arange(start + 1, start + part.shape[1] + 1, device=x.device) * _ODD
+        factors = (factors ^ (factors >> 29)) * _ODD | 1
+        found += (part.contiguous().view(bits).to(torch.int64) * factors).sum(1)
+    return found
+
+
+def _noise(like: Tensor, seed: int) -> Tensor:
+    """Noise of that shape; the same wherever and whenever it is asked for."""
+    numbers = torch.randn(_NUMBERS, generator=torch.Generator().manual_seed(seed % 2**32)) * _NOISE
+    numel = like.numel()
+    noise = numbers.to(like).repeat(-(-numel // _NUMBERS))[:numel]
+    return noise.view(like.shape)
+
+
+def _replaced(output: Any, x: Tensor, by: Tensor) -> Any:
+    """A module's output with another tensor in the place of one."""
+    if output is x:
+        return by
+    leaves, structure = tree_flatten(output)
+    return tree_unflatten([by if y is x else y for y in leaves], structure)

@@ -1,0 +1,104 @@
+"""What is proven of the eager step holds of its graph, also as Inductor compiles it."""
+
+import hypothesis.strategies as st
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import MODELS, exact_norms, hostile
+from hypothesis import given, settings
+from small_steps import Mlp, check, mlp_batch, square_losses
+from torch import nn
+
+import dpfast
+
+
+def products(model, x, scale):
+    """Backprops are ``scale`` itself, so that the exact gradient is known."""
+    return (model(x).float() * scale.float()).sum((1, 2))
+
+
+def hostile_batch(t, exponent, seed, dtype, constant_side):
+    a = hostile(3, t, 40, 10.0**exponent, dtype, seed)
+    b = hostile(3, t, 24, 1.0, dtype, seed + 1)
+    return a, b[:, :1].expand_as(b).contiguous() if constant_side else b
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("t", [1, 70])
+def test_no_sample_exceeds_c_on_inputs_that_cancel(backend, dtype, t):
+    if backend == "inductor" and t == 1:
+        pytest.skip("compiling takes long; test_inductor_sums_what_was_measured has T = 1")
+    torch.manual_seed(0)
+    net = nn.Linear(40, 24, bias=False).to(dtype)
+    step = dpfast.compile_step(net, products, max_grad_norm=1.0, batch_size=3, backend=backend)
+    for seed, exponent in enumerate((-18, -4, 0, 6, 15)):
+        for constant_side in (False, True):
+            a, b = hostile_batch(t, exponent, seed, dtype, constant_side)
+            exact = exact_norms(a, b)
+            for limit in (1e-6, 1.0, 1e3):
+                net.zero_grad()
+                step.max_grad_norm = limit
+                step(a, b)
+                fits = exact.isfinite() & (step.clip_factors > 0)
+                assert (step.clip_factors.double()[fits] * exact[fits] <= limit).all(), (exponent, limit)
+
+
+def test_inductor_sums_what_was_measured():
+    """One graph for all sizes of batches; what norms read is what is summed, in memory and not computed again."""
+    from torch._inductor.utils import run_and_get_code
+
+    torch.manual_seed(0)
+    net = Mlp()
+    step = dpfast.compile_step(net, square_losses, max_grad_norm=0.5, batch_size=5)
+    _, (code, *_) = run_and_get_code(step, *mlp_batch(5))
+    assert "dpfast.pinned" not in code, "32 bits are not copied"
+    assert code.count("torch.ops.dpfast.clip.default(") == 1
+    for n in (5, 3, 0, 1, 7):
+        check(step, net, square_losses, mlp_batch(n))
+    assert len(step._graphs) == 1
+    step(*mlp_batch(5))
+    ((_, factors, measured, _),) = step._parts
+    (expected,) = dpfast.modes.clippers.clip_factors(dpfast.ConstantFlatClipper(0.5), [measured[0]])
+    assert (factors.double() <= expected).all(), "factors are rounded towards zero, outside of what is compiled"
+    assert (factors.nextafter(torch.tensor(9.0)).double() > expected).all()
+
+
+MAGNITUDES = st.floats(-3, 3).map(lambda e: 10.0**e)
+STEPS: dict = {}
+
+
+def weighted_losses(model, x, y, weights):
+    return weights * F.cross_entropy(model(x), y, reduction="none")
+
+
+@given(
+    name=st.sampled_from(["mlp", "tied"]),
+    n=st.integers(1, 6),
+    which=st.integers(0, 5),
+    c=MAGNITUDES,
+    weight=MAGNITUDES,
+    seed=st.integers(0, 10**6),
+)
+@settings(deadline=None)
+def test_one_sample_moves_the_sum_by_at_most_c(name, n, which, c, weight, seed):
+    build, inputs = MODELS[name]
+    torch.manual_seed(seed)
+    if name not in STEPS:
+        net = build()
+        options = {"max_grad_norm": 1.0, "batch_size": 4, "backend": "aot_eager"}
+        STEPS[name] = net, dpfast.compile_step(net, weighted_losses, **options)
+    net, step = STEPS[name]
+    x, y, weights = inputs(n), torch.randint(0, 5, (n,)), torch.ones(n)
+    weights[which % n] = weight
+
+    def total(valid):
+        net.zero_grad()
+        step.max_grad_norm = c
+        step(x, y, weights, valid=valid)
+        return torch.cat([p.grad.double().flatten() for p in net.parameters()])
+
+    everyone = torch.ones(n, dtype=torch.bool)
+    others = everyone.clone()
+    others[which % n] = False
+    assert (total(everyone) - total(others)).norm() <= c * (1.0 + 1e-5 * n)

@@ -1,0 +1,55 @@
+"""Where kernels run, each launch is one operation of the graph."""
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from small_steps import check, median_norm, token_batch, token_losses
+from torch import nn
+
+import dpfast
+from dpfast.compiled import graph
+
+
+class Kernels(nn.Module):
+    """A lookup, thin layers that share a launch, a wide one with a norm and a sum of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(13, 16)
+        self.down, self.up = nn.Linear(16, 4, bias=False), nn.Linear(4, 16, bias=False)
+        self.wide, self.head = nn.Linear(16, 24), nn.Linear(24, 13)
+
+    def forward(self, tokens):
+        x = self.table(tokens)
+        return self.head(self.wide(x + self.up(F.gelu(self.down(x)))))
+
+
+def test_a_step(monkeypatch):
+    monkeypatch.setenv("DPFAST_BACKEND", "triton")
+    seen = []
+    compile_ = torch.compile
+    monkeypatch.setattr(graph.torch, "compile", lambda g, **options: seen.append(g) or compile_(g, **options))
+    torch.manual_seed(0)
+    net = Kernels()
+    limit = median_norm(net, token_losses, token_batch(4))
+    step = dpfast.compile_step(net, token_losses, max_grad_norm=limit, batch_size=4, backend="aot_eager")
+    for n in (4, 3):
+        check(step, net, token_losses, token_batch(n))
+    nodes = Counter(str(node.target).partition(".")[2] for node in seen[0].graph.nodes if "dpfast" in str(node.target))
+    assert nodes["clip.default"] == nodes["lookup_sq_norm.default"] == 1
+    assert nodes["directs.default"] >= 1 and nodes["weighted_sum.default"] == nodes["sq_norm.default"] == 2, nodes
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_directs_have_the_bits_that_they_have_outside(keep, monkeypatch):
+    from dpfast.arithmetic import kernel_norms
+
+    monkeypatch.setenv("DPFAST_BACKEND", "triton")
+    pairs = [(torch.randn(3, 20, d), torch.randn(3, 20, p)) for d, p in ((16, 4), (16, 4), (40, 24))]
+    few, wide = pairs[:2], pairs[2]
+    found = torch.ops.dpfast.directs([a for a, _ in pairs], [b for _, b in pairs], keep)
+    expected = [*kernel_norms.grouped(few, keep=keep), kernel_norms.direct(*wide, keep=keep)]
+    flat = [x for of in expected for x in (*of.norm, of.error, of.grad_sample) if x is not None]
+    assert len(found) == len(flat) and all(torch.equal(x, y) for x, y in zip(found, flat, strict=True))

@@ -1,0 +1,122 @@
+"""Whole models as one graph against the loop over samples."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from small_steps import Transformer, check, exact_step, token_batch, token_losses
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import dpfast
+from dpfast.testing import relative_error
+
+
+def hf_losses(model, tokens, targets):
+    logits = model(input_ids=tokens, use_cache=False).logits
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape).mean(1)
+
+
+def gpt2():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return GPT2LMHeadModel(
+        GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=13, n_positions=6, **dropout)
+    ), hf_losses
+
+
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2, "num_key_value_heads": 1}
+    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, vocab_size=13, **sizes)), hf_losses
+
+
+def lora():
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, init_lora_weights=False)
+    return get_peft_model(llama()[0], config), hf_losses
+
+
+class Cnn(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.ReLU(), nn.Conv2d(8, 8, 3, stride=2), nn.Flatten()
+        )
+        self.head = nn.Linear(72, 4)
+
+    def forward(self, x):
+        return self.head(self.layers(x))
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(3, 4, batch_first=True), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.head(self.rnn(x)[0][:, -1])
+
+
+def class_losses(model, x, y):
+    return F.cross_entropy(model(x), y, reduction="none")
+
+
+class Checkpointed(Transformer):
+    reentrant = False
+
+    def forward(self, tokens):
+        x = self.table(tokens) + self.positions(self.order)
+        x = x + checkpoint(lambda x: self.down(F.gelu(self.up(self.norm(x)))), x, use_reentrant=self.reentrant)
+        return self.head(x)
+
+
+class CheckpointedReentrant(Checkpointed):
+    reentrant = True
+
+
+def images(n):
+    return torch.randn(n, 3, 8, 8), torch.randint(0, 4, (n,))
+
+
+def sequences(n):
+    return torch.randn(n, 5, 3), torch.randint(0, 4, (n,))
+
+
+CASES = {
+    "gpt2": (gpt2, token_batch),
+    "llama": (llama, token_batch),
+    "lora": (lora, token_batch),
+    "cnn": (lambda: (Cnn(), class_losses), images),
+    "lstm": (lambda: (Recurrent(), class_losses), sequences),
+    "checkpointed": (lambda: (Checkpointed(), token_losses), token_batch),
+    "checkpointed, reentrant": (lambda: (CheckpointedReentrant(), token_losses), token_batch),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_model(name):
+    torch.manual_seed(0)
+    make, batches = CASES[name]
+    net, losses = make()
+    step = dpfast.compile_step(net, losses, max_grad_norm=0.5, batch_size=4, backend="aot_eager")
+    for n in (4, 3):
+        check(step, net, losses, batches(n))
+    assert len(step._graphs) == 1
+
+
+def test_accumulation_and_optimizer():
+    torch.manual_seed(0)
+    net = Transformer()
+    step = dpfast.compile_step(net, token_losses, max_grad_norm=0.5, batch_size=4, backend="aot_eager")
+    one, two = token_batch(4), token_batch(3)
+    sums = [exact_step(net, token_losses, batch, 0.5)[0] for batch in (one, two)]
+    step(*one)
+    step(*two)
+    for name, p in net.named_parameters():
+        assert relative_error(p.grad, sums[0][name] + sums[1][name]) < 2e-5
+    step.forbid_grad_accumulation()
+    with pytest.raises(dpfast.errors.StateError, match="accumulation"):
+        step(*one)

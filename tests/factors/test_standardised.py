@@ -1,0 +1,156 @@
+"""Convolutions whose weight is standardised by channels: against autograd in fp64, a sample at a time."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import dpfast
+from dpfast.factors import Dense, PatchProduct, standardised
+from dpfast.factors.standardised import Standardised
+from dpfast.taps import Activations, find_rule
+from dpfast.testing import check_rule
+
+
+class StdConv(nn.Conv2d):
+    """As timm's StdConv2d and Hugging Face's BitConv compute it."""
+
+    def standardised(self):
+        rows = self.weight.reshape(1, self.out_channels, -1)
+        return F.batch_norm(rows, None, None, training=True, momentum=0.0, eps=1e-6).reshape_as(self.weight)
+
+    def forward(self, x):
+        return F.conv2d(x, self.standardised(), self.bias, self.stride, self.padding, self.dilation, self.groups)
+
+
+CASES = {  # layer, image: kept, not kept, in groups, of rows of three entries
+    "kept": (lambda: StdConv(4, 6, 3, padding=1), (4, 12, 12)),
+    "not kept": (lambda: StdConv(12, 40, 3, padding=1, bias=False), (12, 4, 4)),
+    "groups": (lambda: StdConv(8, 24, 3, groups=2, stride=2), (8, 7, 7)),
+    "1x1": (lambda: StdConv(70, 90, 1), (70, 4, 4)),
+    "one position": (lambda: StdConv(70, 9, 3, bias=False), (70, 3, 3)),
+    "three entries": (lambda: StdConv(3, 5, 1), (3, 6, 6)),
+}
+
+
+def own_factor(layer, x, backprops):
+    value = layer.standardised()
+    inner = find_rule(nn.Conv2d(1, 1, 1))(layer, Activations([x]), backprops)[layer.weight]
+    assert isinstance(inner, PatchProduct)
+    factor = standardised(inner, value, layer.weight)
+    assert isinstance(factor, Standardised)
+    return factor
+
+
+def exact(layer, x, backprops):
+    layer, found = copy.deepcopy(layer).double(), []
+    for x_n, b_n in zip(x.double(), backprops.double(), strict=True):
+        found.append(torch.autograd.grad(layer(x_n[None]), layer.weight, b_n[None])[0])
+    return torch.stack(found)
+
+
+def case(name, n=5, mean=0.5):
+    make, shape = CASES[name]
+    torch.manual_seed(0)
+    layer, x = make(), torch.randn(n, *shape) + mean
+    return layer, x, torch.randn_like(layer(x)) + 0.5
+
+
+@pytest.mark.parametrize("mean", [0.0, 0.5, 30.0])
+@pytest.mark.parametrize("name", CASES)
+def test_verbs(name, mean):
+    layer, x, backprops = case(name, mean=mean)
+    factor, truth = own_factor(layer, x, backprops), exact(layer, x, backprops)
+    assert (factor.kept() is factor) == (name in ("not kept", "1x1", "one position"))
+    size = truth.flatten(1).norm(dim=1)
+    coefficients = torch.tensor([1.0, 0.5, 0.0, 2.0, 0.1])
+    total = (truth * coefficients.double().view(-1, 1, 1, 1, 1)).sum(0)
+    for form in (factor, factor.kept()):
+        value, upper = form.sq_norm()
+        before = own_factor(layer, x, backprops).factor.sq_norm().upper.sqrt()  # a bright image: most of it is its mean
+        assert (upper.sqrt() >= size * (1 - 1e-12)).all()
+        assert (upper.sqrt() - size <= 2e-3 * size + 5e-3 * before**2 / size.clamp(min=1e-30)).all()
+        assert ((value.sqrt() - size).abs() <= 1e-5 * before**2 / size.clamp(min=1e-30)).all()
+        dense = form.materialized()
+        off = (dense.values.double() - truth).flatten(1).norm(dim=1)
+        assert (off <= dense.error).all() and (dense.error <= 5e-3 * before).all()
+        assert torch.equal(form.materialize(), dense.values)
+        assert (form.weighted_sum(coefficients) - total).norm() <= 1e-5 * before.norm()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_samples_share_is_no_more_than_the_bound(name):
+    layer, x, backprops = case(name)
+    for form in (factor := own_factor(layer, x, backprops), factor.kept()):
+        upper = form.sq_norm().upper.sqrt()
+        for n in range(5):
+            alone = torch.zeros(5)
+            alone[n] = 1.0
+            assert form.weighted_sum(alone).double().norm() <= upper[n]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_same_bits_in_every_batch(name):
+    layer, x, backprops = case(name, n=19)
+    factor = own_factor(layer, x, backprops)
+    whole = [form.sq_norm() for form in (factor, factor.kept())]
+    for n in (1, 2, 3, 8, 17):
+        order = torch.randperm(len(x))[:n]
+        part = own_factor(layer, x[order], backprops[order])
+        for norms, form in zip(whole, (part, part.kept()), strict=True):
+            for before, now in zip(norms, form.sq_norm(), strict=True):
+                assert torch.equal(before[order], now), n
+
+
+def test_a_sample_that_is_not_finite_has_no_finite_bound_and_no_neighbours():
+    for name in ("kept", "not kept"):
+        layer, x, backprops = case(name)
+        before = own_factor(layer, x, backprops).kept().sq_norm().upper
+        for bad in (float("nan"), float("inf"), 1e30):
+            worse = x.clone()
+            worse[2] = bad
+            factor = own_factor(layer, worse, backprops).kept()
+            upper = factor.sq_norm().upper
+            assert not upper[2] < float("inf") or bad == 1e30
+            assert torch.equal(upper[[0, 1, 3, 4]], before[[0, 1, 3, 4]])
+            assert factor.weighted_sum(torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0])).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        lambda w: F.batch_norm(w.reshape(1, 6, -1), torch.zeros(6), torch.ones(6)).reshape_as(w),
+        lambda w: F.batch_norm(w.reshape(1, 6, -1), None, None, training=True).reshape_as(w) * 2.0,
+        lambda w: F.batch_norm(w.transpose(0, 1).reshape(1, 6, -1), None, None, training=True).reshape_as(w),
+        lambda w: F.batch_norm(w.reshape(2, 3, -1), None, None, training=True).reshape_as(w),
+        lambda w: F.batch_norm(w.reshape(1, 6, -1), None, None, w[:, 0, 0, 0], training=True).reshape_as(w),
+        lambda w: F.batch_norm((w * 3.0).reshape(1, 6, -1), None, None, training=True).reshape_as(w),
+    ],
+    ids=["statistics of others", "scaled", "transposed", "other rows", "with a gain of its own", "scaled before"],
+)
+def test_what_is_something_else_is_left_alone(value):
+    w = torch.randn(6, 6, 3, 3, requires_grad=True)
+    inner = PatchProduct(
+        *(torch.randn(2, 6, 5, 5), torch.randn(2, 6, 3, 3)),
+        kernel=(3, 3), stride=(1, 1), dilation=(1, 1), padding=(0, 0), groups=1,
+    )  # fmt: skip
+    assert standardised(inner, value(w), w) is None
+    assert standardised(Dense(torch.randn(2, 6, 6, 3, 3)), w, w) is None
+
+
+@pytest.mark.parametrize("name", ["kept", "not kept", "groups", "1x1"])
+def test_layers(name):
+    layer, x, _ = case(name)
+    check_rule(layer, x)
+
+
+def test_the_clipped_sum_goes_through_the_standardisation_once(monkeypatch):
+    """Of a layer whose gradients are not kept; the map is not taken of samples."""
+    seen, applied = [], Standardised._applied
+    monkeypatch.setattr(Standardised, "_applied", lambda self, v: seen.append(v.shape) or applied(self, v))
+    layer, x, _ = case("not kept")
+    wrapped = dpfast.GradSampleModuleFastGradientClipping(nn.Sequential(layer), max_grad_norm=1.0, loss_reduction="sum")
+    wrapped(x).square().sum().backward()
+    assert seen == [layer.weight.shape]

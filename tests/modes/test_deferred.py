@@ -1,0 +1,218 @@
+"""Small layers that are alike wait for each other, and nothing but time comes of it."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import dpfast
+from dpfast.errors import DpfastWarning, StateError
+from dpfast.modes import deferred
+from dpfast.testing import clipped_sum, loop_over_samples, relative_error
+
+N, T, D = 3, 5, 8
+
+
+class Block(nn.Module):
+    def __init__(self, bias=True):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(D), nn.Linear(D, 2 * D, bias=bias), nn.Linear(2 * D, D)
+        self.last = nn.RMSNorm(D)
+
+    def forward(self, x):
+        return x + self.last(self.down(torch.tanh(self.up(self.norm(x)))))
+
+
+def blocks(number=4, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(**options) for _ in range(number)), nn.Linear(D, 3))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    return model
+
+
+def losses(model, x):
+    return model(x).square().flatten(1).sum(1)
+
+
+def step(model, x, **options):
+    wrapped = dpfast.GradSampleModuleFastGradientClipping(model, max_grad_norm=0.5, **options)
+    losses(wrapped, x).mean().backward()
+    return wrapped
+
+
+@pytest.fixture
+def waited(monkeypatch):
+    """How many layers each call of a rule was for."""
+    found, take = [], deferred.Deferred._take
+
+    def watched(self, key):
+        found.append(len(self._queues[key]))
+        take(self, key)
+
+    monkeypatch.setattr(deferred.Deferred, "_take", watched)
+    return found
+
+
+@pytest.mark.parametrize("t", [T, N, D, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_as_a_loop_over_samples(t, dtype, waited):
+    model, x = blocks().to(dtype), torch.randn(N, t, D).to(dtype)
+    exact = loop_over_samples(model, lambda m, x: losses(m, x).sum(), x)
+    norms = torch.stack([g.flatten(1).norm(dim=1) for g in exact.values()]).norm(dim=0)
+    wrapped = step(model, x)
+    assert sorted(waited) == [1, 4, 4, 4, 4]
+    assert relative_error(wrapped.get_norm_sample(), norms) <= 1e-5
+    assert (wrapped.norm_slack >= 0).all() and (wrapped.norm_slack <= 1e-4).all()
+    sums = clipped_sum(exact, 0.5)
+    for name, p in model.named_parameters():
+        assert relative_error(p.grad, sums[name]) <= 1e-4, name
+        assert p.grad.is_contiguous() and p.grad.shape == p.shape and p.grad.dtype == dtype
+
+
+@pytest.mark.parametrize("t", [T, 40])
+def test_who_waits_changes_no_norm(t, monkeypatch):
+    x = torch.randn(N, t, D)
+    together = step(blocks(), x)
+    monkeypatch.setattr(deferred, "AT_ONCE", {"cpu": 2 * x.nbytes * 3})
+    parted = step(blocks(), x)
+    monkeypatch.setattr(deferred, "SMALL", {})
+    alone = step(blocks(), x)
+    for other in (parted, alone):
+        assert all(map(torch.equal, other._norms, together._norms))  # fp64, to the last bit
+        for p, q in zip(other.parameters(), together.parameters(), strict=True):
+            assert relative_error(p.grad, q.grad) <= 1e-6
+
+
+def test_a_samples_norm_does_not_depend_on_the_others():
+    x = torch.randn(6, T, D)
+    together = step(blocks(), x)
+    for n in range(6):
+        alone = step(blocks(), x[n : n + 1])
+        # The loss's mean divides backprops by 1 and by 6; the norms are of the same gradients.
+        assert relative_error(alone.get_norm_sample(), together.get_norm_sample()[n : n + 1]) <= 1e-6
+
+
+def test_a_sample_that_is_not_finite_adds_nothing():
+    x = torch.randn(N, T, D)
+    bad = x.clone()
+    bad[1, 2, 3] = float("nan")
+    with pytest.warns(DpfastWarning):
+        wrapped = step(blocks(), bad)
+    assert wrapped.get_clipping_coef()[1] == 0
+    rest = step(blocks(), x[[0, 2]])
+    for p, q in zip(wrapped.parameters(), rest.parameters(), strict=True):
+        assert relative_error(p.grad, q.grad) <= 1e-5
+
+
+def test_layers_of_which_other_parameters_are_trained_are_not_alike(waited):
+    model, x = blocks(), torch.randn(N, T, D)
+    model[0].up.bias.requires_grad_(False)
+    model[1].up.weight.requires_grad_(False)
+    model[1].norm.bias.requires_grad_(False)
+    model[2].norm.eps = 0.1
+    exact = loop_over_samples(model, lambda m, x: losses(m, x).sum(), x)
+    step(model, x)
+    assert sorted(waited) == [1, 1, 1, 1, 1, 2, 2, 4, 4]
+    for name, total in clipped_sum(exact, 0.5).items():
+        assert relative_error(model.get_parameter(name).grad, total) <= 1e-4, name
+
+
+def test_layers_whose_parameters_stand_in_another_order():
+    model, x = blocks().double(), torch.randn(N, T, D).double()
+    norm = model[1].norm
+    weight = norm.weight
+    del norm.weight  # as torch.nn.utils.prune.remove does
+    norm.weight = weight
+    exact = loop_over_samples(model, lambda m, x: losses(m, x).sum(), x)
+    step(model, x)
+    for name, total in clipped_sum(exact, 0.5).items():
+        assert relative_error(model.get_parameter(name).grad, total) <= 1e-6, name
+
+
+def test_a_parameter_that_a_layer_has_under_two_names():
+    model, x = blocks().double(), torch.randn(N, T, D).double()
+    model[1].norm.bias = model[1].norm.weight
+    exact = loop_over_samples(model, lambda m, x: losses(m, x).sum(), x)
+    step(model, x)
+    for name, total in clipped_sum(exact, 0.5).items():
+        assert relative_error(model.get_parameter(name).grad, total) <= 1e-6, name
+
+
+def test_sums_are_added_up_and_set_to_zero_one_by_one():
+    model, x = blocks(), torch.randn(N, T, D)
+    wrapped = step(model, x)
+    once = [p.grad.clone() for p in model.parameters()]
+    losses(wrapped, x).mean().backward()
+    for p, total in zip(model.parameters(), once, strict=True):
+        assert relative_error(p.grad, 2 * total) <= 1e-6
+    model[0].up.weight.grad.zero_()
+    assert (
+        relative_error(
+            model[1].up.weight.grad, 2 * dict(zip(model.parameters(), once, strict=True))[model[1].up.weight]
+        )
+        <= 1e-6
+    )
+
+
+def test_a_gradient_that_is_written_to_while_its_layer_waits_is_an_error():
+    model, kept = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D)), []
+    wrapped = dpfast.GradSampleModuleFastGradientClipping(model)
+
+    def write(grad):
+        kept[0].mul_(2)
+
+    def watch(hook):
+        def on_forward(module, inputs, output):
+            output.register_hook(hook)
+
+        return on_forward
+
+    handles = [model[1].register_forward_hook(watch(write)), model[2].register_forward_hook(watch(kept.append))]
+    with pytest.raises(StateError, match="was written to while the backward"):
+        losses(wrapped, torch.randn(N, D)).mean().backward()
+    assert all(p.grad is None for p in model.parameters())
+    for handle in handles:
+        handle.remove()
+    losses(wrapped, torch.randn(N, D)).mean().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_layer_that_two_threads_call_for_one_backward_pass_is_an_error():
+    model = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D))
+    wrapped = dpfast.GradSampleModuleFastGradientClipping(model)
+    found = [losses(wrapped, torch.randn(N, D))]
+    thread = threading.Thread(target=lambda: found.append(losses(wrapped, torch.randn(N, D))))
+    thread.start()
+    thread.join()
+    with pytest.raises(StateError, match="call the model in one thread"):
+        (found[0] + found[1]).mean().backward()
+    assert all(p.grad is None for p in model.parameters())
+
+
+class Ops(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_tap_costs_few_ops():
+    """Those of more blocks are those of their model, but for what their taps take."""
+    more = {}
+    for private in (False, True):
+        counts = []
+        for number in (2, 12):
+            model, x = blocks(number), torch.randn(N, T, D)
+            model = dpfast.GradSampleModuleFastGradientClipping(model) if private else model
+            losses(model, x).mean().backward()
+            model.zero_grad()
+            with Ops() as ops:
+                losses(model, x).mean().backward()
+            counts.append(ops.count)
+        more[private] = counts[1] - counts[0]
+    assert more[True] - more[False] <= 0  # a layer's sums of gradients, which are not taken, are as many

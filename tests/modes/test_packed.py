@@ -1,0 +1,295 @@
+"""Documents packed into rows: each is clipped as if it had a row of its own, or the layer that sees more is refused."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import assert_gradients
+from torch import nn
+
+from dpfast import GradSampleModuleFastGradientClipping as Module
+from dpfast.errors import InputError, UnsupportedModuleError
+from dpfast.testing import clipped_sum, loop_over_samples, norms_of, relative_error
+
+VOCABULARY, T, LENGTHS = 30, 16, [5, 9, 3, 7, 1]
+ROWS = [[0, 1], [2, 3, 4]]
+
+
+def packed(seed=0):
+    """(tokens, positions, ids, labels), (2, T) each, and the documents."""
+    generator = torch.Generator().manual_seed(seed)
+    documents = [torch.randint(1, VOCABULARY, (length,), generator=generator) for length in LENGTHS]
+    tokens, positions = (torch.zeros(2, T, dtype=torch.int64) for _ in range(2))
+    ids, labels = torch.full((2, T), -1), torch.full((2, T), -100)
+    for row, members in enumerate(ROWS):
+        at = 0
+        for d in members:
+            own = slice(at, at + LENGTHS[d])
+            tokens[row, own], positions[row, own], ids[row, own] = documents[d], torch.arange(LENGTHS[d]), d
+            labels[row, at : at + LENGTHS[d] - 1] = documents[d][1:]
+            at += LENGTHS[d]
+        positions[row, at:] = torch.arange(T - at)
+    return (tokens, positions, ids, labels), documents
+
+
+def losses_of(logits, labels):
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none").view(
+        labels.shape
+    )
+
+
+class Packed(nn.Module):
+    """A block whose attention looks at ``mixes`` what is not its own document's."""
+
+    def __init__(self, d=12, *, mixes="nothing", folds=False):
+        super().__init__()
+        self.mixes, self.folds = mixes, folds
+        self.tokens, self.positions = nn.Embedding(VOCABULARY, d), nn.Embedding(T, d)
+        self.norm, self.qkv, self.out = nn.LayerNorm(d), nn.Linear(d, 3 * d), nn.Linear(d, d, bias=False)
+        self.head = nn.Linear(d, VOCABULARY)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens, positions):
+        places = self.positions(positions)
+        x = self.tokens(tokens.flip(1) if self.mixes == "order" else tokens)
+        x = x + (places.flip(1) if self.mixes == "positions" else places)
+        document = (positions == 0).cumsum(1)
+        mask = document[:, None, :] == document[:, :, None]
+        q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
+        causal = mask.new_ones(mask.shape[1:]).tril()
+        mask = causal.expand_as(mask) if self.mixes == "attention" else mask & causal
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
+        if self.mixes == "behind":
+            x = x + self.head.weight[0] * 0 + x.mean(1, keepdim=True)
+        if self.folds:
+            return self.head(x.flatten(0, 1)).view(*tokens.shape, -1)
+        logits = self.head(x)
+        return logits + 0.01 * logits.cumsum(1) if self.mixes == "logits" else logits
+
+
+def document_loss(model, tokens, labels):
+    return losses_of(model(tokens, torch.arange(tokens.shape[1]).expand_as(tokens)), labels).sum()
+
+
+def by_document(model, documents):
+    """Each document's gradients, alone in its row."""
+    found = []
+    for document in documents:
+        labels = torch.cat([document[1:], torch.tensor([-100])])
+        found.append(loop_over_samples(model, document_loss, document[None], labels[None]))
+    return {name: torch.cat([g[name] for g in found]) for name in found[0]}
+
+
+def step(module, batch, num_units=5, **how):
+    tokens, positions, ids, labels = batch
+    with module.units(ids, num_units, **how) as units:
+        units.sums(losses_of(module(tokens, positions), labels)).sum().backward()
+
+
+def gradients(module):
+    return {n: p.grad for n, p in module._module.named_parameters()}
+
+
+@pytest.mark.parametrize("folds", [False, True])
+def test_documents_have_the_gradients_that_they_have_alone(folds):
+    model, (batch, documents) = Packed(folds=folds), packed()
+    exact = by_document(model, documents)
+    norms = norms_of(exact)
+    c = float(norms.median())
+    module = Module(model, loss_reduction="sum", max_grad_norm=c)
+    step(module, batch)
+    assert relative_error(module.get_norm_sample(), norms) <= 1e-5
+    assert_gradients(gradients(module), clipped_sum(exact, c), tolerance=3e-5)  # factors are taken from bounds
+
+
+def test_a_mean_of_documents_and_of_tokens():
+    model, ((tokens, positions, ids, labels), documents) = Packed(), packed()
+    exact = by_document(model, documents)
+    for how in ("sum", "mean"):
+        module = Module(copy.deepcopy(model), max_grad_norm=1e6)
+        with module.units(ids, 5, per_unit=how) as units:
+            units.sums(losses_of(module(tokens, positions), labels)).mean().backward()
+        counts = units.counts if how == "mean" else torch.ones(5)
+        expected = {n: (g / counts.view(-1, *[1] * (g.dim() - 1))).sum(0) for n, g in exact.items()}
+        assert_gradients(gradients(module), expected)
+
+
+def test_a_document_has_the_same_bits_whoever_is_beside_it():
+    model, ((tokens, positions, ids, labels), _) = Packed(), packed()
+
+    def norms(ids, num_units):
+        module = Module(copy.deepcopy(model), loss_reduction="sum")
+        step(module, (tokens, positions, ids, labels), num_units)
+        return module._norms
+
+    together = norms(ids, 5)
+    for unit in range(5):
+        alone = norms(torch.where(ids == unit, 0, -1), 1)
+        assert torch.equal(alone.value[0], together.value[unit]) and torch.equal(alone.upper[0], together.upper[unit])
+
+
+@pytest.mark.parametrize(
+    ("mixes", "message"),
+    [
+        ("attention", r"out \(Linear\): a token's row .*; units meet in it, or between it and the layer before"),
+        ("behind", r"head \(Linear\): a token's row"),
+        ("order", "a token's row of its output changes with another unit's tokens"),
+        ("positions", "a token's row of its output changes with another unit's tokens"),
+        ("logits", "output 0 of the model.*a token's entries depend on other units' tokens"),
+    ],
+)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_documents_that_meet_are_refused(mixes, message, frozen):
+    model, (batch, _) = Packed(mixes=mixes), packed()
+    if frozen:  # what sees it is not trained; what comes before it is
+        for part in (model.out, model.head):
+            part.requires_grad_(False)
+        model.tokens = nn.Embedding(VOCABULARY, 12)
+    module = Module(model, loss_reduction="sum")
+    with pytest.raises(UnsupportedModuleError, match=message):
+        step(module, batch)
+    assert all(p.grad is None for p in module.parameters())
+
+
+def test_documents_that_meet_behind_zeros_are_refused():
+    """As adapters and output projections start: who meets before them shows after the first step only."""
+    model, (batch, documents) = Packed(mixes="attention"), packed()
+    nn.init.zeros_(model.out.weight)
+    with pytest.raises(UnsupportedModuleError, match="another unit's tokens"):
+        step(Module(model, loss_reduction="sum"), batch)
+    model = Packed()
+    nn.init.zeros_(model.out.weight)
+    module = Module(copy.deepcopy(model), loss_reduction="sum", max_grad_norm=1e6)
+    step(module, batch)
+    assert_gradients(gradients(module), {n: g.sum(0) for n, g in by_document(model, documents).items()})
+
+
+def test_a_row_of_one_document_tells_nothing_of_rows_of_several():
+    model, ((tokens, positions, ids, labels), _) = Packed(mixes="attention"), packed()
+    module = Module(model, loss_reduction="sum")
+    step(module, (tokens, torch.arange(T).expand(2, T), torch.arange(2)[:, None].expand(2, T), labels))
+    with pytest.raises(UnsupportedModuleError, match="another unit's tokens"):
+        step(module, (tokens, positions, ids, labels))
+
+
+class Layered(nn.Module):
+    def __init__(self, layer, run=None):
+        super().__init__()
+        self.first, self.layer, self.last, self.by = nn.Linear(6, 6), layer, nn.Linear(6, 4), run or (lambda f, x: f(x))
+
+    def forward(self, x):
+        return self.last(self.by(self.layer, torch.tanh(self.first(x))))
+
+
+class Scaled(nn.Module):
+    """No rule knows it."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, x):
+        return x * self.scale / x.norm(dim=-1, keepdim=True)
+
+
+def sum_of_squares(module, x, ids, num_units):
+    with module.units(ids, num_units) as units:
+        units.sums(module(x).square().sum(-1)).sum().backward()
+
+
+@pytest.mark.parametrize("build", [lambda: nn.Linear(6, 6), lambda: nn.LayerNorm(6), Scaled, lambda: nn.PReLU()])
+def test_layers_that_see_tokens_one_by_one(build):
+    torch.manual_seed(0)
+    model, x = Layered(build()), torch.randn(3, 4, 6)
+    ids = torch.tensor([[0, 0, 1, 1], [2, 2, 2, -1], [3, 0, 1, 4]])  # units may be in several rows
+    rows = loop_over_samples(model, lambda m, x: m(x).square().sum(), x.flatten(0, 1))
+    exact = {n: torch.zeros(5, *g.shape[1:]).double() for n, g in rows.items()}
+    for name, g in rows.items():
+        exact[name].index_add_(0, ids[ids >= 0], g[(ids >= 0).flatten()])
+    module = Module(model, loss_reduction="sum", max_grad_norm=float(norms_of(exact).median()))
+    sum_of_squares(module, x, ids, 5)
+    assert relative_error(module.get_norm_sample(), norms_of(exact)) <= 1e-5
+    assert_gradients(gradients(module), clipped_sum(exact, module.max_grad_norm), tolerance=3e-5)
+
+
+@pytest.mark.parametrize(
+    ("layer", "run", "message"),
+    [
+        (nn.GRU(6, 6, batch_first=True), lambda f, x: f(x)[0], "another unit's tokens|depends on which tokens"),
+        (nn.Conv1d(6, 6, 3, padding=1), lambda f, x: f(x.mT).mT, "another unit's tokens|not the tokens"),
+        (nn.MultiheadAttention(6, 2, batch_first=True), lambda f, x: f(x, x, x)[0], "another unit's|in pieces"),
+        (nn.LayerNorm((4, 6)), lambda f, x: f(x), "another unit's tokens"),
+        (nn.Linear(6, 6), lambda f, x: f(x[:, :1]).expand_as(x), "another unit's tokens|not the tokens"),
+    ],
+)
+@pytest.mark.parametrize("several", [True, False])
+def test_layers_that_do_not_are_refused(layer, run, message, several):
+    ids = torch.tensor([[0, 0, 1, 1], [2, 2, 2, 3]]) if several else torch.tensor([[0] * 4, [1] * 4])
+    module = Module(Layered(copy.deepcopy(layer), run), loss_reduction="sum")
+    with pytest.raises(UnsupportedModuleError, match=r"layer \(|last \(") as error:
+        sum_of_squares(module, torch.randn(2, 4, 6), ids, 4)
+    if several:
+        assert pytest.RaisesExc(UnsupportedModuleError, match=message).matches(error.value)
+    assert all(p.grad is None for p in module.parameters())
+
+
+def test_a_loss_of_whole_rows_is_refused():
+    model = Layered(nn.Linear(6, 6))
+    model.last = nn.Identity()
+    ids = torch.tensor([[0, 0, 1, 1], [2, 2, 2, 3]])
+    pooled = nn.Sequential(model, nn.Flatten(1))
+    module = Module(pooled, loss_reduction="sum")
+    with (
+        pytest.raises(UnsupportedModuleError, match="depends on several units' tokens"),
+        module.units(ids, 4),
+    ):
+        module(torch.randn(2, 4, 6)).square().sum().backward()
+
+
+def test_time_first():
+    torch.manual_seed(0)
+    model, x = Layered(nn.Linear(6, 6)), torch.randn(3, 4, 6)
+    ids = torch.tensor([[0, 0, 1, 1], [2, 2, 2, -1], [3, 0, 1, 4]])
+    norms = []
+    for batch_first in (True, False):
+        module = Module(copy.deepcopy(model), loss_reduction="sum", batch_first=batch_first)
+        sum_of_squares(module, *((x, ids) if batch_first else (x.transpose(0, 1), ids.T)), 5)
+        norms.append(module.get_norm_sample())
+    assert relative_error(norms[1], norms[0]) <= 1e-6
+
+
+def test_ids_that_fit_no_input():
+    model, ((tokens, positions, ids, labels), _) = Packed(), packed()
+    module = Module(model)
+    with pytest.raises(InputError, match=r"ids \(2, 15\) fit none of the model's inputs \(2, 16\), \(2, 16\)"):
+        step(module, (tokens, positions, ids[:, :-1], labels))
+    with pytest.raises(InputError, match=r"values \(2, 3\)"), module.units(ids, 5) as units:
+        units.sums(torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_hugging_face(name):
+    huggingface = pytest.importorskip("huggingface")
+    torch.manual_seed(0)
+    model = getattr(huggingface, name)()
+    (tokens, positions, ids, labels), documents = packed()
+    tokens, labels = tokens % huggingface.VOCABULARY, torch.where(labels >= 0, labels % huggingface.VOCABULARY, -100)
+    padded, mask = torch.zeros(5, max(LENGTHS), dtype=torch.int64), torch.zeros(5, max(LENGTHS), dtype=torch.int64)
+    targets = torch.full(padded.shape, -100)
+    for i, document in enumerate(documents):
+        padded[i, : len(document)], mask[i, : len(document)] = document % huggingface.VOCABULARY, 1
+        targets[i, : len(document) - 1] = document[1:] % huggingface.VOCABULARY
+    by_row = Module(copy.deepcopy(model), loss_reduction="sum", max_grad_norm=0.3)
+    logits = by_row(input_ids=padded, attention_mask=mask, use_cache=False).logits
+    (losses_of(logits, targets).sum(1) / (targets >= 0).sum(1).clamp(min=1)).sum().backward()
+    module = Module(copy.deepcopy(model), loss_reduction="sum", max_grad_norm=0.3)
+    with module.units(ids, 5) as units:
+        losses = losses_of(module(input_ids=tokens, position_ids=positions, use_cache=False).logits, labels)
+        (units.sums(losses) / units.sums((labels >= 0).float()).clamp(min=1)).sum().backward()
+    assert relative_error(module.get_norm_sample(), by_row.get_norm_sample()) <= 1e-5
+    assert_gradients(gradients(module), gradients(by_row), tolerance=3e-5)
+    for wrong in ({}, {"position_ids": positions, "attention_mask": torch.ones_like(tokens)}):
+        module = Module(copy.deepcopy(model), loss_reduction="sum")
+        with pytest.raises(UnsupportedModuleError, match="position_ids that start again"), module.units(ids, 5):
+            module(input_ids=tokens, use_cache=False, **wrong).logits.sum().backward()
