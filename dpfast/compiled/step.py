@@ -82,6 +82,8 @@ class CompiledStep:
     norms become factors outside of what the compiler changes, in fp64 and by the eager step's code (docs/compiled.md).
     """
 
+    needs_units = False  # an engine that draws units refuses the compiled mode
+
     def __init__(
         self,
         model: nn.Module,

@@ -6,7 +6,16 @@ import torch
 from dpfast.arithmetic import products, reference
 from dpfast.testing import relative_error
 
-SHAPES = [(128, 64, 640), (256, 256, 65), (64, 1030, 64)]  # (r, k, c), each worth a call of oneDNN
+SHAPES = [(128, 64, 640), (256, 256, 65), (64, 1030, 64), (64, 64, 64), (20, 30, 17), (64, 4096, 513)]  # (r, k, c)
+
+
+@pytest.fixture(params=[1, 2, 4])
+def threads(request):
+    """Some as many as there are samples, some more: MKL splits the samples that are fewer than threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=["as chosen", "oneDNN", "MKL"])
@@ -20,7 +29,7 @@ def backend(request, monkeypatch):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_products(backend, shape):
+def test_products(backend, threads, shape):
     r, k, c = shape
     torch.manual_seed(0)
     x, y = torch.randn(5, k, r).mT, torch.randn(5, k, c)
@@ -29,9 +38,10 @@ def test_products(backend, shape):
     assert relative_error(whole, 3 * truth) <= 1e-6
     added = products.batched(x, y, add_to=whole.clone(), scale=2.0)
     assert relative_error(added, 5 * truth) <= 1e-6
-    for n in range(5):
-        alone = products.batched(x[n : n + 1].clone(), y[n : n + 1].clone(), scale=3.0)
-        assert torch.equal(alone[0], whole[n])
+    for few in (1, 2, 3):
+        for n in range(5 - few + 1):
+            some = slice(n, n + few)
+            assert torch.equal(products.batched(x[some].clone(), y[some].clone(), scale=3.0), whole[some])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
