@@ -71,6 +71,7 @@ SLOW := tests/arithmetic/test_bounds.py::test_the_kernels_bounds_hold_too \
 	tests/distributed/test_killed.py \
 	tests/opacus/test_compiled.py \
 	tests/distributed/test_tensor_parallel.py \
+	tests/distributed/test_units.py \
 	tests/opacus/test_checkpoint.py \
 	tests/opacus/test_ddp.py \
 	tests/arithmetic/test_ops.py::test_verbs_equal_fp64 \

@@ -378,7 +378,7 @@ class GradSampleModuleFastGradientClipping(PerUnit, GradSampleModule):
     def _settings(self, before: Left | None) -> tuple[object, ...]:
         """What all ranks must have alike."""
         clipper, passes = self._clipper(), 0 if before is None else before.passes
-        return clipper.sensitivity, type(clipper).__name__, self.loss_reduction, passes, noise_of(self._places)
+        return clipper.sensitivity, type(clipper).__name__, *self._of_what, passes, noise_of(self._places)
 
     def _left_before(self) -> Left | None:
         """What earlier passes have left in ``p.grad``, to which another sum may be added."""

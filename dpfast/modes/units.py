@@ -149,6 +149,7 @@ class PerUnit(nn.Module):
     loss_reduction: str
     passes: int
     needs_units = False  # whether a step outside of units(...) is an error: an engine draws units
+    _of_what: tuple[object, ...] = ()  # what the last step has clipped, which ranks must have alike
 
     @contextmanager
     def units(self, ids: Tensor, num_units: int, per_unit: str = "sum") -> Iterator[Units]:
@@ -166,7 +167,8 @@ class PerUnit(nn.Module):
             removing one unit moves ``p.grad``, however many records it has, if
 
             - all of a unit's records that the step takes are in this batch, under one number: a unit that stands in
-              two backward passes (accumulation, physical batches, two ranks) is clipped twice;
+              two backward passes (accumulation, physical batches, two ranks) is clipped twice. Ranks number their own
+              units and do not compare them; ``UnitPoissonSampler`` gives each to one rank, whole;
             - no other unit's gradient depends on it: a sample touches one unit. A layer that mixes samples is refused
               as ever, and a row that is two units' (a message between two persons) has to be given to one of them,
               which then protects the other less, or to nobody;
@@ -206,6 +208,7 @@ class PerUnit(nn.Module):
 
     def _scale(self, step: Any) -> Any:
         """What gradients are multiplied with: a number, or one for each unit."""
+        self._of_what = self.loss_reduction, None if step.units is None else step.units.per_unit
         if step.units is not None:
             device = next((p.device for p in self.parameters()), torch.device("cpu"))
             return step.units.scale(self.loss_reduction, device)

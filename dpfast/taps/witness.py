@@ -25,6 +25,7 @@ from dpfast.taps.gathered import Picked
 from dpfast.taps.layout import Call, Place, Rows
 from dpfast.taps.registry import find_by_row, find_forward
 from dpfast.taps.tap import Tap
+from dpfast.taps.unsharded import copied_whole, whole_stand_in
 
 _AT_ONCE = 2**22
 _ODD = -7046029254386353131  # 2^64 over the golden ratio
@@ -187,19 +188,24 @@ def copied(
     a forward may keep are its own."""
     memo: dict[int, Any] = {id(p): p for p in model.parameters()} | (stand_ins or {})
     memo[id(taps[0].taps)] = Nobody()
-    model, copies = copy.deepcopy((model, list(taps)), memo)
+    with copied_whole(model, memo):
+        model, copies = copy.deepcopy((model, list(taps)), memo)
     drop_hooks(model)
     return model, copies
 
 
 def stand_ins(model: nn.Module) -> dict[int, Any]:
-    """Other numbers for parameters that are mostly zeros, by the parameters' ids."""
+    """Other numbers for parameters that are mostly zeros, and for those of which a rank has a part, by the parameters'
+    ids."""
     found: dict[int, Any] = {}
     with torch.no_grad():
         for p in model.parameters():
-            if p.is_meta or hasattr(p, "device_mesh") or not p.is_floating_point():  # no numbers, or only a rank's part
+            if p.is_meta or not p.is_floating_point():  # no numbers
                 continue
-            if 2 * int((p.abs() > _ZERO).sum()) <= p.numel() > 0:
+            if hasattr(p, "device_mesh"):
+                whole = torch.empty(p.shape, device=p.device_mesh.device_type)
+                found[id(p)] = whole_stand_in(p, _noise(whole, len(found)) / _NOISE)
+            elif 2 * int((p.abs() > _ZERO).sum()) <= p.numel() > 0:
                 found[id(p)] = nn.Parameter(p + _noise(p, len(found)), requires_grad=p.requires_grad)
     return found
 
