@@ -64,11 +64,13 @@ def batched(x: Tensor, y: Tensor, *, scale: float = 1.0, add_to: Tensor | None =
         return out
     if min(r, c) >= BATCH_INVARIANT_FROM:
         out, beta = (empty((n, r, c), x.dtype, x.device), 0.0) if add_to is None else (add_to, 1.0)
-        calls = [slice(i, i + 1) for i in range(n)] if _shares_threads(r * k * c, x) else [slice(None)]
-        with _a_thread_a_sample(n, r * k * c, x):
-            for call in calls:
+        if _shares_threads(r * k * c, x):
+            for i in range(n):
+                call = slice(i, i + 1)
                 torch.baddbmm(out[call], x[call], y[call], beta=beta, alpha=scale, out=out[call])
-        return out
+            return out
+        with _a_thread_a_sample(x):
+            return torch.baddbmm(out, x, y, beta=beta, alpha=scale, out=out)
     if r * k * c >= _WORTH_A_CALL:
         # A narrow result is taken with its short side as rows, in which MKL is 3 times as fast.
         in_fours = min(r, c) >= 4 and x.dtype == torch.float32 and x.device.type == "cpu"
@@ -76,7 +78,7 @@ def batched(x: Tensor, y: Tensor, *, scale: float = 1.0, add_to: Tensor | None =
         products = narrow(y.mT, x.mT).mT.contiguous() if c < r else narrow(x, y)
     else:
         x, y = F.pad(x, (0, 0, 0, -r % BATCH_INVARIANT_FROM)), F.pad(y, (0, -c % BATCH_INVARIANT_FROM))
-        with _a_thread_a_sample(n, r * k * c, x):
+        with _a_thread_a_sample(x):
             products = torch.bmm(x, y)[:, :r, :c].contiguous()
     if scale != 1.0:
         products.mul_(scale)
@@ -88,10 +90,10 @@ def _shares_threads(macs: int, like: Tensor) -> bool:
 
 
 @contextmanager
-def _a_thread_a_sample(n: int, macs: int, like: Tensor) -> Iterator[None]:
+def _a_thread_a_sample(samples: Tensor) -> Iterator[None]:
     """No more threads than samples, so that none is split between threads (0.3 µs, where there are fewer samples)."""
-    threads = torch.get_num_threads()
-    if n >= threads or like.device.type != "cpu" or _shares_threads(macs, like):
+    threads, n = torch.get_num_threads(), len(samples)
+    if n >= threads or samples.device.type != "cpu":
         yield
         return
     torch.set_num_threads(n)
