@@ -68,6 +68,7 @@ SLOW := tests/arithmetic/test_bounds.py::test_the_kernels_bounds_hold_too \
 	tests/compiled/test_models.py \
 	tests/distributed/test_ddp.py \
 	tests/distributed/test_fsdp.py \
+	tests/distributed/test_fsdp_and_tensor_parallel.py \
 	tests/distributed/test_killed.py \
 	tests/opacus/test_compiled.py \
 	tests/distributed/test_tensor_parallel.py \

@@ -8,6 +8,7 @@ are computed: as many collectives as without privacy, and the full sums of two u
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,9 +17,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from dpfast.distributed.agreement import DISAGREEMENT, agreement, ranks_agree
+from dpfast.distributed.placements import extents, ranks_sharing, sharding_axes
 from dpfast.errors import StateError, UnsupportedModuleError
 from dpfast.taps import in_backward
 
@@ -34,7 +36,7 @@ class ShardedSums:
 
     Raises:
         UnsupportedModuleError: a trainable parameter is in no unit, or is sharded otherwise than in dimension 0 over
-            one dimension of a mesh (and replicated over another one at most).
+            one dimension of a mesh (and replicated over another one at most, and parted by tensor parallel over one).
     """
 
     def __init__(self, model: nn.Module, own: Callable[[nn.Parameter], nn.Parameter], root: nn.Module):
@@ -65,7 +67,7 @@ class ShardedSums:
     def number(self) -> int:
         """Of ranks."""
         first: Any = next((p for unit in self._units for p in unit), None)
-        return 1 if first is None else int(first.device_mesh.size())
+        return 1 if first is None else ranks_sharing(first)
 
     def _states(self) -> list[Any]:
         modules: set[Any] = {self._root, *self._model.modules()}
@@ -162,30 +164,34 @@ class _Flight(NamedTuple):
 
     def land(self) -> dict[nn.Parameter, Tensor]:
         self.work.wait()
-        mesh = self.unit[0].device_mesh
-        if mesh.ndim == 2:
-            dist.all_reduce(self.output, group=mesh.get_group(0))
+        if sharding_axes(self.unit[0]) == 2:
+            dist.all_reduce(self.output, group=self.unit[0].device_mesh.get_group(0))
         parts, start = {}, 0
         for p in self.unit:
             local = p.to_local()
             parts[p] = self.output[start : start + local.numel()].view(local.shape)
-            start += _rows(p) * p.shape[1:].numel()
+            start += _padded(p)
         return parts
 
 
-def _rows(p: Any) -> int:
-    """Of a part, the last ones of which may be shorter or empty."""
-    ranks = p.device_mesh.size(p.device_mesh.ndim - 1)
-    return -(-p.shape[0] // ranks)
+def _shape(p: Any) -> list[int]:
+    """Of what FSDP shards: all of the parameter, or the part that tensor parallel leaves to this rank."""
+    return [size for _, size in extents(p, range(sharding_axes(p), p.device_mesh.ndim))]
+
+
+def _padded(p: Any) -> int:
+    """Entries of a rank's part, the last ones of which may be shorter or empty."""
+    rows, *rest = _shape(p)
+    return -(-rows // p.device_mesh.size(sharding_axes(p) - 1)) * math.prod(rest)
 
 
 def _scattered(unit: list[Any], total: Callable[[nn.Parameter], Tensor | None], more: Tensor | None) -> _Flight:
-    mesh = unit[0].device_mesh
-    ranks = mesh.size(mesh.ndim - 1)
+    mesh, axis = unit[0].device_mesh, sharding_axes(unit[0]) - 1
+    ranks = mesh.size(axis)
     dtype = torch.float32
     for p in unit:
         dtype = torch.promote_types(dtype, p.dtype)
-    sizes = [_rows(p) * p.shape[1:].numel() for p in unit]
+    sizes = list(map(_padded, unit))
     device = unit[0].device
     whole = torch.empty(ranks, sum(sizes) + (0 if more is None else len(more)), dtype=dtype, device=device)
     start = 0
@@ -195,13 +201,12 @@ def _scattered(unit: list[Any], total: Callable[[nn.Parameter], Tensor | None], 
         if own is None:
             place.zero_()
         else:
-            rows = own.reshape(p.shape[0], -1)
-            place.copy_(F.pad(rows, (0, 0, 0, ranks * _rows(p) - len(rows))).view(ranks, size))
+            place.copy_(F.pad(own.flatten(), (0, ranks * size - own.numel())).view(ranks, size))
         start += size
     if more is not None:
         whole[:, start:] = more
     output = whole.new_empty(whole.shape[1])
-    work = dist.reduce_scatter_tensor(output, whole.view(-1), group=mesh.get_group(mesh.ndim - 1), async_op=True)
+    work = dist.reduce_scatter_tensor(output, whole.view(-1), group=mesh.get_group(axis), async_op=True)
     return _Flight(unit, whole, output, work)
 
 
@@ -236,9 +241,10 @@ def _check(p: Any, name: str, unit: int | None) -> None:
             f"parameter {name} {tuple(p.shape)} is trainable and in no unit of fully_shard; call fully_shard on the "
             "whole model as well, or freeze it"
         )
-    replicated, sharded = p.placements[:-1], p.placements[-1]
-    if len(replicated) > 1 or not all(isinstance(x, Replicate) for x in replicated) or sharded != Shard(0):
+    axes = sharding_axes(p)
+    sharded, parted = p.placements[axes - 1], p.placements[axes:]
+    if getattr(sharded, "dim", None) != 0 or len(parted) > 1:
         raise UnsupportedModuleError(
-            f"parameter {name} {tuple(p.shape)} has placements {p.placements}; clipped sums are reduced for Shard(0) "
-            "alone, or (Replicate(), Shard(0)). Leave out shard_placement_fn, and tensor parallel beside FSDP2"
+            f"parameter {name} {tuple(p.shape)} has placements {p.placements}; clipped sums are reduced for Shard(0), "
+            "or (Replicate(), Shard(0)), and one axis of tensor parallel beside. Leave out shard_placement_fn"
         )

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from dpfast.distributed.placements import extents
 from dpfast.errors import UnsupportedModuleError
 from dpfast.factors import Dense, Factor
 from dpfast.rules import huggingface
@@ -168,8 +169,7 @@ def _plain(x: Any, place: Placement | None = None) -> Tensor:
 
 def _own_rows(stand_in: Any, table: Any, indices: Tensor, backprops: Tensor) -> tuple[Tensor, Tensor]:
     """Indices into this rank's rows, and the gradients with zeros where the row is another's."""
-    mesh, rows = table.weight.device_mesh, len(stand_in.weight)
-    first = min(-(-len(table.weight) // mesh.size()) * mesh.get_local_rank(), len(table.weight))
+    first, rows = extents(table.weight)[0]
     stand_in.num_embeddings, padding = rows, table.padding_idx
     stand_in.padding_idx = padding - first if padding is not None and first <= padding < first + rows else None
     inside = (indices >= first) & (indices < first + rows)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from dpfast.distributed.wrappers import Wrapper, is_shard
-from dpfast.errors import UnsupportedModuleError
+from dpfast.distributed.placements import is_shard
+from dpfast.distributed.wrappers import Wrapper
+from dpfast.errors import StateError, UnsupportedModuleError
 from dpfast.taps import Activations
 
 if TYPE_CHECKING:  # they import torch.distributed.tensor
@@ -63,6 +66,18 @@ class Sums(Protocol):
         """
 
 
+@contextmanager
+def told_to_all(sums: Sums | None, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """An error within it, which some ranks alone may have, becomes one of all ranks that wait for their sums."""
+    try:
+        yield
+    except StateError:
+        if sums is not None and sums.crosses and sums.number > 1:
+            with suppress(StateError):  # as no two ranks have these settings
+                sums.reduce(list(parameters), lambda p: None, lambda p, total: total, lambda: None, dist.get_rank())
+        raise
+
+
 class Tapped(Protocol):
     """What is asked of a tapped model."""
 
@@ -84,11 +99,15 @@ def sums_of(wrapper: Wrapper, model: nn.Module, tapped: Tapped) -> Sums:
     return DDPSums(wrapper.module, model.parameters(), tapped.withholds)
 
 
-def parts_of(model: nn.Module) -> TensorParallel:
-    """For a model with DTensor parameters. Its errors are those of the class."""
+def parts_of(wrapper: Wrapper | None, model: nn.Module, tapped: Tapped) -> TensorParallel | None:
+    """For a model with parameters that tensor parallel has parted, under FSDP2 too. Its errors are those of the
+    class."""
+    if wrapper is None or wrapper.kind not in ("DTensor", "FSDP2"):
+        return None
     from dpfast.distributed.tensor_parallel import TensorParallel
 
-    return TensorParallel(model)
+    parts = TensorParallel(model, tapped.own, sharded=wrapper.kind == "FSDP2")
+    return parts if parts.number > 0 else None
 
 
 def part_of(

@@ -8,7 +8,7 @@ weight, where each rank sees a part of the positions) are summed before their no
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from dpfast.arithmetic import SquaredNorm, bounds, smallest_normal
 from dpfast.distributed.agreement import DISAGREEMENT, agreement
 from dpfast.distributed.local_part import PartOfSum
-from dpfast.distributed.wrappers import is_parted
+from dpfast.distributed.placements import is_parted, sharding_axes
 from dpfast.errors import InputError, StateError, UnsupportedModuleError
 from dpfast.factors import Dense, Factor, merge
 
@@ -35,35 +35,51 @@ _REPLICAS_DIFFER = (
 
 
 class TensorParallel:
-    """The norms of a model whose parameters are parted over one device mesh.
+    """The norms of a model whose parameters are parted over one axis of a device mesh.
 
     Args:
-        model: has DTensor parameters.
+        model: may have DTensor parameters. own: gives a parameter's shard in the place of the one that stands there
+            while a pass runs. sharded: whether FSDP2 has taken it, whose axes of the mesh come first.
+
+    Attributes:
+        number: of ranks; 0 where nothing is parted so.
 
     Raises:
-        UnsupportedModuleError: they are on several meshes, or on one of several dimensions.
+        UnsupportedModuleError: parameters are on several meshes, or on several further axes of one.
     """
 
-    def __init__(self, model: nn.Module):
-        self._names = {p: name for name, p in model.named_parameters()}
-        parts = [p for p in self._names if isinstance(p, DTensor)]
-        self._mesh = parts[0].device_mesh
-        for p in parts:
-            if p.device_mesh != self._mesh or self._mesh.ndim != 1:
+    def __init__(self, model: nn.Module, own: Callable[[nn.Parameter], nn.Parameter], *, sharded: bool):
+        self._names = {own(p): name for name, p in model.named_parameters()}
+        self._sharded, self.number = sharded, 0
+        self._mesh: Any = None
+        p: Any
+        for p, name in self._names.items():
+            axis = self._axis(p)
+            if axis is None:
+                continue
+            if self._mesh is None:
+                self._mesh, self._on, self.number = p.device_mesh, axis, int(p.device_mesh.size(axis))
+            if p.device_mesh != self._mesh or p.device_mesh.ndim != axis + 1:
                 raise UnsupportedModuleError(
-                    f"parameter {self._names[p]} {tuple(p.shape)} is placed as {p.placements} on {p.device_mesh}: "
-                    "tensor parallel works on one mesh of one dimension, alone: without FSDP2, DistributedDataParallel "
-                    "or another mesh beside it"
+                    f"parameter {name} {tuple(p.shape)} is placed as {p.placements} on {p.device_mesh}: tensor "
+                    "parallel works on one axis of one mesh, alone or after FSDP2's (parallelize_module on a part of "
+                    "the mesh, then fully_shard on the others), without DistributedDataParallel or another mesh"
                 )
         self._inputs = torch.zeros((), dtype=torch.float64)
+
+    def _axis(self, p: Any) -> int | None:
+        """Of the parameter's mesh, over which tensor parallel has parted or repeated it."""
+        if not isinstance(p, DTensor):
+            return None
+        axis = sharding_axes(p) if self._sharded else 0
+        return axis if p.device_mesh.ndim > axis else None
 
     def __reduce__(self) -> Any:
         return type(None), ()
 
     @property
-    def number(self) -> int:
-        """Of ranks."""
-        return int(self._mesh.size())
+    def _group(self) -> Any:
+        return self._mesh.get_group(self._on)
 
     def on_forward(self, inputs: Iterable[Tensor]) -> None:
         """A forward pass of the model begins, of these.
@@ -74,8 +90,8 @@ class TensorParallel:
         inputs = list(inputs)
         if any(x.numel() == 0 for x in inputs):
             raise InputError(
-                "an empty batch: torch's DTensor (tensor parallel) does not come back from reshaping one. Leave the "
-                "model out of this step and let the optimizer take it with p.grad = torch.zeros_like(p) everywhere"
+                "an empty batch: torch's DTensor (tensor parallel) does not come back from reshaping one. Give it one "
+                "sample of any numbers, within model.valid(torch.zeros(1, dtype=torch.bool)): padding adds nothing"
             )
         sums = [_checksum(x) for x in inputs]
         self._inputs = torch.stack([x.to(sums[0].device) for x in sums]).sum() if sums else self._inputs.new_zeros(())
@@ -102,7 +118,7 @@ class TensorParallel:
             error = error * (1.0 + 2.0 * gamma + 2.0**-20) + smallest_normal(dtype)
             columns += [values, error.to(dtype).unsqueeze(1)]
         flat = torch.cat(columns, dim=1)
-        dist.all_reduce(flat, group=self._mesh.get_group())
+        dist.all_reduce(flat, group=self._group)
         for (_, some), part in zip(parted, parts, strict=True):
             values, error, flat = flat.tensor_split([part.shape.numel(), part.shape.numel() + 1], dim=1)
             whole = Dense(values.reshape(-1, *part.shape), error=error.squeeze(1).double())
@@ -118,6 +134,11 @@ class TensorParallel:
         if not isinstance(p, DTensor):
             return total
         return DTensor.from_local(total, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+
+    def _is_parted(self, p: nn.Parameter) -> bool:
+        """Whether this rank has a part of its gradients alone."""
+        axis = self._axis(p)
+        return axis is not None and is_parted(p, slice(axis, None))
 
     def over_mesh(
         self,
@@ -139,8 +160,8 @@ class TensorParallel:
         used = {p: norm for p, norm in norms.items() if norm is not None}
         some = next((norm.value for norm in used.values()), torch.zeros(0, dtype=torch.float64))
         nothing = torch.zeros_like(some).expand(2, -1)
-        uppers = {p: norm.upper.to(some.device) for p, norm in used.items() if not is_parted(p)}
-        first = self._mesh.get_local_rank() == 0
+        uppers = {p: norm.upper.to(some.device) for p, norm in used.items() if not self._is_parted(p)}
+        first = self._mesh.get_local_rank(self._on) == 0
         mine = [
             torch.stack((norm.value, norm.upper)).to(some.device)
             if norm is not None and (first or p not in uppers)
@@ -157,7 +178,7 @@ class TensorParallel:
         checks = torch.cat((torch.stack((inputs, replicas)), same.double()))
         message = torch.cat((own.flatten(), checks))
         every = message.new_empty(self.number * len(message))
-        dist.all_gather_into_tensor(every, message, group=self._mesh.get_group())
+        dist.all_gather_into_tensor(every, message, group=self._group)
         parts = every.view(self.number, -1)
         bits = parts[:, own.numel() :].contiguous().view(torch.int64)  # of numbers that may be NaN
         differ = (bits != bits[0]).any(0)
@@ -176,7 +197,7 @@ class TensorParallel:
             raise StateError(_SAMPLES_DIFFER)
         own = {self._names.get(p, "?"): upper.tolist() for p, upper in uppers.items()}
         every: list[Any] = [None] * self.number
-        dist.all_gather_object(every, own, group=self._mesh.get_group())
+        dist.all_gather_object(every, own, group=self._group)
         names = [name for name in own if any(repr(other.get(name)) != repr(own[name]) for other in every)]
         raise StateError(_REPLICAS_DIFFER.format(names=", ".join(names[:5])))
 

@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from dpfast.distributed.placements import is_shard, ranks_sharing
+
 
 class Wrapper(NamedTuple):
     """What was found.
@@ -24,22 +26,6 @@ class Wrapper(NamedTuple):
     name: str
 
 
-def is_shard(p: Any) -> bool:
-    """Whether it is a DTensor."""
-    tensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-    return tensor is not None and isinstance(p, tensor)
-
-
-def local(x: Any) -> Any:
-    """This rank's part of a DTensor; any other tensor itself."""
-    return x.to_local() if is_shard(x) else x
-
-
-def is_parted(p: Any) -> bool:
-    """Whether this rank has a part of it alone."""
-    return is_shard(p) and any(place.is_shard() for place in p.placements)
-
-
 def in_process_group() -> bool:
     return dist.is_available() and dist.is_initialized()
 
@@ -53,7 +39,7 @@ def ranks_of(wrapper: Wrapper) -> int:
     """Over how many ranks a DDP, or a module that was given to ``fully_shard``, sums."""
     if wrapper.kind == "DDP":
         return dist.get_world_size(wrapper.module.process_group)
-    return next((int(p.device_mesh.size()) for p in wrapper.module.parameters() if is_shard(p)), 1)
+    return next((ranks_sharing(p) for p in wrapper.module.parameters() if is_shard(p)), 1)
 
 
 def find_wrapper(model: nn.Module, around: nn.Module) -> Wrapper | None:

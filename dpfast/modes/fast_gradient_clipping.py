@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dpfast.arithmetic import SquaredNorm, is_traced
-from dpfast.distributed import Sums, local, not_in, parts_of, sums_of
+from dpfast.distributed import Sums, local, not_in, parts_of, sums_of, told_to_all
 from dpfast.errors import InputError, StateError
 from dpfast.factors import Factor, Ragged, Waiting, pin
 from dpfast.modes.accumulation import Left, check_ranks, leave, left_in, noise_of
@@ -199,18 +200,14 @@ class GradSampleModuleFastGradientClipping(PerUnit, GradSampleModule):
         wrapper = self._wrapper()
         if wrapper is not None and wrapper.kind not in ("DDP", "FSDP2", "DTensor"):
             raise StateError(not_in(wrapper, type(self).__name__))
-        if wrapper is None or wrapper.kind != "DTensor":
-            self._parts = None
+        assert self._tapped is not None
+        self._parts = parts_of(wrapper, self._module, self._tapped)
+        if self._parts is not None:
+            self._parts.on_forward(inputs)
         if wrapper is None or wrapper.kind == "DTensor":
             self._over_ranks = None
-        if wrapper is None:
-            return
-        if wrapper.kind == "DTensor":
-            self._parts = parts_of(self._module)
-            self._parts.on_forward(inputs)
             return
         if self._over_ranks is None or not self._over_ranks.is_of(wrapper.module):
-            assert self._tapped is not None
             self._over_ranks = sums_of(wrapper, self._module, self._tapped)
         self._over_ranks.on_forward()
 
@@ -277,12 +274,11 @@ class GradSampleModuleFastGradientClipping(PerUnit, GradSampleModule):
         each = is_traced() or self._parts is not None or self._clipper().is_per_layer or step.first is not None
         norms = take_norms(self._places, entries, deferred, step.num_samples or 0, each=each)
         if self._parts is not None:
-            norms = self._parts.over_mesh(
-                dict(zip(self._places, norms, strict=True)),
-                *self._settings(left_in(self._places)),
-                by_parameter=self._clipper().is_per_layer or step.first is not None,
-                valid=step.valid,
-            )
+            of = dict(zip(self._places, norms, strict=True))
+            by_parameter = self._clipper().is_per_layer or step.first is not None
+            with told_to_all(self._over_ranks if step.first is None else None, self._places):
+                settings = self._settings(self._noted())
+                norms = self._parts.over_mesh(of, *settings, by_parameter=by_parameter, valid=step.valid)
         clipped = self._clip(norms, scale, step.valid)
         self._norms, self._clip_factors = SquaredNorm(clipped.norms, clipped.upper), clipped.factors
         if step.first is not None:
@@ -371,7 +367,7 @@ class GradSampleModuleFastGradientClipping(PerUnit, GradSampleModule):
             list(self._places),
             of_rank,
             lambda p, over_ranks: added(of_all.get(p), over_ranks, p.dtype),
-            lambda: self._note(before, ranks=ranks.number),
+            lambda: self._note(before, ranks=self._number_of_ranks()),
             *self._settings(before),
         )
 
@@ -382,17 +378,20 @@ class GradSampleModuleFastGradientClipping(PerUnit, GradSampleModule):
 
     def _left_before(self) -> Left | None:
         """What earlier passes have left in ``p.grad``, to which another sum may be added."""
-        before = left_in(self._places) if self._over_ranks is None else self._left
+        before = self._noted()
         if before is not None:
             self.check_accumulation()
             crosses = self._parts is not None or (self._over_ranks is not None and self._over_ranks.crosses)
             check_ranks(before, self._number_of_ranks(), crosses=crosses)
         return before
 
+    def _noted(self) -> Left | None:
+        return left_in(self._places) if self._over_ranks is None else self._left
+
     def _number_of_ranks(self) -> int:
         """That a step is taken by together; 0 where it knows of no others."""
-        ranks = self._over_ranks or self._parts
-        return 0 if ranks is None else ranks.number
+        together = [ranks.number for ranks in (self._over_ranks, self._parts) if ranks is not None]
+        return math.prod(together) if together else 0
 
     def _note(self, before: Left | None, **of: Any) -> None:
         """One sum more is in ``p.grad``."""

@@ -21,7 +21,7 @@ class SwappedParameters:
 
     def __init__(self, guard: Callable[[nn.Parameter], None]):
         self._guard = guard
-        self._homes: dict[tuple[int, str], nn.Parameter] = {}
+        self._homes: dict[tuple[int, str], Any] = {}
         self._own: Any = WeakIdKeyDictionary()
 
     def watch(self, parameters: DetachableParameters) -> None:
@@ -42,10 +42,10 @@ class SwappedParameters:
     def _seen(self, place: DetachableParameters, name: str, p: Any) -> None:
         if not isinstance(p, nn.Parameter):
             return
-        if is_shard(p):
+        home = self._homes.get((id(place), name))
+        if is_shard(p) and (home is None or p.device_mesh.ndim >= home.device_mesh.ndim):  # type: ignore[attr-defined]
             self._homes[id(place), name] = p
             return
-        home = self._homes.get((id(place), name))
         if home is not None and p not in self._own:
             self._own[p] = home
             if p.requires_grad:

@@ -8,9 +8,9 @@ import tp_worker
 from cases import assert_gradients
 from processes import run_ranks
 from torch.distributed.tensor import Replicate
-from tp_worker import HOW, C, case
+from tp_worker import HOW, C, case, exact
 
-from dpfast.testing import clipped_sum, loop_over_samples, norms_of
+from dpfast.testing import clipped_sum, norms_of
 
 
 @pytest.fixture(scope="module")
@@ -21,13 +21,6 @@ def ranks(tmp_path_factory):
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
     return run_ranks(tp_worker.__file__, tmp_path_factory.mktemp("tp"), ranks=4)
-
-
-def exact(frozen=(), **options):
-    model, x, y = case(**options)
-    for name, p in model.named_parameters():
-        p.requires_grad_(not any(part in name for part in frozen))
-    return loop_over_samples(model, lambda m, a, b: tp_worker.losses(m, a, b).sum(), x, y)
 
 
 def assert_step(ranks, what, samples, times=1):
@@ -176,7 +169,6 @@ def test_what_cannot_be_right_is_an_error_on_all_ranks(ranks, what, message):
         ("empty", "InputError: an empty batch"),
         ("without a secret", "StateError: .*must all add the same noise"),
         ("hooks off", "StateError: .*call remove_hooks"),
-        ("FSDP2", "UnsupportedModuleError: .*tensor parallel beside FSDP2"),
         ("DDP", "Error: .*DTensor"),
     ],
 )

@@ -1,0 +1,52 @@
+"""Where a rank's part of a DTensor is.
+
+FSDP2 shards what tensor parallel has left to a rank, so its axes of the mesh come first and count last:
+(_StridedShard(0), Shard(0)) are rows that tensor parallel has parted, and FSDP2 each part again.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+
+def is_shard(p: Any) -> bool:
+    """Whether it is a DTensor."""
+    tensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return tensor is not None and isinstance(p, tensor)
+
+
+def local(x: Any) -> Any:
+    """This rank's part of a DTensor; any other tensor itself."""
+    return x.to_local() if is_shard(x) else x
+
+
+def is_parted(p: Any, axes: slice = slice(None)) -> bool:
+    """Whether this rank has a part of it alone, on these axes of its mesh."""
+    return is_shard(p) and not all(place.is_replicate() for place in p.placements[axes])
+
+
+def sharding_axes(p: Any) -> int:
+    """How many axes of its mesh are FSDP2's, which has taken it: one, with replicas of it (HSDP) two."""
+    return 2 if len(p.placements) > 1 and p.placements[0].is_replicate() else 1
+
+
+def ranks_sharing(p: Any) -> int:
+    """Over how many ranks FSDP2 sums its gradient."""
+    return math.prod(map(p.device_mesh.size, range(sharding_axes(p))))
+
+
+def extents(p: Any, axes: Sequence[int] | None = None) -> list[tuple[int, int]]:
+    """The first entry, and how many, that this rank has of each dimension of a DTensor; ``axes`` of its mesh, all if
+    None. Parts are as long as each other, but for the last ones, which may be shorter or empty."""
+    found = [(0, size) for size in p.shape]
+    for axis in reversed(range(p.device_mesh.ndim) if axes is None else axes):
+        place = p.placements[axis]
+        if not place.is_replicate():
+            first, size = found[place.dim]
+            each = -(-size // p.device_mesh.size(axis))
+            start = min(each * p.device_mesh.get_local_rank(axis), size)
+            found[place.dim] = first + start, min(each, size - start)
+    return found
