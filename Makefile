@@ -66,6 +66,7 @@ SLOW := tests/arithmetic/test_bounds.py::test_the_kernels_bounds_hold_too \
 	tests/compiled/test_guards.py::test_another_shape_dtype_flag_or_clipper_is_captured_again \
 	tests/compiled/test_kernels.py \
 	tests/compiled/test_models.py \
+	tests/compiled/test_units.py \
 	tests/distributed/test_ddp.py \
 	tests/distributed/test_fsdp.py \
 	tests/distributed/test_fsdp_and_tensor_parallel.py \

@@ -52,17 +52,17 @@ def num_samples(tensors: Sequence[Tensor]) -> int:
     return sizes[0]
 
 
-def padded(tensors: Sequence[Tensor], valid: Tensor, size: int) -> Iterator[tuple[list[Tensor], Tensor]]:
-    """(tensors, valid) of ``size`` samples each, contiguous, as often as it takes; the last is filled up with zeros.
+def padded(tensors: Sequence[Tensor], whose: Tensor, size: int) -> Iterator[tuple[list[Tensor], Tensor]]:
+    """(tensors, whose) of ``size`` samples each, contiguous, as often as it takes; the last is filled up with zeros.
 
     Args:
-        valid: (N,) bool; what is added is not.
+        whose: which samples are valid, (N,) bool, or their units, (N,) int64; what is added is not, and nobody's.
     """
-    n = len(valid)
+    n = len(whose)
     for start in range(0, n, size):
-        parts = [x.detach()[start : start + size].contiguous() for x in (*tensors, valid)]
-        missing = size - len(parts[0])
+        *some, mask = (x.detach()[start : start + size].contiguous() for x in (*tensors, whose))
+        missing = size - len(mask)
         if missing:
-            parts = [torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) for x in parts]
-        *some, mask = parts
+            some = [torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) for x in some]
+            mask = torch.cat([mask, mask.new_full((missing,), False if mask.dtype == torch.bool else -1)])
         yield some, mask

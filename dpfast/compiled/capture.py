@@ -33,7 +33,8 @@ class Captured:
     """A step as a graph.
 
     Attributes:
-        graph: (*parameters, *buffers, *others, *batch's tensors, valid) -> (*sums, *what ``modes.Clipped`` holds).
+        graph: (*parameters, *buffers, *others, *batch's tensors, valid or ids) -> (*sums, *what ``modes.Clipped``
+            holds).
         others: tensors beside parameters and buffers that its modules hold.
         of: the trainable parameters that have a sum, in the graph's order.
     """
@@ -44,12 +45,19 @@ class Captured:
 
 
 def capture(
-    model: nn.Module, losses: Losses, batch: Batch, n: int, learned: GraphMode, options: dict[str, Any]
+    model: nn.Module,
+    losses: Losses,
+    batch: Batch,
+    n: int,
+    learned: GraphMode,
+    options: dict[str, Any],
+    num_units: int | None,
 ) -> Captured:
     """The step of ``losses(model, *batch) -> (n,)``.
 
     Args:
         batch: padded to n samples. learned: knows where the model's samples are. options: of :class:`GraphMode`.
+        num_units: U, where units are clipped.
 
     Raises:
         InputError: losses are not (n,). UnsupportedModuleError: the model reads values, or cannot be copied; what else
@@ -65,14 +73,16 @@ def capture(
         state = [*own, *others]
         mode = GraphMode(copied, loss_reduction="sum", **options)
         mode.knows(learned)
+        mode.num_units = num_units
         names = {p: name for name, p in copied.named_parameters()}
         tensors = [fakes.from_tensor(x) for x in batch.tensors]
-        valid = fakes.from_tensor(torch.ones(n, dtype=torch.bool, device=tensors[0].device))
+        kind = torch.bool if mode.num_units is None else torch.int64
+        whose = fakes.from_tensor(torch.ones(n, dtype=kind, device=tensors[0].device))
         of: list[str] = []
 
         def step(*flat: Tensor) -> list[Tensor]:
-            *inputs, mask = flat[len(state) :]
-            with torch.enable_grad(), mode.valid(mask):
+            *inputs, of_samples = flat[len(state) :]
+            with torch.enable_grad(), mode.of(of_samples):
                 found = losses(mode, *batch.of(inputs))
                 _check_losses(found, n)
                 found.sum().backward()
@@ -81,7 +91,7 @@ def capture(
 
         try:
             with fakes, capturing(), running(mode), torch.autograd.set_multithreading_enabled(False):
-                graph = make_fx(step)(*(known[id(x)] for x in state), *tensors, valid)
+                graph = make_fx(step)(*(known[id(x)] for x in state), *tensors, whose)
         except DpfastError:
             raise
         except Exception as error:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dpfast.arithmetic import SquaredNorm
 from dpfast.errors import UnsupportedModuleError
-from dpfast.modes import Clipped, GradSampleModuleFastGradientClipping, Hooks, expect_loss
+from dpfast.modes import Clipped, GradSampleModuleFastGradientClipping, Hooks, Units, UnitsInGraph, expect_loss
 
 
 class GraphMode(GradSampleModuleFastGradientClipping):
@@ -62,9 +62,26 @@ class GraphMode(GradSampleModuleFastGradientClipping):
         assert self._tapped is not None
         self._tapped.drop_guards()
 
+    num_units: int | None = None
+    """Of the steps that a graph is captured for; None: samples are clipped."""
+
+    now: Units | None = None
+    """Those of the step that runs."""
+
+    @contextmanager
+    def of(self, whose: Tensor) -> Iterator[None]:
+        """Within it the step is captured: of units, by the samples' ids (N,), or of samples of which some may not be
+        valid, (N,) bool."""
+        if self.num_units is None:
+            with self.valid(whose):
+                yield
+        else:
+            with self._within(UnitsInGraph(whose, self.num_units)):
+                yield
+
     def own_clip(self, norms: Sequence[SquaredNorm | None], valid: Tensor) -> Clipped:
         """As an eager step of this mode."""
-        return super()._clip(norms, 1.0, valid)
+        return super()._clip(norms, 1.0 if self.now is None else self.now.scale("sum", valid.device), valid)
 
     def leave(self, sums: Mapping[nn.Parameter, Tensor | None]) -> None:
         """``p.grad += sums``, as an eager step of this mode."""
@@ -83,7 +100,10 @@ class GraphMode(GradSampleModuleFastGradientClipping):
     def _clip(self, norms: Sequence[SquaredNorm | None], scale: float | Tensor, valid: Tensor | None) -> Clipped:
         used = [i for i, n in enumerate(norms) if n is not None]
         found = [n for n in norms if n is not None]
-        assert valid is not None
+        if valid is None:
+            assert self.num_units is not None
+            of = found[0].value if found else torch.empty(0)
+            valid = of.new_ones(self.num_units, dtype=torch.bool)
         empty = valid.new_empty(0, len(valid), dtype=torch.float64)
         value, upper = (torch.stack(x) if x else empty for x in ([n[i] for n in found] for i in (0, 1)))
         self.clipped = Clipped(*torch.ops.dpfast.clip(value, upper, used, valid))

@@ -17,7 +17,7 @@ from dpfast.compiled.graph import Graph, Own
 from dpfast.compiled.mode import GraphMode, learner, running
 from dpfast.distributed import number_of_ranks
 from dpfast.errors import InputError, StateError
-from dpfast.modes import GradSampleModule, NormClipper, check_threshold, check_valid, left_in
+from dpfast.modes import GradSampleModule, NormClipper, Units, check_threshold, check_valid, left_in
 
 Losses = Callable[..., Tensor]
 
@@ -32,6 +32,8 @@ def compile_step(
     layout: Mapping[str, Any] | None = None,
     chunks: bool = True,
     backend: str = "inductor",
+    num_units: int | None = None,
+    per_unit: str = "sum",
 ) -> CompiledStep:
     """The step of :class:`GradSampleModuleFastGradientClipping` as one graph, compiled once for batches of any size.
 
@@ -52,9 +54,12 @@ def compile_step(
         norm_clipper, layout: as in the eager mode.
         chunks: False makes a batch of more than ``batch_size`` samples an error.
         backend: torch.compile's.
+        num_units: U, the most that a batch has, where units are clipped and not samples (docs/units.md); each step is
+            told whose its samples are, ``step(*batch, units=ids)``.
+        per_unit: "sum" of a unit's gradients, or "mean".
 
     Returns:
-        ``step(*batch, valid=None)``, see :class:`CompiledStep`.
+        ``step(*batch, valid=None, units=None)``, see :class:`CompiledStep`.
 
     Raises:
         InputError: an argument is out of its range.
@@ -68,11 +73,14 @@ def compile_step(
         layout=layout,
         max_grad_norm=max_grad_norm,
         norm_clipper=norm_clipper,
+        num_units=num_units,
+        per_unit=per_unit,
     )
 
 
 class CompiledStep:
-    """``step(*batch, valid=None)`` leaves ``p.grad += Σ_n c_n g_n`` for every trainable parameter.
+    """``step(*batch, valid=None, units=None)`` leaves ``p.grad += Σ_n c_n g_n`` for every trainable parameter, or of
+    units ``Σ_u c_u G_u``.
 
     A draw of no samples leaves zeros. Padding (``valid`` False, or what fills a batch up) adds exactly nothing,
     whatever it holds; it has no norm and is in no count. ``p.grad`` is that of the eager step, with the same note of
@@ -95,6 +103,8 @@ class CompiledStep:
         layout: Mapping[str, Any] | None,
         max_grad_norm: float,
         norm_clipper: NormClipper | None,
+        num_units: int | None,
+        per_unit: str,
     ):
         if not (isinstance(batch_size, int) and batch_size > 0):
             raise InputError(f"batch_size={batch_size!r} must be a positive number of samples")
@@ -115,6 +125,9 @@ class CompiledStep:
         self._mode = GraphMode(nn.Module(), loss_reduction="sum", max_grad_norm=max_grad_norm)  # nothing is tapped
         self._mode._module = model
         self._mode.norm_clipper = norm_clipper
+        if num_units is not None:
+            Units(torch.zeros(0, dtype=torch.int64), num_units, per_unit, 0)  # checks them
+        self.num_units, self.per_unit = num_units, per_unit
         self._graphs: dict[Hashable, Graph] = {}
         self._parts: list[tuple[Tensor, ...]] = []
 
@@ -155,7 +168,8 @@ class CompiledStep:
 
     @property
     def norms(self) -> Tensor:
-        """L2 norms of the valid samples' gradients, (N,) fp32, as computed. Private: do not publish them."""
+        """L2 norms of the valid samples' gradients, (N,) fp32, or of the units', (U,), as computed. Private: do not
+        publish them."""
         return torch.cat([value.sqrt().float()[valid] for value, _, _, valid in self._last()])
 
     @property
@@ -175,19 +189,20 @@ class CompiledStep:
 
     # --- the step ---
 
-    def __call__(self, *batch: Any, valid: Tensor | None = None) -> None:
+    def __call__(self, *batch: Any, valid: Tensor | None = None, units: Tensor | None = None) -> None:
         """One step.
 
         Args:
             batch: what ``losses`` takes behind the model; every tensor in it has its N samples first.
             valid: (N,) bool, False for padding; None: there is none.
+            units: the unit of each sample, (N,) whole numbers in [-1, num_units), -1: nobody's; units may have none.
 
         Raises:
             InputError: tensors of different lengths, a mask that is not (N,) bool, more than ``batch_size`` samples
-                without ``chunks``, losses that are not (N,), or of which one is seen to depend on other samples.
-                StateError: the model has other parameters than when it
-                was captured, or ``p.grad`` holds what no private step has left. UnsupportedModuleError: the model
-                reads values. BackendError: torch.compile cannot compile here.
+                without ``chunks`` or with units, ids that do not fit, losses that are not (N,), or of which one is
+                seen to depend on other samples. StateError: the model has other parameters than when it was captured,
+                or ``p.grad`` holds what no private step has left. UnsupportedModuleError: the model reads values.
+                BackendError: torch.compile cannot compile here.
         """
         leaves, structure = tree_flatten(batch)
         whole = Batch(leaves, structure)
@@ -195,6 +210,8 @@ class CompiledStep:
         device = whole.tensors[0].device
         valid = torch.ones(n, dtype=torch.bool, device=device) if valid is None else valid
         check_valid(valid, n)
+        whose = self._whose(units, valid)
+        clipped = valid if self.num_units is None else valid.new_ones(self.num_units)
         if n > self.batch_size and not self.chunks:
             raise InputError(
                 f"a batch of {n} samples is larger than batch_size={self.batch_size}, and chunks=False; allow chunks, "
@@ -208,17 +225,42 @@ class CompiledStep:
         parts: list[tuple[Tensor, ...]] = []
         with torch.no_grad(), running(self._mode):
             if n == 0:
-                nothing = self._mode.own_clip([None] * len(trainable), valid)
-                parts.append((nothing.norms, nothing.factors, nothing.measured, valid))
-            for tensors, mask in padded(whole.tensors, valid.to(device), self.batch_size):
+                nothing = self._mode.own_clip([None] * len(trainable), clipped)
+                parts.append((nothing.norms, nothing.factors, nothing.measured, clipped))
+            for tensors, mask in padded(whole.tensors, whose.to(device), self.batch_size):
                 graph = self._graph(own, whole, tensors)
                 *found, value, _, factors, _, _, measured = graph.run(own, [*tensors, mask])
                 for p, total in zip(graph.of, found, strict=True):
                     before = sums[p]
                     sums[p] = total if before is None else before.add_(total)
-                parts.append((value, factors, measured, mask))
+                parts.append((value, factors, measured, mask if self.num_units is None else clipped))
             self._mode.leave(sums)
         self._parts = parts
+
+    def _whose(self, ids: Tensor | None, valid: Tensor) -> Tensor:
+        """What a graph is told of its samples: which are valid, or whose they are."""
+        if (ids is None) != (self.num_units is None):
+            raise InputError(
+                "this step clips units: tell it whose its samples are, step(*batch, units=ids)"
+                if ids is None
+                else "this step clips samples; for units make it with compile_step(..., num_units=)"
+            )
+        if ids is None or self.num_units is None:
+            return valid
+        units = Units(ids, self.num_units, self.per_unit, 0)
+        if units.of_tokens:
+            raise InputError(
+                f"ids {tuple(ids.shape)} are of tokens, and a graph has ids of samples, (N,); "
+                "GradSampleModuleFastGradientClipping takes them, in the same step without a graph"
+            )
+        units.start(len(valid), None)
+        if len(valid) > self.batch_size:
+            raise InputError(
+                f"a batch of {len(valid)} samples takes several passes of batch_size={self.batch_size}, and a unit "
+                "would be clipped in each; give a larger batch_size"
+            )
+        self._mode.now = Units(units.ids.where(valid.cpu(), -1), self.num_units, self.per_unit, 0)
+        return self._mode.now.ids
 
     def _check_left(self, trainable: list[nn.Parameter]) -> None:
         """Raises StateError where gradients are there that are no private step's."""
@@ -268,7 +310,8 @@ class CompiledStep:
             if before is not None and (before.places == learned.places()):
                 return before.seen_again(settled)
             start = time.perf_counter()
-            found = capture(self.model, self.losses, Batch.like(whole, tensors), self.batch_size, learned, options)
+            some = Batch.like(whole, tensors)
+            found = capture(self.model, self.losses, some, self.batch_size, learned, options, self.num_units)
             check_apart(self.losses, learned, whole)
         finally:
             learned.drop_guards()

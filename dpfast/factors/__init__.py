@@ -5,6 +5,7 @@ unless asked for (:class:`Factor`). A parameter that is used more than once has 
 makes one. Imports ``arithmetic`` and below.
 """
 
+from dpfast.factors import unit_ops  # noqa: F401  # its operations are found by name
 from dpfast.factors.alike import Alike
 from dpfast.factors.dense import Dense, Factor, channel_sum, row_sum, row_sum_in_blocks
 from dpfast.factors.folded import folded
@@ -17,6 +18,7 @@ from dpfast.factors.pinned import pin
 from dpfast.factors.ragged import Ragged, by_unit
 from dpfast.factors.reshaped import Blocks, Reshaped
 from dpfast.factors.runs import Runs
+from dpfast.factors.runs_in_graph import RunsInGraph
 from dpfast.factors.stacked import norm_or_unfinished, sq_norms, total_sq_norm
 from dpfast.factors.standardised import standardised
 from dpfast.factors.waiting import Waiting, wait_as_factors
@@ -33,6 +35,7 @@ __all__ = [
     "Ragged",
     "Reshaped",
     "Runs",
+    "RunsInGraph",
     "Waiting",
     "by_unit",
     "channel_sum",

@@ -28,9 +28,10 @@ from dpfast.factors.lookup import Lookup
 from dpfast.factors.outer_product import OuterProduct
 from dpfast.factors.reshaped import Blocks, Reshaped
 from dpfast.factors.runs import NOBODY, Bucket, Runs, as_slice
+from dpfast.factors.runs_in_graph import RunsInGraph
 
 
-def by_unit(factor: Any, runs: Runs) -> Factor:
+def by_unit(factor: Any, runs: Runs | RunsInGraph) -> Factor:
     """The factor of units from that of rows.
 
     Raises:
@@ -98,8 +99,9 @@ class Ragged:
         runs: whose they are.
     """
 
-    def __init__(self, rows: Any, runs: Runs):
-        self.rows, self.runs = rows, runs
+    def __init__(self, rows: Any, runs: Runs | RunsInGraph):
+        self.rows = rows
+        self.runs: Any = runs
         self.shape: torch.Size = rows.shape
 
     @property
@@ -110,6 +112,8 @@ class Ragged:
         return self._parted().materialize(scale)
 
     def sq_norm(self) -> SquaredNorm:
+        if isinstance(self.runs, RunsInGraph):
+            return self.runs.sq_norm(self.rows)
         return Parted(self._for_norms(), self.runs.num_units, self.rows).sq_norm()
 
     def weighted_sum(self, coefficients: Tensor) -> Tensor:
@@ -117,12 +121,16 @@ class Ragged:
         return total
 
     def materialized(self) -> Dense:
+        if isinstance(self.runs, RunsInGraph):
+            return self.runs.added(self.rows.materialized())
         return self._parted().materialized()
 
     def kept(self) -> Factor:
         """Each unit as a sample with its rows is kept, whoever else there is. For a parameter's only use: several are
         merged as rows, or the units that are not kept would be merged in another way beside some that are."""
         rows = self.rows
+        if isinstance(self.runs, RunsInGraph):
+            return self.materialized() if getattr(rows, "keeps", False) else self
         keeps = [isinstance(rows, OuterProduct) and rows.keeps_together(b.length) for b in self.runs.buckets]
         if not any(keeps):
             return self
@@ -257,12 +265,14 @@ def _add_to(of_all: Tensor, units: Tensor | None, some: Tensor) -> None:
         of_all.index_copy_(0, units.to(of_all.device), some.to(of_all.dtype))
 
 
-def _summed(factor: Any, runs: Runs) -> Dense:
+def _summed(factor: Any, runs: Runs | RunsInGraph) -> Dense:
     """The gradients of rows written out and added by unit, a unit's in their order; no more rows at a time than fit the
     workspace, or than one unit has."""
+    if isinstance(runs, RunsInGraph):
+        return runs.added(factor.materialized())
     if not hasattr(factor, "taken"):
         dense = factor.materialized()
-        return _added_by_unit(dense, runs.ids_on(dense.values.device), runs.num_units, runs.counts)
+        return added_by_unit(dense, runs.ids_on(dense.values.device), runs.num_units, runs.counts)
     a_row = max(1, factor.shape.numel() * 4)
     most = reference.WORKSPACE_BYTES // a_row
     parts, first = [], 0
@@ -272,7 +282,7 @@ def _summed(factor: Any, runs: Runs) -> Dense:
         rows = runs.order[runs.offsets[first] : runs.offsets[last]]
         dense = factor.taken(as_slice(rows)).materialized()
         ids = (runs.ids[rows] - first).to(dense.values.device)
-        parts.append(_added_by_unit(dense, ids, last - first, runs.counts[first:last]))
+        parts.append(added_by_unit(dense, ids, last - first, runs.counts[first:last]))
         first = last
     if not parts:
         return factor.taken(slice(0, 0)).materialized()
@@ -280,8 +290,8 @@ def _summed(factor: Any, runs: Runs) -> Dense:
     return Dense(torch.cat([p.values for p in parts]), error=torch.cat(errors))
 
 
-def _added_by_unit(dense: Dense, ids: Tensor, num_units: int, counts: Tensor) -> Dense:
-    """One addition after the other, whatever else is in the batch."""
+def added_by_unit(dense: Dense, ids: Tensor, num_units: int, counts: Tensor) -> Dense:
+    """Gradients of rows, added by unit: one addition after the other, whatever else is in the batch."""
     dtype, device = accumulating_dtype(dense.values), dense.values.device
     rows = dense.values.to(dtype).reshape(len(ids), dense.shape.numel())
     values = torch.ops.aten.embedding_dense_backward(rows, ids, num_units, NOBODY, False)

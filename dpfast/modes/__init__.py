@@ -25,6 +25,7 @@ from dpfast.modes.norm_samples import create_norm_sample
 from dpfast.modes.per_sample_gradient_clipper import PerSampleGradientClipper
 from dpfast.modes.steps import Step, check_valid
 from dpfast.modes.tapped_model import TappedModel
+from dpfast.modes.units import Units, UnitsInGraph
 
 __all__ = [
     "AutomaticClipper",
@@ -41,6 +42,8 @@ __all__ = [
     "PerSampleGradientClipper",
     "Step",
     "TappedModel",
+    "Units",
+    "UnitsInGraph",
     "autograd_grad_sample",
     "check_threshold",
     "check_valid",

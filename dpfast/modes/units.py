@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dpfast.distributed import part_of
 from dpfast.errors import DpfastError, InputError, StateError, UnsupportedModuleError
-from dpfast.factors import Factor, Runs, by_unit, folded
+from dpfast.factors import Factor, Runs, RunsInGraph, by_unit, folded
 from dpfast.rules import functorch
 from dpfast.taps import Activations, Documents, Record, Rows, Told, batch_in_front, taps_suspended, tokens_in, unfolded
 
@@ -39,8 +39,9 @@ class Units:
                     "and -1 is nobody's"
                 )
         in_front = self.ids.movedim(batch_dim, 0) if self.of_tokens else self.ids
-        self.shape, self.runs = in_front.shape, Runs(in_front.flatten(), num_units)
-        self.counts = self.runs.counts
+        runs = Runs(in_front.flatten(), num_units)
+        self.shape, self.counts = in_front.shape, runs.counts
+        self.runs: Runs | RunsInGraph = runs
         self.used = False
         self._told: Told | None = None
 
@@ -101,6 +102,16 @@ class Units:
         n = self.num_units if self.of_tokens else len(self.ids)
         times = float(n) if loss_reduction == "mean" else 1.0
         return times if self.per_unit == "sum" else times / self.counts.clamp(min=1).to(device, torch.float64)
+
+
+class UnitsInGraph(Units):
+    """Whose each sample is, in a step that is captured: ids (N,) have no values, and are checked where they have. What
+    a unit's gradient is multiplied with is no part of the graph."""
+
+    def __init__(self, ids: Tensor, num_units: int):
+        self.ids, self.num_units, self.per_unit = ids, num_units, "sum"
+        self.shape, self.runs = ids.shape, RunsInGraph(ids, num_units)
+        self.used, self._told = False, None
 
 
 def _check(ids: Any, num_units: Any, per_unit: str) -> None:
@@ -198,13 +209,19 @@ class PerUnit(nn.Module):
             raise StateError("units(...) needs hooks: call add_hooks() first")
         if units_here(self._tapped) is not None:
             raise StateError("units(...) within units(...): one batch has one division into units")
-        given = _here.of[id(self._tapped)] = Units(ids, num_units, per_unit, self._tapped.batch_dim)
-        try:
+        given = Units(ids, num_units, per_unit, self._tapped.batch_dim)
+        with self._within(given):
             yield given
-        finally:
-            del _here.of[id(self._tapped)]
         if not given.used:
             raise StateError("no forward pass of the model ran within units(...): call the model in it, through hooks")
+
+    @contextmanager
+    def _within(self, given: Units) -> Iterator[None]:
+        _here.of[id(self._tapped)] = given
+        try:
+            yield
+        finally:
+            del _here.of[id(self._tapped)]
 
     def _scale(self, step: Any) -> Any:
         """What gradients are multiplied with: a number, or one for each unit."""

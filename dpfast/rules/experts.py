@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.hooks import RemovableHandle
 
+from dpfast.arithmetic import is_traced
 from dpfast.errors import InputError, UnsupportedModuleError
 from dpfast.factors import Dense, Factor, OfExperts, OuterProduct, Runs
 from dpfast.taps import (
@@ -40,6 +41,11 @@ SAME_SIGNATURE = (DECORATED, "transformers.models.step3p7.modeling_step3p7.Step3
 @register_forward(SAME_SIGNATURE)
 def experts_of_tokens(layer: Any, piece: Pieces, *args: Any, **kwargs: Any) -> Tensor:
     """As the module's own forward: hidden_states (R, D), top_k_index and top_k_weights (R, k) -> (R, D), R tokens."""
+    if is_traced():
+        raise UnsupportedModuleError(
+            f"{type(layer).__name__}: how many tokens an expert gets is known when a step runs, and a graph has fixed "
+            "shapes; take GradSampleModuleFastGradientClipping, the same step without a graph"
+        )
     hidden, index, weights = _inputs(layer, args, kwargs)
     tokens, k = index.shape
     experts, order = index.flatten().sort(stable=True)
