@@ -302,7 +302,7 @@ class GradSampleModuleFastGradientClipping(PerUnit, GradSampleModule):
         """``p.grad += Σ_n c_n g_n`` where the second pass has repeated the first; else nothing is released."""
         messages, at_fault = second.faults()
         if at_fault.device.type == "cpu":
-            if at_fault.any():
+            if messages and at_fault.any():
                 raise StateError(messages[int(at_fault.int().argmax())])
         elif messages:  # nobody waits for the device: the sums become zeros, and a warning tells when it has arrived
             any_fault = at_fault.any()

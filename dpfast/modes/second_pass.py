@@ -8,6 +8,8 @@ tap sums its samples with the factors, which leave out a sample with factor 0 wh
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -61,14 +63,20 @@ class FirstPass:
 
     def is_weighted(self, output: Output, grad: Tensor) -> Tensor | None:
         """Whether ``grad`` is what factors in front of the loss make of the first pass's gradient at that output, (),
-        on its device; None where it has no dimension of samples."""
+        on its device; None where it is at once seen to be, or has no dimension of samples."""
         dim, n = output.batch_dim, len(self.weights)
         if output.grad is None or grad.dim() <= dim or grad.shape[dim] != n or n == 0:
             return None
         weights = self.weights.to(grad.device).unsqueeze(1)
+        before, now = sketch(output.grad, dim), sketch(grad, dim)
+        if grad.is_cpu and grad.dtype.itemsize >= 4:  # most are, without a look at what underflows or is dropped
+            expected = before * weights
+            size = float(expected.norm())
+            if float((now - expected).norm()) <= _WEIGHTED * size < math.inf:
+                return None
         no_factor = weights < _LEAST_WEIGHT  # in fp32 it may be 0
-        expected = (sketch(output.grad, dim) * weights).masked_fill(no_factor, 0.0)
-        found = sketch(grad, dim).double().masked_fill(no_factor, 0.0)
+        expected = (before * weights).masked_fill(no_factor, 0.0)
+        found = now.double().masked_fill(no_factor, 0.0)
         # What underflow hides, in both passes.
         lost = (weights.norm() + len(weights) ** 0.5) * torch.finfo(grad.dtype).tiny * SKETCHED
         # A first pass that sees nothing but zeros says nothing of the loss.
@@ -80,7 +88,7 @@ class SecondPass:
 
     Attributes:
         is_weighted: whether its loss is the first's with factors, by the first output that it comes to, (); None where
-            that has no samples.
+            it is, or that has no samples.
     """
 
     def __init__(self, first: FirstPass, is_weighted: Tensor | None):

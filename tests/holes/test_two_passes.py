@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dpfast import GradSampleModuleFastGradientClipping
+from dpfast.errors import StateError
 
 
 def wrapped(module: nn.Module, max_grad_norm: float = 1.0) -> GradSampleModuleFastGradientClipping:
@@ -150,3 +151,33 @@ def test_a_dropped_sample_adds_exactly_nothing(bad):
         in_two_passes(model, losses if value else losses * torch.tensor([1.0, 0.0, 1.0]))
         sums.append(torch.cat([g.flatten() for g in gradients(model)]))
     assert torch.equal(*sums)
+
+
+@pytest.mark.parametrize("positions", [4, 300], ids=["tensors held", "runs looked at"])
+@pytest.mark.parametrize("fault", [None, "numbers", "one sample", "written"])
+def test_another_gradient_in_the_second_pass_is_refused(positions, fault):
+    """Whether what taps see is small and held itself, or large and sketched; what comes twice is none."""
+    torch.manual_seed(0)
+    model = wrapped(nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 8)))
+    seen = []
+
+    def changed(grad):
+        seen.append(grad)
+        if fault == "written" and len(seen) == 2:
+            seen[0].mul_(2.0)
+        if fault == "numbers" and len(seen) == 2:
+            return grad + 0.01 * torch.randn_like(grad)
+        if fault == "one sample" and len(seen) == 2:
+            return grad * (1 + 0.01 * F.one_hot(torch.tensor(1), 3).view(3, 1, 1))
+        return grad.clone() if fault is None else None
+
+    outputs = []
+    model._module[0].register_forward_hook(lambda module, args, output: outputs.append(output))
+    losses = model(torch.randn(3, positions, 16)).square().sum((1, 2))
+    outputs[0].register_hook(changed)
+    if fault is None or (fault == "written" and positions > 4):  # a sketch is not written to
+        in_two_passes(model, losses)
+    else:
+        message = "was written to" if fault == "written" else "saw other activations or gradients"
+        with pytest.raises(StateError, match=message):
+            in_two_passes(model, losses)
