@@ -38,8 +38,10 @@ from dpfast.taps import (
     Record,
     Tap,
     TappedForward,
+    end_model,
     experts_of,
     find_broadcast,
+    follow_model,
     forget_compiled_code,
     given_layout,
     has_something_to_tap,
@@ -66,6 +68,7 @@ class TappedModel:
         layout: where layers have their samples, by name, where that must not be found out.
     """
 
+    picks_rows = False  # whether its own forward picks rows of all samples, as has been seen
     valid: Tensor | None = None  # (N,) bool, of the batch that comes: which samples are no padding
 
     def __init__(
@@ -192,6 +195,7 @@ class TappedModel:
             units.look(self._documents, (args, kwargs))
         running.inputs = {storage(x) for x in tensors}
         running.push(self, size)
+        follow_model(self, self.model, leaves)
         if self.valid is not None and size is not None:
             check_valid(self.valid, size)
 
@@ -202,6 +206,7 @@ class TappedModel:
         if suspended():
             return
         batch_size = running.pop(self)
+        end_model(self)
         if not (self.enabled and torch.is_grad_enabled()) or in_backward() is not None:
             return
         units, mixed = units_here(self), self._probe.mixed_outputs()

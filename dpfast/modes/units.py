@@ -270,7 +270,8 @@ def factors_of(
         if units is not None and units.of_tokens:
             return {p: by_unit(f, units.runs) for p, f in found.items()}
         if picked is not None:
-            found = {p: by_unit(f, picked.runs(n)) for p, f in found.items()}
+            dim = place if isinstance(place, int) else 0
+            found = {p: by_unit(f, picked.runs(n, f.num_samples, dim)) for p, f in found.items()}
         elif isinstance(place, Rows) and n is not None:
             found = {p: folded(f, n, rows_together=bool(place.together)) for p, f in found.items()}
         return found if units is None else {p: by_unit(f, units.runs) for p, f in found.items()}

@@ -8,7 +8,7 @@ from dpfast.taps import registry
 from dpfast.taps.broadcast import BroadcastMethod
 from dpfast.taps.detached import DetachableParameters
 from dpfast.taps.documents import Documents, Told, tokens_in
-from dpfast.taps.gathered import experts_of
+from dpfast.taps.gathered import end_model, experts_of, follow_model
 from dpfast.taps.inputs import leaves_of
 from dpfast.taps.layout import Rows, batch_in_front, batch_to_front, given_layout, layouts, unfolded
 from dpfast.taps.node import Record
@@ -56,11 +56,13 @@ __all__ = [
     "Told",
     "batch_in_front",
     "batch_to_front",
+    "end_model",
     "experts_of",
     "find_broadcast",
     "find_forward",
     "find_likeness",
     "find_rule",
+    "follow_model",
     "forget_compiled_code",
     "given_layout",
     "has_something_to_tap",

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dpfast.taps.layout import NO_SAMPLES, Call, Mixed, Place, Rows
+from dpfast.taps.picks import NO_ROUTES, Routes
 from dpfast.taps.tap import Tap
 from dpfast.taps.witness import Key, Run, first_samples, run_on, same_random_numbers, stand_ins
 
@@ -29,11 +30,13 @@ class Told(NamedTuple):
         places: of taps, where they correct what shapes tell.
         outputs: of the model's outputs, by number, why a loss made of one has no gradients by sample.
         changed: whether anything has changed at all.
+        routes: where rows are picked.
     """
 
     places: dict[Key, Place]
     outputs: dict[int, str]
     changed: bool
+    routes: Routes = NO_ROUTES
 
     @property
     def is_wrong(self) -> bool:
@@ -66,7 +69,8 @@ def told_by_exchange(
             try:
                 with same_random_numbers() as again:
                     exchange = _Exchange(model, taps, leaves, structure, dims, places, size, numbers, again)
-                    return exchange.told_with_noise() if noisy else exchange.told()
+                    told = exchange.told_with_noise() if noisy else exchange.told()
+                    return told._replace(routes=exchange.routes)
             except Exception:  # whatever a model raises that wants its batch, or its values, otherwise
                 pass
     return None
@@ -104,6 +108,7 @@ class _Exchange:
         self.also_alone = {(number, way[1]) for number, way in places if isinstance(way, tuple) and way[2:] == ("too",)}
         self.leaves = leaves
         self.packed = False
+        self.routes = NO_ROUTES
 
     def told_with_noise(self) -> Told:
         """As :meth:`told`, where nothing is hidden by what is zero or alike now. Whose rows are whose must be known for
@@ -174,6 +179,7 @@ class _Exchange:
         run, _ = run_on(
             self.model, self.taps, self.structure, leaves, self.places, size, self.others, noisy=noisy, other=other
         )
+        self.routes = self.routes | run.routes[0]
         return run
 
     def _place(self, place: Place, base: Any, runs: list[Any], which: list[int]) -> Place:

@@ -191,7 +191,8 @@ def _note(operation: Operation, fine: bool, where: str = "") -> None:
 class Nobody:
     """Stands where the tapped model is, in a copy: catches nothing."""
 
-    active = inserts = False
+    active = inserts = picks_rows = False
+    batch_dim = 0
 
     def is_input(self, x: Tensor) -> bool:
         return True  # what a 1-D input is is found out here, and no value is looked at

@@ -25,6 +25,7 @@ class Receiver(Protocol):
 
     batch_dim: int
     force_functorch: bool
+    picks_rows: bool  # whether the model's own forward picks rows of all samples
 
     @property
     def inserts(self) -> bool:
@@ -77,6 +78,7 @@ class TappedLayer:
         self.batch_dim = batch_dim
         self.places: dict[Any, Places] = {}  # learned, by the rank of the output; None: of pieces; or see Tap.follow
         self.sends = self.receives = False  # whether it picks rows for experts, or is one
+        self.gathers = False  # whether it is one because it has been seen to get rows that the data picks
         self.alone = False  # whether it is known that its output may have no samples
         self.shapes: dict[Any, str] = {}  # those seen under two batch sizes, in words
         self.given: Given = None
@@ -87,7 +89,7 @@ class TappedLayer:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A tap that an earlier version has pickled has learned nothing."""
-        learned = {"places": {}, "shapes": {}, "alone": False, "sends": False, "receives": False}
+        learned = {"places": {}, "shapes": {}, "alone": False, "sends": False, "receives": False, "gathers": False}
         self.__dict__.update({**learned, "given": None, "name": "", **state})
 
 

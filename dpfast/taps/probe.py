@@ -21,6 +21,8 @@ from dpfast.taps.fake_run import Values, calls_in_forward, nothing_left_behind
 from dpfast.taps.inputs import WITHOUT_TENSORS, Structure
 from dpfast.taps.layout import Mixed, Place, Places, kind_here, note_kind, place_of, place_of_result
 from dpfast.taps.passes import in_backward
+from dpfast.taps.picks import NO_ROUTES, Routes
+from dpfast.taps.routes import add_routes, routes_of
 from dpfast.taps.tap import OWN, Tap
 
 _PRIMES = (53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109, 113)
@@ -47,12 +49,14 @@ class Learned(NamedTuple):
         places: of taps. shapes: of their outputs, in words. outputs: of the model's outputs, by number, why a loss
             that is made of one has no gradients by sample.
         settled: nothing more would come of another look.
+        routes: where rows are picked.
     """
 
     places: Found
     shapes: dict[Any, str]
     outputs: dict[int, str]
     settled: bool
+    routes: Routes = NO_ROUTES
 
 
 _NOTHING = Learned({}, {}, {}, settled=True)
@@ -66,7 +70,7 @@ class Probe:
         taps: its taps, when it is first called.
     """
 
-    def __init__(self, receiver: Any, taps: Sequence[Tap]):
+    def __init__(self, receiver: Any, taps: list[Tap]):
         self._receiver = weakref.ref(receiver)
         self._taps = taps
         self._looks: dict[tuple[Any, ...], int] = {}  # how many more each may have
@@ -107,6 +111,8 @@ class Probe:
         if in_backward() is None:
             follow = [receiver.batch_dim if receiver.batch_dim in some else min(some, default=None) for some in dims]
             found = learned(receiver.model, self._taps, inputs, leaves, follow, n)
+            if add_routes(receiver, self._taps, found.routes):
+                found = learned(receiver.model, self._taps, inputs, leaves, follow, n)
             self._looks[look] = 0 if found.settled else self._looks.get(look, _AGAIN) - (n > 0)
             self.outputs[kind] = found.outputs
             for i, tap in enumerate(self._taps):
@@ -125,7 +131,11 @@ class Probe:
     def knows(self, other: Probe) -> None:
         """What the other has learned of the same model, of which this one's is a copy, which asks no more."""
         self._asks_no_more, self.outputs = True, dict(other.outputs)
-        for tap, like in zip(self._taps, other._taps, strict=True):
+        receiver: Any = self._receiver()
+        original: Any = other._receiver()
+        add_routes(receiver, self._taps, routes_of(original, other._taps))
+        named = {tap.name: tap for tap in other._taps}
+        for tap, like in ((tap, named[tap.name]) for tap in self._taps):
             tap.places, tap.shapes = dict(like.places), dict(like.shapes)
             tap.note_uses()
 
@@ -177,9 +187,9 @@ def learned(
         places.update(told.places)
         for number in {number for (number, _), place in told.places.items() if isinstance(place, Mixed)}:
             places[number, (OWN,)] = None  # its operations one by one would not show it
-    return Learned(
-        places, shapes, {} if told is None else told.outputs, settled=n > 0 and (told is None or told.changed)
-    )
+    if told is None:
+        return Learned(places, shapes, {}, settled=n > 0)
+    return Learned(places, shapes, told.outputs, settled=n > 0 and told.changed, routes=told.routes)
 
 
 def _by_shapes(

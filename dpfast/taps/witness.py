@@ -21,8 +21,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from dpfast.errors import InputError
 from dpfast.taps.fake_run import Nobody, drop_hooks, nothing_left_behind
-from dpfast.taps.gathered import Picked
+from dpfast.taps.followed import Picked
+from dpfast.taps.gathered import end_model, follow_model
 from dpfast.taps.layout import Call, Place, Rows
+from dpfast.taps.picks import Picks, Routes
 from dpfast.taps.registry import find_by_row, find_forward
 from dpfast.taps.tap import Tap
 from dpfast.taps.unsharded import copied_whole, whole_stand_in
@@ -45,12 +47,14 @@ class Run(NamedTuple):
             fit.
         order: of the taps. packed: layers that took packed sequences.
         outputs: fingerprints of the model's outputs, along every dimension as long as the batch.
+        routes: where rows were picked.
     """
 
     calls: dict[Key, list[Any]]
     order: dict[Key, int]
     outputs: list[dict[int, Tensor]]
     packed: list[str]
+    routes: list[Routes]
 
 
 class Witness(Tap):
@@ -90,12 +94,15 @@ class Witness(Tap):
 
     follows = True  # in a copy always
 
+    def known_place(self, rank: int) -> Any:
+        return self.at.get((self.number, rank))
+
     def run_picked(
         self, picked: Picked, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Each row at its place among all: no row's bits depend on how many others were picked."""
         x, *others = args or (None,)
-        if not isinstance(x, Tensor) or others or kwargs or picked.numbers is None or picked.of is None:
+        if not isinstance(x, Tensor) or others or kwargs or picked.numbers is None or picked.of is None or x.dim() > 2:
             return self.caught(forward, args, kwargs)
         numbers = picked.numbers.flatten()
         every = x.new_zeros(picked.of.shape.numel(), x.shape[-1])
@@ -169,13 +176,21 @@ def run_on(
         noisy, other: of the witnesses.
     """
     model, copies = copied(model, taps, stand_ins)
-    run = Run({}, {}, [], [])
+    run = Run({}, {}, [], [], [])
     witnesses = [Witness.of(tap, i, run, places, size, noisy=noisy, other=other) for i, tap in enumerate(copies)]
     leaves = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
     for witness in witnesses:
         witness.inputs = leaves
     args, kwargs = structure.unflatten(leaves)
-    for x in tree_leaves(model(*args, **kwargs)):
+    nobody = witnesses[0].taps
+    follow_model(nobody, model, leaves)
+    try:
+        with Picks(model, leaves, size).watching() as picks:
+            output = model(*args, **kwargs)
+    finally:
+        end_model(nobody)
+    run.routes.append(picks.routes())
+    for x in tree_leaves(output):
         floats = isinstance(x, Tensor) and x.is_floating_point()
         run.outputs.append({d: fingerprints(x, d) for d, s in enumerate(x.shape) if s == size} if floats else {})
     return run, witnesses
@@ -187,7 +202,8 @@ def copied(
     """The model with its taps, on the same parameters but for those that something stands in for; buffers and all that
     a forward may keep are its own."""
     memo: dict[int, Any] = {id(p): p for p in model.parameters()} | (stand_ins or {})
-    memo[id(taps[0].taps)] = Nobody()
+    memo[id(taps[0].taps)] = nobody = Nobody()
+    nobody.picks_rows, nobody.batch_dim = taps[0].taps.picks_rows, taps[0].taps.batch_dim
     with copied_whole(model, memo):
         model, copies = copy.deepcopy((model, list(taps)), memo)
     drop_hooks(model)

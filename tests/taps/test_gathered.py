@@ -19,10 +19,11 @@ PICK = {
     "by mask": lambda x, rows: x[torch.zeros(len(x), dtype=torch.bool).index_fill(0, rows, True)],
     "Switch": lambda x, rows: x[None, rows].reshape(-1, x.shape[-1]),
     "behind casts": lambda x, rows: x.to(x.dtype).contiguous()[rows],
+    "a sum": lambda x, rows: (x + 0.0)[rows],
 }
 NOT_FOLLOWED = {
     "transposed": lambda x, rows: x.T[:, rows].T,
-    "a sum": lambda x, rows: (x + 0.0)[rows],
+    "rolled": lambda x, rows: x.roll(0, 0)[rows],
 }
 
 
@@ -208,7 +209,7 @@ def test_two_passes():
 
 
 def test_what_is_not_followed_is_refused_where_all_tokens_go_one_way():
-    model = Model(NOT_FOLLOWED["a sum"], top_k=1)
+    model = Model(NOT_FOLLOWED["rolled"], top_k=1)
     with torch.no_grad():
         model.block.gate.weight.zero_()
     wrapped = GradSampleModule(model, loss_reduction="sum")

@@ -1,0 +1,235 @@
+"""Whose the rows are that a module picks out of what it has: its input, and what layers give within its forward, are
+followed through what keeps rows whole. Picking them by index, parting and repeating them, views that keep the last
+dimension, arithmetic row by row; anything else is not followed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from dpfast.errors import UnsupportedModuleError
+from dpfast.factors import Runs
+from dpfast.taps.layout import Mixed, Place, Rows
+
+
+class Source:
+    """What rows are picked out of: a module's input, or what a layer gave within that module's forward.
+
+    Args:
+        layer: the module, as errors name it. shape: of the tensor without its last dimension.
+        place: of the samples in it; of a module's input that is known once its forward has ended.
+    """
+
+    def __init__(self, layer: str, shape: Sequence[int], place: Place = None):
+        self.layer, self.shape, self.place = layer, torch.Size(shape), place
+
+    def numbers(self, device: torch.device) -> Tensor:
+        """Of its rows, in its shape."""
+        return torch.arange(self.shape.numel(), device=device).view(self.shape)
+
+    def samples(self, batch_size: int | None) -> Tensor:
+        """The sample of each row, on the CPU."""
+        place, n = self.place, batch_size or 0
+        if n == 1:
+            return torch.zeros(self.shape.numel(), dtype=torch.int64)
+        dim = place.dim if isinstance(place, Rows) else place
+        if not isinstance(dim, int) or dim >= len(self.shape) or self.shape[dim] % max(n, 1):
+            raise UnsupportedModuleError(
+                f"it gets rows that {self.layer} picks out of its input {(*self.shape, '...')}, and where the batch of "
+                f"{n} samples is in that is not known ({place}); freeze it"
+            )
+        k = self.shape[dim] // max(n, 1)
+        if k != 1 and not isinstance(place, Rows):
+            raise UnsupportedModuleError(f"{self.layer}: its input {(*self.shape, '...')} has not {n} samples in {dim}")
+        along = torch.arange(self.shape[dim])
+        whose = along // k if not isinstance(place, Rows) or place.together else along % n
+        return whose.view(-1, *[1] * (len(self.shape) - dim - 1)).expand(self.shape).flatten()
+
+
+class Picked:
+    """Rows of a tensor.
+
+    Args:
+        numbers: of the rows, in the shape of what was picked without its last dimension; None: not known.
+        by_index: some are picked; False: all, in their order.
+        of: what they are picked out of; None: nobody follows them.
+    """
+
+    def __init__(self, numbers: Tensor | None, by_index: bool, of: Source | None):
+        self.numbers, self.by_index, self.of = numbers, by_index, of
+        self._runs: dict[int, Runs] = {}  # by how many rows a layer saw
+
+    def place(self, learned: Any) -> Place:
+        """Of a layer in the expert: its rows are taken for samples, unless it has been seen to mix them."""
+        return learned if isinstance(learned, (Mixed, int)) else 0
+
+    def runs(self, batch_size: int | None, rows: int, dim: int) -> Runs:
+        """Whose they are. Raises UnsupportedModuleError where that is not known.
+
+        Args:
+            rows: how many the layer saw, in that dimension: what was picked, row by row, or whole samples.
+        """
+        if self.of is None:
+            raise UnsupportedModuleError(
+                "it is one of a block's experts, and runs outside of that block's forward (a checkpoint within it, or "
+                "another module that calls it), so whose its rows are is not known; checkpoint the whole block, call "
+                "it there, or freeze it"
+            )
+        if self.numbers is None:
+            raise UnsupportedModuleError(
+                f"it gets rows that {self.of.layer} makes out of its input in a way that is not followed; pick them "
+                "from that input as it is, x[rows], or freeze it"
+            )
+        if rows not in self._runs:
+            samples = self.of.samples(batch_size)[self.numbers.cpu()]
+            if dim < samples.dim() and samples.shape[dim] == rows < samples.numel():
+                samples = samples.movedim(dim, 0).flatten(1)
+                if bool((samples != samples[:, :1]).any()):
+                    raise UnsupportedModuleError(
+                        f"it gets {tuple(samples.shape)} rows that {self.of.layer} picks, several samples' "
+                        "together in one; call it with (R, D), a row for each that was picked, or freeze it"
+                    )
+                samples = samples[:, 0]
+            self._runs[rows] = Runs(samples.flatten(), batch_size or 0)
+        return self._runs[rows]
+
+
+class Following(TorchFunctionMode):
+    """Follows rows in one forward of a module: of its input, and of what layers give within it.
+
+    Args:
+        layer: the module, as errors name it. inputs: of which the first tensor of numbers, (..., D), is followed.
+        place: of the samples in that, where it is known already.
+    """
+
+    def __init__(self, layer: str, inputs: Any, place: Place = None):
+        super().__init__()
+        x = next((x for x in inputs if isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 1), None)
+        self.source = Source(layer, (0,) if x is None else x.shape[:-1], place)
+        self._seen: dict[int, tuple[Tensor, int, Picked]] = {}
+        if x is not None:
+            self._note(x, Picked(self.source.numbers(x.device), False, self.source))
+
+    def _note(self, x: Tensor, picked: Picked) -> None:
+        self._seen[id(x)] = x, x._version, picked  # held, or another might have its id
+
+    def gave(self, layer: str, output: Any, place: Callable[[int], Any]) -> None:
+        """A layer has given that; ``place(rank)`` says where samples are."""
+        if not isinstance(output, Tensor) or output.dim() < 2 or not output.is_floating_point():
+            return
+        known = place(output.dim())
+        if isinstance(known, (int, Rows)):
+            source = Source(layer, output.shape[:-1], known)
+            self._note(output, Picked(source.numbers(output.device), False, source))
+
+    def picked(self, x: Any) -> Picked | None:
+        """The rows that a tensor has; None where that is not known."""
+        found = self._seen.get(id(x))
+        return found[2] if found is not None and found[1] == x._version else None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in _ROW_BY_ROW:
+            sources = [picked for x in args if isinstance(x, Tensor) and (picked := self.picked(x)) is not None]
+            result = func(*args, **(kwargs or {}))
+            if sources and isinstance(result, Tensor):
+                self._note_row_by_row(result, sources)
+            return result
+        source = self.picked(args[0]) if args and id(args[0]) in self._seen and func in _KEEP else None
+        result = func(*args, **(kwargs or {}))
+        if source is None or source.numbers is None:
+            return result
+        found = _KEEP[func](source.numbers, result, *args[1:], **(kwargs or {}))
+        parts = [(result, found)] if isinstance(result, Tensor) else zip(result, found or (), strict=False)
+        for x, numbers in parts:
+            if numbers is not None and (*numbers.shape, args[0].shape[-1]) == x.shape:
+                self._note(x, Picked(numbers, source.by_index or func in _PICK, source.of))
+        return result
+
+    def _note_row_by_row(self, result: Tensor, sources: list[Picked]) -> None:
+        """What is made of rows that stand alike has these rows."""
+        one, *others = ((x.numbers, x.of) for x in sources if x.numbers is not None)
+        alike = all(numbers is one[0] or torch.equal(numbers, one[0]) for numbers, _ in others)
+        if alike and result.shape[:-1] == one[0].shape:
+            self._note(result, Picked(one[0], any(x.by_index for x in sources), one[1]))
+
+    def ended(self, output: Any, place: Callable[[int], Any], *, in_expert: bool) -> None:
+        """The forward has given that. Its rows are those of the input, and ``place(rank)`` says where samples are."""
+        found = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]
+        if in_expert:
+            self.source.place = "it is in an expert itself"
+        elif not found or found[0].shape[:-1] != self.source.shape:
+            self.source.place = f"its output {tuple(found[0].shape) if found else ''} has other rows"
+        else:
+            self.source.place = place(found[0].dim())
+
+    def __exit__(self, *error: Any) -> None:
+        self._seen.clear()
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch's
+
+
+def _by_index(numbers: Tensor, result: Tensor, index: Any) -> Tensor | None:
+    parts = index if isinstance(index, tuple) else (index,)
+    if any(x is Ellipsis for x in parts):  # it stands for the last dimension too
+        return None
+    taken = sum(0 if x is None else x.dim() if _is_mask(x) else 1 for x in parts)
+    if taken > numbers.dim() and isinstance(parts[-1], slice) and parts[-1] == slice(None):
+        index = parts[:-1]  # the last dimension, whole
+    try:
+        return numbers[index]
+    except (IndexError, TypeError):
+        return None
+
+
+def _is_mask(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dtype == torch.bool
+
+
+def _by_select(numbers: Tensor, result: Tensor, dim: int, index: Tensor) -> Tensor | None:
+    return numbers.index_select(dim, index) if 0 <= dim < numbers.dim() else None
+
+
+def _parted(numbers: Tensor, result: Any, sizes: Any, dim: int = 0) -> Any:
+    return numbers.split(sizes, dim) if 0 <= dim < numbers.dim() else None
+
+
+def _repeated(numbers: Tensor, result: Tensor, times: Any, dim: int = -1, **_: Any) -> Tensor | None:
+    return numbers.repeat_interleave(times, dim) if 0 <= dim < numbers.dim() else None
+
+
+def _transposed(numbers: Tensor, result: Tensor, one: int, two: int) -> Tensor | None:
+    return numbers.transpose(one, two) if min(one, two) >= 0 and max(one, two) < numbers.dim() else None
+
+
+def _viewed(numbers: Tensor, result: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
+    lead = result.shape[:-1]
+    return numbers.reshape(lead) if lead.numel() == numbers.numel() else None
+
+
+_PICK: dict[Any, Callable[..., Any]] = {
+    Tensor.__getitem__: _by_index,
+    Tensor.index_select: _by_select,
+    torch.index_select: _by_select,
+    Tensor.split: _parted,
+    torch.split: _parted,
+    Tensor.repeat_interleave: _repeated,
+    torch.repeat_interleave: _repeated,
+}
+_VIEWS = ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous", "clone", "to", "type_as")
+_KEEP = _PICK | {
+    f: _viewed for name in (*_VIEWS, "float", "half", "bfloat16", "double") for f in (getattr(Tensor, name),)
+}
+_KEEP |= dict.fromkeys((torch.reshape, torch.flatten, torch.squeeze, torch.unsqueeze, torch.clone), _viewed)
+_ARITHMETIC = ("add", "sub", "mul", "div", "truediv")
+_ROW_BY_ROW = {
+    *(form for name in _ARITHMETIC for form in (name, f"{name}_", f"__{name}__", f"__r{name}__", f"__i{name}__")),
+    *("relu", "gelu", "silu", "tanh", "sigmoid", "dropout", "leaky_relu", "elu", "softplus"),
+}
+_KEEP |= dict.fromkeys((Tensor.transpose, torch.transpose), _transposed)
+WHOLE_ROWS = frozenset(_KEEP)
+"""Functions that keep rows as they are."""

@@ -1,0 +1,245 @@
+"""Which modules get rows that the data has picked, out of all samples' rows: seen in a run of a copy on data.
+
+What a layer is called with tells nothing where all rows were picked, or as many as there are samples: a mixture of
+experts that sends every token one way looks like any layer. So what is noted is not how many rows came, but that they
+were picked by numbers that depend on the data (``x[rows]``, masks, sorting), and in which module's forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from dpfast.taps.followed import WHOLE_ROWS
+
+_SHAPES_ALONE = ("_like", "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor", "empty_strided")
+_FIRST_ALONE = ("expand_as", "view_as", "reshape_as", "type_as", "to")
+_SCATTER = ("index_add", "index_copy", "index_put", "index_reduce", "scatter", "scatter_add", "scatter_reduce")
+
+
+class Routes(NamedTuple):
+    """Names of modules.
+
+    Attributes:
+        senders: whose forward picks rows. receivers: that are called with them, or may be.
+    """
+
+    senders: frozenset[str]
+    receivers: frozenset[str]
+
+    def __or__(self, other: Any) -> Routes:
+        return Routes(self.senders | other.senders, self.receivers | other.receivers)
+
+
+NO_ROUTES = Routes(frozenset(), frozenset())
+
+
+class _Mark(NamedTuple):
+    """What is known of a tensor that depends on the data.
+
+    Attributes:
+        sender: the module that has picked its rows; None: nobody has.
+        rows: how many those were picked of. as_picked: nothing has been made of them since.
+    """
+
+    sender: str | None = None
+    rows: int = 0
+    as_picked: bool = False
+
+
+_WHOLE = _Mark()
+
+
+class Picks(TorchFunctionMode):
+    """Notes what picks rows in one forward pass.
+
+    Args:
+        model: which runs. inputs: its tensors. size: how many samples these have.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Sequence[Any], size: int):
+        super().__init__()
+        self.model, self.size = model, size
+        self._marks: dict[int, tuple[Any, _Mark]] = {}  # by memory, which is held, as another might have its number
+        self._running: list[str] = [""]
+        self._ran: set[str] = set()
+        self._receiver: str | None = None
+        self._senders: set[str] = set()
+        self._receivers: dict[str, str] = {}
+        for x in inputs:
+            if isinstance(x, Tensor):
+                self._set(x, _WHOLE)
+
+    def _set(self, x: Tensor, mark: _Mark) -> None:
+        storage = x.untyped_storage()
+        self._marks[storage._cdata] = storage, mark
+
+    def _mark(self, x: Any) -> _Mark | None:
+        if not isinstance(x, Tensor) or not self._marks:
+            return None
+        found = self._marks.get(x.untyped_storage()._cdata)
+        return None if found is None else found[1]
+
+    # --- modules ---
+
+    @contextmanager
+    def watching(self) -> Iterator[Picks]:
+        """The model's forward runs within it."""
+        handles = []
+        for name, module in self.model.named_modules():
+            if name:
+                handles.append(module.register_forward_pre_hook(self._entering(name), with_kwargs=True))
+                handles.append(module.register_forward_hook(self._leaving(name), always_call=True))
+        try:
+            with self:
+                yield self
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _entering(self, name: str) -> Any:
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self._ran.add(name)
+            self._running.append(name)
+            if self._receiver is None:
+                marks = (self._mark(x) for x in tree_leaves((args, kwargs)))
+                sender = next((mark.sender for mark in marks if mark is not None and mark.sender is not None), None)
+                if sender is not None:
+                    self._receiver = name
+                    self._receivers[name] = sender
+
+        return enter
+
+    def _leaving(self, name: str) -> Any:
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            if self._running[-1:] == [name]:
+                self._running.pop()
+            if self._receiver == name:
+                self._receiver = None
+
+        return leave
+
+    def routes(self) -> Routes:
+        """What has been seen. Modules of a sender that did not run may be called with picked rows another time."""
+        senders = frozenset(self._receivers.values())
+        receivers = set(self._receivers)
+        for name, module in self.model.named_modules():
+            above = [name.rpartition(".")[0]] if name else []
+            while above and above[-1]:
+                above.append(above[-1].rpartition(".")[0])
+            of_sender = any(parent in senders for parent in above)
+            holds = type(module) in (nn.ModuleList, nn.ModuleDict)
+            if name in self._ran or not of_sender or holds or any(parent in receivers for parent in above):
+                continue
+            receivers.add(name)
+        return Routes(senders, frozenset(receivers))
+
+    # --- tensors ---
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if name.endswith(_SHAPES_ALONE):
+            return result
+        name = name if name.startswith("__") else name.rstrip("_")
+        took = tree_leaves(args[:1] if name in _FIRST_ALONE else (args, kwargs))
+        marks = [mark for x in took if (mark := self._mark(x)) is not None]
+        if not marks:
+            return result
+        mark = self._of_result(func, name, args, kwargs, marks, result)
+        for x in [args[0]] if name == "__setitem__" else tree_leaves(result):
+            if isinstance(x, Tensor):
+                self._set(x, mark)
+        return result
+
+    def _of_result(self, func: Any, name: str, args: Any, kwargs: Any, marks: list[_Mark], result: Any) -> _Mark:
+        if name in _SCATTER or name in ("__setitem__", "masked_scatter"):
+            return self._scattered(name, args, kwargs)
+        picked = next((mark for mark in marks if mark.sender is not None), None)
+        if self._picks_rows(func, name, args, kwargs):
+            rows = int(args[0].shape[0])
+            if picked is None:
+                return _Mark(self._running[-1], rows, True)
+            # Sorted, gone through layers and sorted back: all stand where they stood.
+            if not picked.as_picked and result.shape[:1] == (picked.rows,):
+                return _WHOLE
+        if picked is None:
+            return _WHOLE
+        return picked if func in WHOLE_ROWS else picked._replace(as_picked=False)
+
+    def _picks_rows(self, func: Any, name: str, args: Any, kwargs: Any) -> bool:
+        """Whether rows of all samples are picked by numbers that depend on the data."""
+        x = args[0] if args else None
+        if func is F.embedding:
+            return len(args) > 1 and self._mark(args[1]) is not None
+        if not isinstance(x, Tensor) or self._mark(x) is None:
+            return False
+        if name == "__getitem__":
+            return any(self._is_data(_part_of(args[1], d, x.dim())) for d in self._dims(x))
+        if name in ("index_select", "gather", "take_along_dim"):
+            rest = [*args[1:], *(kwargs[k] for k in ("dim", "index", "indices") if k in kwargs)]
+            dims = {r % max(1, x.dim()) for r in rest if isinstance(r, int)}
+            return bool(dims & set(self._dims(x))) and any(map(self._is_data, rest))
+        return name == "masked_select"
+
+    def _dims(self, x: Tensor) -> list[int]:
+        """Where samples may be."""
+        first = [0] if x.dim() and x.shape[0] % self.size == 0 else []
+        return first + [d for d in range(1, x.dim()) if x.shape[d] == self.size != x.shape[0]]
+
+    def _is_data(self, index: Any) -> bool:
+        """Lists and arrays have been tensors."""
+        if isinstance(index, Tensor):
+            return self._mark(index) is not None
+        return index is not None and not isinstance(index, (int, slice, bool))
+
+    def _scattered(self, name: str, args: Any, kwargs: Any) -> _Mark:
+        """Rows that were picked are put back; others are put where the data says."""
+        to = self._mark(args[0])
+        if to is not None:
+            return to
+        rest = [*args[1:], *kwargs.values()]
+        sources = [x for x in rest if isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 1]
+        marks = [self._mark(x) for x in sources]
+        if any(mark is not None and mark.sender is not None for mark in marks):
+            return _WHOLE
+        if name == "__setitem__":
+            by_data = self._is_data(_part_of(args[1], 0, args[0].dim()))
+        elif name in ("masked_scatter", "index_put"):
+            by_data = True
+        else:
+            dims = [x for x in rest if isinstance(x, int)]
+            by_data = dims[:1] in ([0], [-args[0].dim()]) and any(
+                self._mark(x) is not None for x in rest if isinstance(x, Tensor) and not x.is_floating_point()
+            )
+        if by_data and any(mark is not None for mark in marks):
+            return _Mark(self._running[-1], int(sources[0].shape[0]), True)
+        return _WHOLE
+
+
+def _part_of(index: Any, dim: int, dims: int) -> Any:
+    """What of an index stands for a dimension of a tensor that has so many."""
+    parts = list(index) if isinstance(index, tuple) else [index]
+    taken = sum(map(_takes, parts))
+    first = 0
+    for part in parts:
+        after = first + (dims - taken if part is Ellipsis else _takes(part))
+        if first <= dim < after:
+            return None if part is Ellipsis else part
+        first = after
+    return None
+
+
+def _takes(part: Any) -> int:
+    """How many dimensions."""
+    if part is None or part is Ellipsis:
+        return 0
+    return part.dim() if isinstance(part, Tensor) and part.dtype == torch.bool else 1

@@ -1,0 +1,191 @@
+"""Rows that the data picks are seen to be picked, whatever experts are called, and whatever was picked first."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from dpfast import GradSampleModule, GradSampleModuleFastGradientClipping
+from dpfast.errors import DpfastError
+from dpfast.testing import loop_over_samples, norms_of
+
+D, T, E = 6, 5, 4
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(D, 7), nn.Tanh(), nn.Linear(7, D))
+
+
+class Routed(nn.Module):
+    """Top 1 of a list that is not called experts, (N, T, D) -> the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(D, E)
+        self.ffns = nn.ModuleList(mlp() for _ in range(E))
+
+    def forward(self, hidden):
+        x = hidden.reshape(-1, D)
+        weight, index = self.gate(x).softmax(1).max(1)
+        return self.routed(x, index, weight[:, None]).view_as(hidden)
+
+
+class ByMask(Routed):
+    def routed(self, x, index, weight):
+        y = torch.zeros_like(x)
+        for e, ffn in enumerate(self.ffns):
+            mask = index == e
+            if mask.any():
+                y[mask] = weight[mask] * ffn(x[mask])
+        return y
+
+
+class ByNumber(Routed):
+    def routed(self, x, index, weight):
+        y = torch.zeros_like(x)
+        for e, ffn in enumerate(self.ffns):
+            (rows,) = torch.where(index == e)
+            y = y.index_add(0, rows, weight[rows] * ffn(x[rows]))
+        return y
+
+
+class Sorted(Routed):
+    """Each expert's rows together, through one layer first, then parted."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared = nn.Linear(D, D)
+
+    def routed(self, x, index, weight):
+        order = index.argsort(stable=True)
+        x = x[order]
+        counts = torch.bincount(index, minlength=E).tolist()
+        out = torch.cat([ffn(rows) for ffn, rows in zip(self.ffns, x.split(counts), strict=True)])
+        return torch.zeros_like(x).index_copy(0, order, weight[order] * (out + self.shared(x)))
+
+
+class SortedBack(Sorted):
+    """The same by the inverse order."""
+
+    def routed(self, x, index, weight):
+        order = index.argsort(stable=True)
+        return weight * self.shared(x[order])[order.argsort()]
+
+
+class Adapter(Routed):
+    """Some tokens go through one layer more."""
+
+    def routed(self, x, index, weight):
+        y = x.clone()
+        mask = index == 0
+        y[mask] = self.ffns[0](x[mask])
+        return y * weight
+
+
+class Model(nn.Module):
+    def __init__(self, block):
+        super().__init__()
+        self.first, self.block, self.last = nn.Linear(3, D), block(), nn.Linear(D, 2)
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.last(x + self.block(x))
+
+
+class Sequences(nn.Module):
+    """The model itself sorts its samples by length."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.lstm, self.last = nn.Linear(3, D), nn.LSTM(D, D, batch_first=True), nn.Linear(D, 2)
+
+    def forward(self, x):
+        lengths = (x[:, :, 0] != 0).sum(1)
+        order = lengths.argsort(descending=True, stable=True)
+        hidden = self.lstm(self.first(x)[order])[0]
+        return self.last(hidden[order.argsort()])
+
+
+class LengthsLast(Sequences):
+    """The same, (T, N, D) within."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(D, D)
+
+    def forward(self, x):
+        order = (x[:, :, 0] != 0).sum(1).argsort(descending=True, stable=True)
+        hidden = self.lstm(self.first(x).transpose(0, 1)[:, order])[0]
+        return self.last(hidden[:, order.argsort()].transpose(0, 1))
+
+
+class Head(nn.Module):
+    """The model itself picks the rows of its head, by a mask."""
+
+    def __init__(self, between=lambda x: torch.relu(0.1 + x)):
+        super().__init__()
+        self.first, self.head = nn.Linear(3, D), nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 2))
+        self.between = between
+
+    def forward(self, x):
+        picked = x[:, :, 0] > 0
+        found = self.head(self.between(self.first(x))[picked])
+        return found.new_zeros(*x.shape[:2], 2).masked_scatter(picked[..., None], found)
+
+
+def loss(model, x):
+    return torch.sin(3.0 * model(x)).flatten(1).mean(1).sum()
+
+
+def assert_same(wrapped, plain, x):
+    exact = loop_over_samples(plain, loss, x)
+    wrapped.zero_grad()
+    loss(wrapped, x).backward()
+    limit = 1e-5 * norms_of(exact).max()
+    for name, p in wrapped._module.named_parameters():
+        found = torch.zeros_like(exact[name]) if p.grad_sample is None else p.grad_sample
+        assert (found - exact[name]).norm() <= limit, name
+
+
+BLOCKS = [ByMask, ByNumber, Sorted, SortedBack, Adapter]
+
+
+@pytest.mark.parametrize("n", [2, 3, T])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_all_tokens_go_one_way_when_the_model_is_looked_at(block, n):
+    """Each expert's layers then have all rows, or none; later batches were folded wrongly, and nothing was said."""
+    plain, x = Model(block), torch.randn(n, T, 3)
+    with torch.no_grad():
+        plain.block.gate.weight.mul_(0.1)
+        plain.block.gate.bias.copy_(torch.tensor([1000.0, 1.0, 1.0, 1.0]))
+    wrapped = GradSampleModule(copy.deepcopy(plain), loss_reduction="sum")
+    assert_same(wrapped, plain, x)
+    for _ in range(3):
+        with torch.no_grad():
+            plain.block.gate.weight.normal_()
+            plain.block.gate.bias.zero_()
+        wrapped._module.load_state_dict(plain.state_dict())
+        assert_same(wrapped, plain, torch.randn(n, T, 3))
+
+
+@pytest.mark.parametrize("model", [Sequences, LengthsLast, Head])
+def test_the_model_itself_picks(model):
+    plain = model()
+    wrapped = GradSampleModule(copy.deepcopy(plain), loss_reduction="sum")
+    first = torch.rand(3, T, 3) + 0.1
+    assert_same(wrapped, plain, first)
+    first[0, 2:] = 0.0
+    assert_same(wrapped, plain, first)
+    for n in (3, T, 1):
+        x = torch.randn(n, T, 3)
+        x[n // 2, 2:] = 0.0
+        assert_same(wrapped, plain, x)
+
+
+def test_what_is_not_followed_is_refused():
+    wrapped = GradSampleModuleFastGradientClipping(Head(lambda x: x.roll(0, 0)), loss_reduction="sum")
+    with pytest.raises(
+        DpfastError, match=r"head\.\d \(Linear\): it gets rows that Head makes .* way that is not followed"
+    ):
+        loss(wrapped, torch.rand(3, T, 3) + 0.1).backward()
