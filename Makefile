@@ -78,6 +78,7 @@ SLOW := tests/arithmetic/test_bounds.py::test_the_kernels_bounds_hold_too \
 	tests/opacus/test_ddp.py \
 	tests/arithmetic/test_ops.py::test_verbs_equal_fp64 \
 	tests/examples/ \
+	tests/factors/test_in_runs.py \
 	tests/factors/test_waiting.py \
 	tests/holes/test_install.py::test_norms_over_many_small_layers \
 	tests/holes/test_platforms.py::test_onednn_told_by_the_environment_to_round_its_operands \
@@ -90,6 +91,7 @@ SLOW := tests/arithmetic/test_bounds.py::test_the_kernels_bounds_hold_too \
 	tests/kernels/test_outer_norm.py \
 	tests/kernels/test_outer_product.py \
 	tests/kernels/test_rows.py \
+	tests/kernels/test_runs.py \
 	tests/kernels/test_traffic.py \
 	tests/kernels/test_weighted_sum.py \
 	tests/models/test_models.py::test_model \

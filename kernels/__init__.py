@@ -3,6 +3,8 @@
 A kernel knows nothing of modules, hooks or privacy. Each file holds one kernel and, below it, its launcher.
 """
 
+from ._launch import run_class
+from ._partials import sum_runs
 from ._tiles import CHAIN
 from .gram_norm import GramNormResult, gram_norm
 from .grouped_norm import GroupedNormResult, grouped_outer_norm, groups
@@ -27,5 +29,7 @@ __all__ = [
     "outer_norm",
     "outer_product",
     "row_sq_norm",
+    "run_class",
+    "sum_runs",
     "weighted_sum",
 ]

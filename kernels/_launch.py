@@ -10,6 +10,7 @@ import contextlib
 import re
 import subprocess
 import tempfile
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -21,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from . import _tiles
 from ._tiles import Tile
 
 TARGETS = {
@@ -62,6 +64,12 @@ def promote(activations: torch.Tensor, backprops: torch.Tensor) -> tuple[torch.T
     if activations.dtype == backprops.dtype:
         return activations, backprops
     return activations.float(), backprops.float()
+
+
+def run_class(verb: str, T: int, D: int, P: int, dtype: torch.dtype, device: torch.device) -> Hashable:
+    """`_tiles.run_class` of kernels on `device`."""
+    arch = _arch(device) if device.type == "cuda" else "interpreter"
+    return _tiles.run_class(verb, T, D, P, dtype, arch)
 
 
 def widens(kernel) -> bool:

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from ._launch import launch
+from ._rows import run_of
 from ._tiles import Tile
 
 _TILE = Tile(0, 0, 0, 256, 4, 1, "from static analysis: two values a thread")
@@ -45,6 +46,7 @@ def sum_tile(tile):
 def _sum_partials_kernel(
     partials_ptr,
     out_ptr,
+    runs_ptr,  # None, or which of one row's slots are a sum's (N, 2)
     N,
     slots,
     length,
@@ -56,11 +58,15 @@ def _sum_partials_kernel(
     first = pid_r * length
     last = tl.minimum(first + length, slots)
     row_ptr = partials_ptr + pid_n.to(tl.int64) * slots
+    if runs_ptr is not None:
+        place, last = run_of(runs_ptr, pid)
+        row_ptr = partials_ptr + place
+        first = 0
     acc = tl.zeros((BLOCK_K,), tl.float64)
     for start in range(first, last, BLOCK_K):
         offs_k = start + tl.arange(0, BLOCK_K)
         acc += tl.load(row_ptr + offs_k, mask=offs_k < last, other=0.0).to(tl.float64)
-    tl.store(out_ptr + pid, tl.sum(acc, axis=0).to(tl.float32))
+    tl.store(out_ptr + pid, tl.sum(acc, axis=0).to(out_ptr.dtype.element_ty))
 
 
 def sum_partials(partials: torch.Tensor, length: int) -> tuple[torch.Tensor, ...]:
@@ -80,12 +86,36 @@ def sum_partials(partials: torch.Tensor, length: int) -> tuple[torch.Tensor, ...
         partials.device,
         partials_ptr=partials,
         out_ptr=out,
+        runs_ptr=None,
         N=N,
         slots=slots,
         length=length,
         BLOCK_K=_TILE.BLOCK_K,
     )
     return out.unbind(0)
+
+
+def sum_runs(values: torch.Tensor, runs: torch.Tensor) -> torch.Tensor:
+    """Sums of the runs [runs[u, 0], runs[u, 1]) of `values` (R,), fp64 or fp32: (U,) fp64.
+
+    In an order that is fixed by a run's own length.
+    """
+    out = torch.empty(len(runs), dtype=torch.float64, device=values.device)
+    if len(runs):
+        launch(
+            _sum_partials_kernel,
+            len(runs),
+            _TILE,
+            values.device,
+            partials_ptr=values,
+            out_ptr=out,
+            runs_ptr=runs,
+            N=len(runs),
+            slots=0,
+            length=0,
+            BLOCK_K=_TILE.BLOCK_K,
+        )
+    return out
 
 
 @triton.jit(do_not_specialize=["parts", "first_n", "slots", "first_slot"])

@@ -3,6 +3,11 @@
 A descriptor's loads are issued by one thread, need no registers for addresses and fill with zeros what lies
 outside the tensor, so they need no masks; hardware takes them from sm_90 on. Both ways read the same numbers, so
 which one a launch takes changes no bit of its result.
+
+Where samples are runs of rows (units with any number of rows), unit u has the positions [runs[u, 0], runs[u, 1]) of one
+list (1, R, F). A kernel then moves its pointers to the run's first row and takes its length for T, so everything behind
+that, the order of addition too, is a sample's. Runs are read through pointers: a descriptor ends where the tensor ends,
+not where the run does, and would read the next unit's rows.
 """
 
 from __future__ import annotations
@@ -74,6 +79,51 @@ def load_columns(
         return tl.load(
             row_ptrs[None, :] + offs_f[:, None], mask=(offs_f < F)[:, None] & (offs_t < T)[None, :], other=0.0
         )
+
+
+@triton.jit
+def column_sums(
+    b,  # (N, T, P), see `load_rows`
+    stride_bn,
+    stride_bt,
+    n,
+    p,
+    first_t,
+    last_t,
+    T,
+    P,
+    TMA: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """Σ_t b[n, t] of one block of columns in fp32, zero outside P: T / BLOCK_T additions, then the block's."""
+    acc = tl.zeros((BLOCK_T, BLOCK_P), tl.float32)
+    for t in range(first_t, last_t, BLOCK_T):
+        acc += load_rows(b, stride_bn, stride_bt, n, t, p, T, P, TMA, BLOCK_T, BLOCK_P).to(tl.float32)
+    return tl.sum(acc, axis=0)
+
+
+@triton.jit
+def run_of(runs_ptr, n):
+    """The first position of unit n's run, in 64 bits, and its length."""
+    runs_ptr += 2 * tl.cast(n, tl.int64)
+    first = tl.load(runs_ptr)
+    return first, (tl.load(runs_ptr + 1) - first).to(tl.int32)
+
+
+def sizes(activations: torch.Tensor, runs: torch.Tensor | None, longest: int) -> tuple[int, int]:
+    """N and T of a launch: those of the tensor (N, T, ·), or how many runs there are and the longest one's positions.
+
+    Raises: ValueError where runs (U, 2) do not go with one list of rows (1, R, ·).
+    """
+    N, T, _ = activations.shape
+    if runs is None:
+        return N, T
+    if runs.shape[1:] != (2,) or runs.dtype != torch.int64 or not runs.is_contiguous():
+        raise ValueError(f"runs are (U, 2) int64, contiguous, not {tuple(runs.shape)} {runs.dtype}")
+    if N != 1 or runs.device != activations.device:
+        raise ValueError(f"runs are of one list of rows (1, R, ·) on their device, not of {tuple(activations.shape)}")
+    return len(runs), longest
 
 
 def row_sources(tile: Tile, *operands: tuple[torch.Tensor, int]) -> tuple[Any, ...]:

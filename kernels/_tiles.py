@@ -7,6 +7,7 @@ run time. The rows, and what they say of themselves, are data in `_tile_rows`.
 from __future__ import annotations
 
 import re
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -141,6 +142,19 @@ def split(tile: Tile, T: int, D: int, P: int, arch: str) -> tuple[int, int]:
     tiles = -(-D // tile.BLOCK_D) * -(-P // tile.BLOCK_P)
     part = -(-chains // splits(tiles, most, arch)) * CHAIN
     return max(1, -(-T // part)), part
+
+
+def run_class(verb: str, T: int, D: int, P: int, dtype: torch.dtype, arch: str) -> Hashable:
+    """What units of T positions must have alike to be runs of one launch of `verb`.
+
+    Each then has the tile, the parts and the chains, and so the bits, of a sample of T positions, in whatever company.
+    Of a Gram norm's programs, which are the longest's pairs for each unit, at least one in four or so has work.
+    """
+    chosen = tile(verb, T, D, P, dtype, arch)
+    if verb == "gram_norm":
+        return chosen, (-(-T // chosen.BLOCK_T) - 1).bit_length()
+    parts, part = split(chosen, T, D, P, arch)
+    return chosen, parts, part if parts > 1 else 0, T > CHAIN
 
 
 def splits(programs: int, most: int, arch: str) -> int:

@@ -19,6 +19,7 @@ a-posteriori bound of this kernel's rounding errors.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ import triton.language as tl
 from . import _tiles
 from ._launch import arch_of, launch, validate, widens
 from ._partials import rounded_product, sum_partials, sum_tile
-from ._rows import load_rows, row_sources
+from ._rows import load_rows, row_sources, run_of, sizes
 
 
 @triton.jit
@@ -81,6 +82,7 @@ def _gram_norm_kernel(
     row_norm_a_ptr,
     row_norm_b_ptr,
     partials_ptr,
+    runs_ptr,  # None, or which positions are whose (N, 2): see `_rows`; then T is the longest run's
     stride_an,
     stride_at,
     stride_bn,
@@ -119,6 +121,17 @@ def _gram_norm_kernel(
 
     i = pid_i * BLOCK_T
     j = pid_j * BLOCK_T
+    if runs_ptr is not None:
+        first, T = run_of(runs_ptr, n)
+        a += first * stride_at
+        b += first * stride_bt
+        if BOUND:
+            row_norm_a_ptr += first * stride_rat
+            row_norm_b_ptr += first * stride_rbt
+        n = 0
+        pid_n = 0
+        D = tl.where(i < T, D, 0)  # a shorter run has fewer pairs: of the others nothing is read, and zeros are left
+        P = tl.where(i < T, P, 0)
     gram_b = _gram_tile(b, stride_bn, stride_bt, n, i, j, T, P, CHAIN, TMA, WIDEN, BLOCK_T, BLOCK_K)
     gram_a = _gram_tile(a, stride_an, stride_at, n, i, j, T, D, CHAIN, TMA, WIDEN, BLOCK_T, BLOCK_K)
 
@@ -162,6 +175,8 @@ def gram_norm(
     row_norm_backprops: torch.Tensor | None = None,
     bias: bool = False,
     tile: _tiles.Tile | None = None,
+    runs: torch.Tensor | None = None,
+    longest: int = 0,
 ) -> GramNormResult:
     """Squared norms of a linear layer's per-sample gradients, from the Gram matrices of its rows.
 
@@ -174,6 +189,7 @@ def gram_norm(
             or neither.
         bias: also return the bias's.
         tile: instead of the table's.
+        runs, longest: N units of any number of positions instead, of one list of rows (1, R, ·), as in `outer`.
     Returns: (N,) fp32 each, fresh; None where not asked for.
     Raises: ValueError where dtype, shape or layout is none of the above.
     Numerics: sums of both signs cancel, so a squared norm may come out too small or below zero; the error
@@ -182,13 +198,13 @@ def gram_norm(
     Edge cases: N = 0 is empty; T = 0 gives zeros.
     """
     validate(activations, backprops)
-    N, T, D = activations.shape
-    P = backprops.shape[2]
+    N, T = sizes(activations, runs, longest)
+    D, P = activations.shape[2], backprops.shape[2]
     bound = row_norm_activations is not None
     if bound != (row_norm_backprops is not None):
         raise ValueError("give the row norms of both or of neither")
     for row_norm in (row_norm_activations, row_norm_backprops):
-        if bound and (row_norm.shape != (N, T) or row_norm.dtype != torch.float32):
+        if bound and (row_norm.shape != activations.shape[:2] or row_norm.dtype != torch.float32):
             raise ValueError(f"row norms are (N, T) float32, not {tuple(row_norm.shape)} {row_norm.dtype}")
     outputs = 1 + bias + 3 * bound
     device = activations.device
@@ -201,6 +217,8 @@ def gram_norm(
             tile = _tiles.tile("gram_norm", T, D, P, dtype, arch_of(activations))
         tiles = triton.cdiv(T, tile.BLOCK_T)
         pairs = tiles * (tiles + 1) // 2
+        if runs is not None:
+            tile = replace(tile, TMA=False)
         a, b, described = row_sources(tile, (activations, tile.BLOCK_K), (backprops, tile.BLOCK_K))
         partials = torch.empty((N, outputs * pairs), dtype=torch.float32, device=device)
         launch(
@@ -213,6 +231,7 @@ def gram_norm(
             row_norm_a_ptr=row_norm_activations,
             row_norm_b_ptr=row_norm_backprops,
             partials_ptr=partials,
+            runs_ptr=runs,
             stride_an=activations.stride(0),
             stride_at=activations.stride(1),
             stride_bn=backprops.stride(0),

@@ -27,6 +27,7 @@ import triton.language as tl
 
 from ._launch import arch_of, launch, promote, validate, widens
 from ._partials import rounded_product, sum_partials, sum_tile
+from ._rows import run_of, sizes
 from ._tiles import Tile, family
 
 THINNEST = 64
@@ -41,6 +42,7 @@ def _grouped_norm_kernel(
     y_ptrs,
     out_ptr,
     partials_ptr,
+    runs_ptr,  # None, or which positions are whose (N, 2): see `_rows`
     stride_xn,  # wide operand (N, T, X)
     stride_xt,
     stride_yn,  # thin operand (N, T, Y)
@@ -81,6 +83,11 @@ def _grouped_norm_kernel(
         x_ptr = tl.where(pid_g == i, x_ptrs[i], x_ptr)
         y_ptr = tl.where(pid_g == i, y_ptrs[i], y_ptr)
 
+    if runs_ptr is not None:
+        first, T = run_of(runs_ptr, pid_n)
+        x_ptr += first * stride_xt
+        y_ptr += first * stride_yt
+        pid_n = 0
     offs_t = tl.arange(0, BLOCK_T).to(tl.int64)
     offs_x = pid_tile.to(tl.int64) * BLOCK_X + tl.arange(0, BLOCK_X)
     offs_y = tl.arange(0, BLOCK_Y)
@@ -169,6 +176,8 @@ def grouped_outer_norm(
     *,
     keep: bool = False,
     tile: Tile | None = None,
+    runs: torch.Tensor | None = None,
+    longest: int = 0,
 ) -> GroupedNormResult:
     """Squared norms of the per-sample gradients of G thin linear layers, with what bounds their error.
 
@@ -178,6 +187,7 @@ def grouped_outer_norm(
         backprops: G of (N, T, P), likewise; mixed pairs are copied to fp32 first.
         keep: also return the gradients.
         tile: instead of the shape's own; BLOCK_P must cover the smaller of D and P.
+        runs, longest: N units of any number of positions instead, of lists of rows (1, R, ·), as in `outer`.
     Returns: fresh tensors.
     Raises: ValueError where dtype, shape or layout is none of the above, or differs within the group.
     Numerics: as `outer_norm`; s is at most 1.01 times too small.
@@ -194,7 +204,8 @@ def grouped_outer_norm(
             if (x.shape, x.stride(), x.dtype, x.device) != (like.shape, like.stride(), like.dtype, like.device):
                 raise ValueError("the factors of a group have one shape, one dtype, one layout and one device")
     a, b = pairs[0]
-    (N, T, D), P, device = a.shape, b.shape[2], a.device
+    N, T = sizes(a, runs, longest)
+    D, P, device = a.shape[2], b.shape[2], a.device
     G = len(pairs)
     out = torch.empty((G, N, P, D), dtype=torch.float32, device=device) if keep else None
     if 0 in (N, T, D, P):
@@ -223,6 +234,7 @@ def grouped_outer_norm(
             y_ptrs=tuple(pair[thin] for pair in padded),
             out_ptr=None if out is None else out[first],
             partials_ptr=partials[first * N],
+            runs_ptr=runs,
             stride_xn=x.stride(0),
             stride_xt=x.stride(1),
             stride_yn=y.stride(0),

@@ -32,6 +32,8 @@ def outer_norm(
     bias: bool = False,
     row_products: bool = False,
     tile: _tiles.Tile | None = None,
+    runs: torch.Tensor | None = None,
+    longest: int = 0,
 ) -> OuterNormResult:
     """Squared norms of a linear layer's per-sample gradients, taken directly.
 
@@ -43,6 +45,7 @@ def outer_norm(
         row_products: also return Σ_t ‖a[n, t]‖ ‖b[n, t]‖, which bounds their rounding; a square that underflows makes
             none smaller.
         tile: instead of the table's.
+        runs, longest: N units of any number of positions instead, see `outer`.
     Returns: (N,) fp32 each, fresh; None where not asked for.
     Raises: ValueError where dtype, shape or layout is none of the above.
     Numerics: the gradient in fp32, its squares in fp32 within a tile, tiles in fp64.
@@ -50,5 +53,6 @@ def outer_norm(
         split.
     Edge cases: N = 0 is empty; T = 0 gives zeros.
     """
-    result = outer("outer_norm", activations, backprops, False, bias, True, row_products, 1.0, torch.float32, tile)
+    flags = (False, bias, True, row_products)
+    result = outer("outer_norm", activations, backprops, *flags, 1.0, torch.float32, tile, runs, longest)
     return OuterNormResult(result.sq_norm, result.bias_sq_norm, result.row_products)

@@ -31,7 +31,7 @@ import triton.language as tl
 from . import _tiles
 from ._launch import arch_of, launch, promote, validate, widens
 from ._partials import add_parts, part_blocks, rounded_product, sum_partials, sum_tile
-from ._rows import load_columns, load_rows, row_sources
+from ._rows import column_sums, load_columns, load_rows, row_sources, run_of, sizes
 
 
 @triton.jit
@@ -90,28 +90,6 @@ def outer_tile(
 
 
 @triton.jit
-def column_sums(
-    b,  # (N, T, P), see `load_rows`
-    stride_bn,
-    stride_bt,
-    n,
-    p,
-    first_t,
-    last_t,
-    T,
-    P,
-    TMA: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-):
-    """Σ_t b[n, t] of one block of columns in fp32, zero outside P: T / BLOCK_T additions, then the block's."""
-    acc = tl.zeros((BLOCK_T, BLOCK_P), tl.float32)
-    for t in range(first_t, last_t, BLOCK_T):
-        acc += load_rows(b, stride_bn, stride_bt, n, t, p, T, P, TMA, BLOCK_T, BLOCK_P).to(tl.float32)
-    return tl.sum(acc, axis=0)
-
-
-@triton.jit
 def row_products(
     a,  # (N, T, D), see `load_rows`
     b,  # (N, T, P)
@@ -154,6 +132,7 @@ def _outer_kernel(
     bias_ptr,  # (N · parts, P)
     partials_ptr,  # partial squared norms (N · parts, programs of a part but those of row products)
     products_ptr,  # partial sums of row products, of all samples (N · parts, cdiv(part, ROWS))
+    runs_ptr,  # None, or which positions are whose (N, 2): see `_rows`
     stride_an,
     stride_at,
     stride_bn,
@@ -192,6 +171,11 @@ def _outer_kernel(
     row = pid // programs  # of the outputs
     pid_tile = pid % programs
     n = first_n + row // parts
+    if runs_ptr is not None:
+        first, T = run_of(runs_ptr, n)
+        a += first * stride_at
+        b += first * stride_bt
+        n = 0
     first_t = row % parts * part
     last_t = tl.minimum(first_t + part, T)
     row = row.to(tl.int64)
@@ -251,6 +235,8 @@ def outer_product(
     scale: float = 1.0,
     out_dtype: torch.dtype = torch.float32,
     tile: _tiles.Tile | None = None,
+    runs: torch.Tensor | None = None,
+    longest: int = 0,
 ) -> OuterProductResult:
     """Per-sample gradients of a linear layer.
 
@@ -264,6 +250,7 @@ def outer_product(
         row_products: also return these; a square that underflows makes none smaller.
         scale: s, applied to the fp32 sums; N where the loss was a mean over samples.
         tile: instead of the table's.
+        runs, longest: N units of any number of positions instead, see `outer`.
     Returns: grad_sample (N, P, D) and bias_grad_sample (N, P) in `out_dtype`, sq_norm, bias_sq_norm and row_products
         (N,) fp32; None where not asked for. All fresh.
     Raises: ValueError where dtype, shape or layout is none of the above.
@@ -271,7 +258,8 @@ def outer_product(
     Cost: 2·N·T·D·P FLOPs; writes N·P·D. Where T is split, a workspace of at most `_tiles.WORKSPACE_BYTES`.
     Edge cases: N = 0 is empty; T = 0 gives zeros.
     """
-    return outer("outer_product", activations, backprops, True, bias, norm, row_products, scale, out_dtype, tile)
+    flags = (True, bias, norm, row_products)
+    return outer("outer_product", activations, backprops, *flags, scale, out_dtype, tile, runs, longest)
 
 
 def outer(
@@ -285,12 +273,21 @@ def outer(
     scale: float,
     out_dtype: torch.dtype,
     tile: _tiles.Tile | None,
+    runs: torch.Tensor | None,
+    longest: int,
 ) -> OuterProductResult:
-    """`outer_product` with the tile of `verb`; without `write` no gradient is stored or returned."""
+    """`outer_product` with the tile of `verb`; without `write` no gradient is stored or returned.
+
+    runs: (N, 2) int64, the first position of each unit and that behind its last, of one list of rows: activations (1,
+        R, D), backprops (1, R, P). `longest` is the most positions that one has; units of one `_tiles.run_class` have
+        the bits of samples with as many positions. No bias.
+    """
     validate(activations, backprops)
     activations, backprops = promote(activations, backprops)
-    N, T, D = activations.shape
-    P = backprops.shape[2]
+    N, T = sizes(activations, runs, longest)
+    D, P = activations.shape[2], backprops.shape[2]
+    if bias and runs is not None:
+        raise ValueError("no bias of runs: it is a sum of rows by unit")
     device = activations.device
     if 0 in (N, T, D, P):
         # An empty sum, or nothing to sum into: D = 0 leaves the bias its value.
@@ -314,6 +311,8 @@ def outer(
     rows = tile.BLOCK_T
     if row_products and (D % step or P % step):
         rows, tile = 4, replace(tile, TMA=False)  # a single row of any size can be described, but in blocks of BLOCK_T
+    if runs is not None:
+        tile = replace(tile, TMA=False)
     a, b, described = row_sources(tile, (activations, tile.BLOCK_D), (backprops, tile.BLOCK_P))
     part = part if parts > 1 else T
     blocks = triton.cdiv(part, rows)
@@ -331,6 +330,7 @@ def outer(
             bias_ptr=bias_out,
             partials_ptr=partials,
             products_ptr=products,
+            runs_ptr=runs,
             stride_an=activations.stride(0),
             stride_at=activations.stride(1),
             stride_bn=backprops.stride(0),

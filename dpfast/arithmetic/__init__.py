@@ -5,10 +5,10 @@ einsum path (``reference``, ``reference_norms``) or the kernels as ``backends`` 
 of the proofs (docs/bounds.md), ``cost`` those of the choice of way.
 """
 
-from dpfast.arithmetic import bounds, buffers, cost, depthwise, ops, products, reference, sums
+from dpfast.arithmetic import bounds, buffers, cost, depthwise, ops, products, reference, sums, unit_runs
 from dpfast.arithmetic.backends import backend_report
 from dpfast.arithmetic.bounds import SquaredNorm
-from dpfast.arithmetic.kernel_norms import lookup_sq_norm
+from dpfast.arithmetic.kernel_norms import UnitRuns, lookup_sq_norm
 from dpfast.arithmetic.precision import (
     accumulating_dtype,
     exact_arithmetic,
@@ -29,6 +29,7 @@ __all__ = [
     "SquaredNorm",
     "SumError",
     "Unfinished",
+    "UnitRuns",
     "accumulating_dtype",
     "backend_report",
     "bounds",
@@ -57,4 +58,5 @@ __all__ = [
     "sums",
     "towards_zero",
     "unfinished_norm",
+    "unit_runs",
 ]

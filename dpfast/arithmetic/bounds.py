@@ -10,7 +10,7 @@ enough that :data:`_SLOP` covers it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -179,7 +179,7 @@ def gram(
     sum_a: Tensor,
     sum_b: Tensor,
     row_products: Tensor,
-    shape: tuple[int, int, int],
+    shape: tuple[Any, int, int],
     row: int,
     dtype: torch.dtype,
     kernel_chain: int | None = None,
@@ -193,7 +193,7 @@ def gram(
         product, by_a, by_b, by_both: the computed q̂ and the three sums, in this order, (N,).
         sum_a, sum_b: Σ_t ‖a_t‖ and Σ_t ‖b_t‖, (N,).
         row_products: S, (N,).
-        shape: (T, D, P).
+        shape: (T, D, P); T may be each one's own, (N,).
         row: the longest sum over products of Gram entries that was taken in ``dtype``.
         kernel_chain: the Gram matrices come from tensor cores, in chains of so many features; None for the reference.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -28,27 +28,63 @@ def import_kernels() -> tuple[Any, str | None]:
         return None, f"{type(error).__name__}: {error}"
 
 
-def sq_norm(activations: Tensor, backprops: Tensor, way: str) -> SquaredNorm:
-    """The kernels' sums, made into a norm and its bound."""
+class UnitRuns(NamedTuple):
+    """Units that are runs of one list of rows (1, R, ·), for launches that go over units instead of samples.
+
+    Attributes:
+        places: each one's first position and that behind its last, (U, 2) int64, on the rows' device.
+        lengths: how many positions they have, as they follow each other: (positions, how many units) each.
+    """
+
+    places: Tensor
+    lengths: Sequence[tuple[int, int]]
+
+    @property
+    def longest(self) -> int:
+        return max(length for length, _ in self.lengths)
+
+    def each(self, of_length: Callable[[int], tuple[float, ...]]) -> Tensor:
+        """What follows from a unit's length, (k, U) fp64."""
+        numbers = torch.tensor([of_length(length) for length, _ in self.lengths], dtype=torch.float64)
+        units = torch.tensor([units for _, units in self.lengths])
+        return numbers.repeat_interleave(units, dim=0).T.to(self.places.device)
+
+
+def _launched(activations: Tensor, runs: UnitRuns | None) -> tuple[int, dict[str, Any]]:
+    """T, the longest unit's where there are units, and what a launcher has to know of them."""
+    if runs is None:
+        return activations.shape[1], {}
+    return runs.longest, {"runs": runs.places, "longest": runs.longest}
+
+
+def sq_norm(activations: Tensor, backprops: Tensor, way: str, runs: UnitRuns | None = None) -> SquaredNorm:
+    """The kernels' sums, made into a norm and its bound; ``runs`` not with rank one."""
     if way == "direct":
-        return direct(activations, backprops).norm
+        return direct(activations, backprops, runs=runs).norm
     kernels, _ = import_kernels()
-    (_, t, d), p = activations.shape, backprops.shape[-1]
+    (_, _, d), p = activations.shape, backprops.shape[-1]
+    t: Any
+    t, of_units = _launched(activations, runs)
     if way == "rank_one":
         sq_a, sq_b = (kernels.row_sq_norm(x).double().sum(-1) for x in (activations, backprops))
         return bounds.rank_one(sq_a, sq_b, d=d, p=p, width=max(d, p), dtype=torch.float32)
     norm_a, norm_b = row_norm(activations), row_norm(backprops)
-    sums = kernels.gram_norm(
-        activations, backprops, row_norm_activations=norm_a.float(), row_norm_backprops=norm_b.float()
-    )
+    row_norms = {"row_norm_activations": norm_a.float(), "row_norm_backprops": norm_b.float()}
+    sums = kernels.gram_norm(activations, backprops, **row_norms, **of_units)
+    row_sums = [norm_a, norm_b, norm_a * norm_b]
+    if runs is None:
+        row_sums = [x.sum(-1) for x in row_sums]
+    else:
+        row_sums = [kernels.sum_runs(x.flatten(), runs.places) for x in row_sums]
+        t = runs.each(lambda length: (float(length),))[0]
     return bounds.gram(
         sums.sq_norm.double(),
         sums.bound_activations.double(),
         sums.bound_backprops.double(),
         sums.bound_product.double(),
-        sum_a=norm_a.sum(-1),
-        sum_b=norm_b.sum(-1),
-        row_products=(norm_a * norm_b).sum(-1),
+        sum_a=row_sums[0],
+        sum_b=row_sums[1],
+        row_products=row_sums[2],
         shape=(t, d, p),
         row=_TILE_SUM,
         dtype=torch.float32,
@@ -100,20 +136,29 @@ class Direct(NamedTuple):
     grad_sample: Tensor | None
 
 
-def direct(activations: Tensor, backprops: Tensor, *, keep: bool = False) -> Direct:
+def direct(activations: Tensor, backprops: Tensor, *, keep: bool = False, runs: UnitRuns | None = None) -> Direct:
     """The norm from the gradient itself, its error from row norms that are taken in the same launch."""
     kernels, _ = import_kernels()
-    (_, t, d), p = activations.shape, backprops.shape[-1]
+    (_, _, d), p = activations.shape, backprops.shape[-1]
+    t, of_units = _launched(activations, runs)
     if groups(t, d, p) or is_traced():
-        return grouped([(activations, backprops)], keep=keep)[0]
+        return grouped([(activations, backprops)], keep=keep, runs=runs)[0]
     if keep:
-        sums = kernels.outer_product(activations, backprops, norm=True, row_products=True)
+        sums = kernels.outer_product(activations, backprops, norm=True, row_products=True, **of_units)
     else:
-        sums = kernels.outer_norm(activations, backprops, row_products=True)
+        sums = kernels.outer_norm(activations, backprops, row_products=True, **of_units)
     products = sums.row_products.double()
-    error = bounds.direct_error(products, positions=t, numel=p * d, dtype=torch.float32, kernel_chain=kernels.CHAIN)
+    error = _direct_error(products, t, runs, numel=p * d, chain=kernels.CHAIN)
     norm = bounds.dense(sums.sq_norm.double(), width=_PARTS_SUM, numel=p * d, dtype=torch.float32, error=error)
     return Direct(norm, error, sums.grad_sample if keep else None)
+
+
+def _direct_error(products: Tensor, t: int, runs: UnitRuns | None, *, numel: int, chain: int) -> Tensor:
+    sizes: dict[str, Any] = {"numel": numel, "dtype": torch.float32, "kernel_chain": chain}
+    if runs is None:
+        return bounds.direct_error(products, positions=t, **sizes)
+    relative, least = runs.each(lambda length: bounds.direct_terms(positions=length, **sizes))
+    return relative * products + least
 
 
 def groups(t: int, d: int, p: int) -> bool:
@@ -121,10 +166,12 @@ def groups(t: int, d: int, p: int) -> bool:
     return import_kernels()[0].groups(t, d, p)
 
 
-def grouped(pairs: Sequence[tuple[Tensor, Tensor]], *, keep: bool = False) -> list[Direct]:
+def grouped(
+    pairs: Sequence[tuple[Tensor, Tensor]], *, keep: bool = False, runs: UnitRuns | None = None
+) -> list[Direct]:
     """The direct norms of many (activations, backprops), the launches as few as there are shapes and layouts."""
-    if not is_traced():
-        return _grouped(pairs, keep=keep)
+    if runs is not None or not is_traced():  # whose a row is is asked of values, which a graph has none of
+        return _grouped(pairs, keep=keep, runs=runs)
     flat = _directs_op([a for a, _ in pairs], [b for _, b in pairs], keep)
     width = 4 if keep else 3
     each = (flat[i : i + width] for i in range(0, len(flat), width))
@@ -155,7 +202,7 @@ def _(activations: Sequence[Tensor], backprops: Sequence[Tensor], keep: bool) ->
     return found
 
 
-def _grouped(pairs: Sequence[tuple[Tensor, Tensor]], *, keep: bool) -> list[Direct]:
+def _grouped(pairs: Sequence[tuple[Tensor, Tensor]], *, keep: bool, runs: UnitRuns | None = None) -> list[Direct]:
     kernels, _ = import_kernels()
     alike: dict[tuple[Any, ...], list[int]] = {}
     for i, pair in enumerate(pairs):
@@ -164,11 +211,12 @@ def _grouped(pairs: Sequence[tuple[Tensor, Tensor]], *, keep: bool) -> list[Dire
     answers: dict[int, Direct] = {}
     for members in alike.values():
         activations, backprops = zip(*(pairs[i] for i in members), strict=True)
-        sums = kernels.grouped_outer_norm(activations, backprops, keep=keep)
-        (_, t, d), p = activations[0].shape, backprops[0].shape[-1]
+        t, of_units = _launched(activations[0], runs)
+        sums = kernels.grouped_outer_norm(activations, backprops, keep=keep, **of_units)
+        d, p = activations[0].shape[-1], backprops[0].shape[-1]
         # Squares of less than the smallest normal number count as nothing in the kernel.
         products = (sums.sq_products.double() + sums.tiles * precision.smallest_normal(torch.float32)).sqrt()
-        error = bounds.direct_error(products, positions=t, numel=p * d, dtype=torch.float32, kernel_chain=sums.chain)
+        error = _direct_error(products, t, runs, numel=p * d, chain=sums.chain)
         norms = bounds.dense(sums.sq_norm.double(), width=_TILE_SUM, numel=p * d, dtype=torch.float32, error=error)
         for j, i in enumerate(members):
             norm = SquaredNorm(norms.value[j], norms.upper[j])

@@ -84,6 +84,11 @@ class Dense:
         return reference.weighted_rows([self.values], coefficients)
 
     @property
+    def norm(self) -> SquaredNorm | None:
+        """Where it is known already."""
+        return self._norm
+
+    @property
     def error(self) -> Tensor | None:
         """(N,) fp64."""
         error = self._settled()

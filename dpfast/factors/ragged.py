@@ -10,20 +10,23 @@ D), ``backprops`` (R, P), ids (R,) the sample of each token, U = N.
 Numbers: a unit's are those of a sample with as many positions (norm, bound, gradient: the same bits), so they depend on
 its own rows and their order, not on who else is in the batch. Equal runs in order are that very factor (U, k·T, ·).
 Clipped sums take the rows as they stand, each with its unit's coefficient; norms bring units of one length together.
+Kernels read each unit's rows from where they stand, all units in one launch whose launches are alike.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dpfast.arithmetic import SquaredNorm, accumulating_dtype, bounds, gram_positions, ops, reference, sums
+from dpfast.arithmetic import SquaredNorm, accumulating_dtype, bounds, gram_positions, ops, reference, sums, unit_runs
 from dpfast.errors import InputError
 from dpfast.factors.dense import Dense, Factor
+from dpfast.factors.in_runs import InRuns
 from dpfast.factors.lookup import Lookup
 from dpfast.factors.outer_product import OuterProduct
 from dpfast.factors.reshaped import Blocks, Reshaped
@@ -109,7 +112,7 @@ class Ragged:
         return self.runs.num_units
 
     def materialize(self, scale: float = 1.0) -> Tensor:
-        return self._parted().materialize(scale)
+        return Parted(self._parts("gradient"), self.runs.num_units, self.rows).materialize(scale)
 
     def sq_norm(self) -> SquaredNorm:
         if isinstance(self.runs, RunsInGraph):
@@ -123,7 +126,7 @@ class Ragged:
     def materialized(self) -> Dense:
         if isinstance(self.runs, RunsInGraph):
             return self.runs.added(self.rows.materialized())
-        return self._parted().materialized()
+        return Parted(self._parts("certified"), self.runs.num_units, self.rows).materialized()
 
     def kept(self) -> Factor:
         """Each unit as a sample with its rows is kept, whoever else there is. For a parameter's only use: several are
@@ -134,20 +137,13 @@ class Ragged:
         keeps = [isinstance(rows, OuterProduct) and rows.keeps_together(b.length) for b in self.runs.buckets]
         if not any(keeps):
             return self
-        parts: list[Part] = []
-        others = []
-        for bucket, keep in zip(self.runs.buckets, keeps, strict=True):
-            if keep:
-                parts.append((bucket.units, self._part(bucket, slice(None)).kept()))
-            else:
-                others.append(bucket)
+        others = [b for b, keep in zip(self.runs.buckets, keeps, strict=True) if not keep]
+        kept = self._parts("certified", without={i for i, keep in enumerate(keeps) if not keep})
+        parts: list[Part] = [(units, factor.kept()) for units, factor in kept]
         if others:
             whose, runs = self.runs.among(others)
             parts.append((None, Ragged(rows.taken(whose), runs)))
         return Parted(parts, self.runs.num_units, self.rows)
-
-    def _parted(self) -> Parted:
-        return Parted(self._parts(), self.runs.num_units, self.rows)
 
     def _for_norms(self) -> Iterator[Part]:
         """:meth:`_parts`, but units of several lengths together where rows of zeros change no bit."""
@@ -162,16 +158,24 @@ class Ragged:
                 ):
                     alike.setdefault(gram_positions(t), []).append(i)
         alike = {length: tuple(some) for length, some in alike.items() if len(some) > 1}
-        yield from self._parts(without={i for some in alike.values() for i in some})
+        yield from self._parts("sq_norm", without={i for some in alike.values() for i in some})
         for length, some in alike.items():
             step = max(1, reference.WORKSPACE_BYTES // max(1, rows.nbytes // max(1, rows.num_samples) * length))
             for units, places, missing in zip(*(x.split(step) for x in self.runs.padded(some, length)), strict=True):
                 zeros = missing.flatten().nonzero().flatten()
                 yield units, _Gram(rows.taken(places.flatten(), zeros).together(len(units)))
 
-    def _parts(self, without: Collection[int] = ()) -> Iterator[Part]:
-        """The units of each length, as many at a time as fit the workspace."""
-        a_row = self.rows.nbytes // max(1, self.rows.num_samples)
+    def _parts(self, verb: unit_runs.Verb, without: Collection[int] = ()) -> Iterator[Part]:
+        """The units of each length, as many at a time as fit the workspace, or, where kernels run, of all lengths whose
+        launches are alike."""
+        a_row = max(1, self.rows.nbytes // max(1, self.rows.num_samples))
+        alike = self._launch_classes(verb, without)
+        for some in alike.values():
+            positions = self.rows.activations.shape[1]
+            for launch in self.runs.launches(some, positions, self.rows.device, reference.WORKSPACE_BYTES // a_row):
+                rows = self.rows if isinstance(launch.rows, slice) else self.rows.taken(launch.rows)
+                yield launch.units, InRuns(rows, launch.runs)
+        without = {*without, *(i for some in alike.values() for i in some)}
         for i, bucket in enumerate(self.runs.buckets):
             if i in without:
                 continue
@@ -180,6 +184,19 @@ class Ragged:
                 step = max(1, reference.WORKSPACE_BYTES // max(1, a_row * bucket.length))
             for first in range(0, len(bucket.units), step):
                 yield bucket.units[first : first + step], self._part(bucket, slice(first, first + step))
+
+    def _launch_classes(self, verb: unit_runs.Verb, without: Collection[int]) -> dict[Hashable, tuple[int, ...]]:
+        """The lengths whose units share launches of kernels, by their numbers."""
+        rows, alike = self.rows, defaultdict(list)
+        if isinstance(rows, OuterProduct) and rows.shape.numel() and ops.runs_kernels(rows.activations, rows.backprops):
+            (_, positions, d), p = rows.activations.shape, rows.backprops.shape[2]
+            kind = torch.promote_types(rows.activations.dtype, rows.backprops.dtype), rows.device
+            for i, bucket in enumerate(self.runs.buckets):
+                t = bucket.length * positions
+                shared = None if i in without else unit_runs.launch_class(verb, t, d, p, *kind)
+                if shared is not None:
+                    alike[shared].append(i)
+        return {shared: tuple(some) for shared, some in alike.items()}
 
     def _part(self, bucket: Bucket, units: slice) -> Any:
         """The ordinary factor of some of a bucket's units."""
@@ -246,12 +263,20 @@ class Parted:
 
     def materialized(self) -> Dense:
         values, errors = self._zeros(*self.shape, dtype=self.dtype), self._zeros()
+        norms: list[Part] = []
         for units, factor in self.parts:
             dense = factor.materialized()
             _add_to(values, units, dense.values)
             if dense.error is not None:
                 _add_to(errors, units, dense.error)
-        return Dense(values, error=errors)
+            norms.append((units, dense.norm))
+        norm = None
+        if norms and all(known is not None for _, known in norms):
+            norm = SquaredNorm(self._zeros(), self._zeros())
+            for units, known in norms:
+                for of_all, some in zip(norm, known, strict=True):
+                    _add_to(of_all, units, some)
+        return Dense(values, error=errors, norm=norm)
 
     def kept(self) -> Factor:
         return self

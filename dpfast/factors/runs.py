@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dpfast.arithmetic import UnitRuns
+
 NOBODY = -1
 """The unit of rows that are nobody's."""
 
@@ -23,6 +25,18 @@ class Bucket(NamedTuple):
     units: Tensor
     rows: Tensor | slice
     length: int
+
+
+class Launch(NamedTuple):
+    """Units that kernels read as runs of positions.
+
+    Attributes:
+        units: their numbers, (u,). rows: what their positions are counted in: all rows, or these alone, in order.
+    """
+
+    units: Tensor
+    rows: Tensor | slice
+    runs: UnitRuns
 
 
 class Runs:
@@ -50,6 +64,7 @@ class Runs:
         self.order = self.ids.argsort(stable=True)[len(self.ids) - len(somebody) :]
         self._ids_on: dict[torch.device, Tensor] = {}
         self._padded: dict[Any, tuple[Tensor, Tensor, Tensor]] = {}
+        self._launched: dict[Any, list[Launch]] = {}
 
     def of_rows(self, by_unit: Tensor) -> Tensor:
         """Each row has its unit's number, nobody's rows have 0: (U,) -> (R,)."""
@@ -84,6 +99,31 @@ class Runs:
             found = self._padded[buckets, length] = units, rows, places >= counts
         return found
 
+    def launches(self, buckets: tuple[int, ...], positions: int, device: torch.device, most: int) -> list[Launch]:
+        """The units of some buckets, where a row has so many positions: in one go if each unit's rows stand together
+        as it is, else brought together at most ``most`` rows (or one unit) at a time."""
+        key = buckets, positions, device, most
+        found = self._launched.get(key)
+        if found is not None:
+            return found
+        units = torch.cat([self.buckets[i].units for i in buckets])
+        counts, first = self.counts[units], self.order[self.offsets[units]]
+        last = self.order[self.offsets[units + 1] - 1]
+        if torch.equal(last - first + 1, counts):
+            found = [Launch(units, slice(None), _unit_runs(first, counts, positions, device))]
+        else:
+            found, ends, i = [], counts.cumsum(0), 0
+            while i < len(units):
+                before = ends[i] - counts[i]
+                some = slice(i, max(i + 1, int(torch.searchsorted(ends, before + most, right=True))))
+                first = ends[some] - counts[some] - before
+                moved = (self.offsets[units[some]] - first).repeat_interleave(counts[some])
+                rows = self.order[moved + torch.arange(len(moved))].to(device)
+                found.append(Launch(units[some], rows, _unit_runs(first, counts[some], positions, device)))
+                i = some.stop
+        self._launched[key] = found
+        return found
+
     @cached_property
     def is_equal(self) -> bool:
         """Whether every row is somebody's and all units have equally many, which stand together and in order."""
@@ -96,6 +136,12 @@ class Runs:
             mine[bucket.units] = True
         rows = mine[self.ids].nonzero().flatten()
         return as_slice(rows), Runs(self.ids[rows], self.num_units)
+
+
+def _unit_runs(first: Tensor, counts: Tensor, positions: int, device: torch.device) -> UnitRuns:
+    places = torch.stack([first, first + counts], dim=1) * positions
+    lengths, units = torch.unique_consecutive(counts * positions, return_counts=True)
+    return UnitRuns(places.to(device), list(zip(lengths.tolist(), units.tolist(), strict=True)))
 
 
 def as_slice(rows: Tensor) -> Tensor | slice:

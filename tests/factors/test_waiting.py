@@ -1,7 +1,5 @@
 """Thin factors are taken together where kernels run: the same answers, in launches that do not grow with the layers."""
 
-import sys
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +8,6 @@ from torch import nn
 
 import dpfast
 from dpfast.arithmetic import ops
-from dpfast.arithmetic.kernel_norms import import_kernels
 from dpfast.factors import Dense, OuterProduct, waiting
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -39,29 +36,6 @@ def step(layers, *, passes=1, batch=3, x=None):
     wrapped = dpfast.GradSampleModuleFastGradientClipping(model, passes=passes, max_grad_norm=0.5)
     wrapped(x).square().sum((1, 2)).mean().backward()
     return wrapped
-
-
-@pytest.fixture
-def kernels_run(monkeypatch):
-    monkeypatch.setenv("DPFAST_BACKEND", "triton")
-
-
-@pytest.fixture
-def launches(monkeypatch, kernels_run):
-    """The names of the kernels that are started."""
-    import_kernels()
-    from dpfast.kernels import _launch
-
-    started, launch = [], _launch.launch
-
-    def counted(kernel, *args, **arguments):
-        started.append(kernel.__name__)
-        return launch(kernel, *args, **arguments)
-
-    for name, module in list(sys.modules.items()):
-        if name.startswith("dpfast.kernels.") and getattr(module, "launch", None) is launch:
-            monkeypatch.setattr(module, "launch", counted)
-    return started
 
 
 @pytest.mark.parametrize("passes", [1, 2])

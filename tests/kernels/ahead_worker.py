@@ -41,7 +41,7 @@ def recording(arch):
 
 def record(job, tile):
     """(kernel, arguments, tile, programs) of the launch that the job's launcher makes."""
-    N, T, D, P = 8, job["T"], job["D"], job["P"]
+    N, T, D, P = 1 if job.get("runs") else 8, job["T"], job["D"], job["P"]
     dtype = getattr(torch, job["dtype"])
     a = torch.empty((N, T, D), dtype=dtype, device="meta")
     b = torch.empty((N, T, P), dtype=dtype, device="meta")
@@ -53,6 +53,9 @@ def record(job, tile):
     if verb == "gram_norm" and job["options"]:
         row_norm = torch.empty((N, T), device="meta")
         options |= {"row_norm_activations": row_norm, "row_norm_backprops": row_norm}
+    if job.get("runs"):
+        del options["bias"]
+        options |= {"runs": torch.empty((8, 2), dtype=torch.int64, device="meta"), "longest": T}
     inputs = (a, b, torch.empty(N, device="meta")) if verb == "weighted_sum" else (a, b)
     with recording(job["arch"]) as launches:
         if verb == "row_sq_norm":

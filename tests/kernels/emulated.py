@@ -1,4 +1,4 @@
-"""Lookup norms and row products by the emulator of PTX that `make emulate` runs, which has the other cases itself.
+"""Lookup norms, row products and runs of rows by the emulator of PTX that `make emulate` runs, which has the others.
 
     python tests/kernels/emulated.py FOLDER_OF_THE_EMULATOR --arch 80
 
@@ -15,7 +15,7 @@ import run
 import torch
 from test_lookup_norm import lookups, oracle
 
-from dpfast.kernels import lookup_norm, outer_norm, outer_product
+from dpfast.kernels import gram_norm, grouped_outer_norm, lookup_norm, outer_norm, outer_product, sum_runs
 from dpfast.kernels._tiles import Tile
 from dpfast.kernels.lookup_norm import row_tile
 
@@ -45,6 +45,68 @@ PRODUCTS = [
     ((2, 17, 48, 32), torch.bfloat16, ("far_both", "far_both"), Tile(32, 64, 64, 64, 4, 3, "test", TMA=True)),
     ((1, 1, 1, 1), torch.float32, ("contiguous", "contiguous"), None),
 ]
+
+
+# lengths of units, (D, P), dtype, layout, tile: none, one row, borders of blocks and of chains
+LENGTHS = [0, 1, 16, 15, 33, 17, 64, 130]
+RUNS = [
+    (LENGTHS, (50, 70), torch.bfloat16, "padded", Tile(16, 16, 32, 16, 4, 2, "test")),
+    (LENGTHS, (64, 144), torch.float16, "padded8", Tile(32, 64, 128, 32, 4, 3, "test", TMA=True)),
+    (LENGTHS, (64, 144), torch.bfloat16, "contiguous", Tile(64, 64, 128, 64, 4, 3, "test", TMA=True)),
+    (LENGTHS, (47, 61), torch.float32, "padded", Tile(16, 32, 32, 16, 4, 2, "test")),
+    ([300, 0, 290], (48, 64), torch.bfloat16, "contiguous", Tile(32, 64, 64, 64, 4, 3, "test", PART=128)),
+    ([20, 0, 30], (128, 256), torch.bfloat16, "contiguous", None),
+    ([130, 140], (128, 256), torch.bfloat16, "contiguous", None),
+]
+
+
+def run_launches(a, b, runs, tile):
+    """(launch, what it gives of each unit, tolerance) of every launcher that takes runs."""
+    gradients = [torch.einsum("tp,td->pd", b[0, i:j].double(), a[0, i:j].double()) for i, j in runs["runs"].tolist()]
+    exact = torch.stack(gradients), torch.stack(gradients).square().sum((1, 2))
+    norms = [x.double().norm(dim=2).float().nan_to_num() for x in (a, b)]  # nobody's rows are NaN
+    bounded = dict(zip(("row_norm_activations", "row_norm_backprops"), norms, strict=True))
+    products = torch.stack([(norms[0] * norms[1])[0, i:j].double().sum() for i, j in runs["runs"].tolist()])
+    yield outer_norm(a, b, row_products=True, tile=tile, **runs)[::2], (exact[1], products)
+    found = outer_product(a, b, norm=True, row_products=True, tile=tile, **runs)
+    yield (found.grad_sample, found.sq_norm, found.row_products), (*exact, products)
+    yield gram_norm(a, b, tile=tile, **bounded, **runs)[:1], exact[1:]
+    yield (sum_runs(norms[0] * norms[1], runs["runs"]),), (products,)
+    thin = grouped_outer_norm([a], [b[..., :16]], keep=True, **runs)
+    yield (thin.grad_sample[0],), (exact[0][:, :16],)
+
+
+def runs_pass(emulator, lengths, features, dtype, layout, tile):
+    emulator.reset()
+    emulator.strict.clear()
+    # Two rows of nobody, NaN and not to be read, in front of each unit; units in another order than their rows.
+    firsts = [2 + 2 * u + sum(lengths[:u]) for u in range(len(lengths))]
+    places = [(first, first + length) for first, length in zip(firsts, lengths, strict=True)][::-1]
+    nobodys = torch.ones(firsts[-1] + lengths[-1] + 2, dtype=torch.bool)
+    for first, last in places:
+        nobodys[first:last] = False
+    pair = [run.make(emulator, 1, len(nobodys), F, dtype, layout, seed=F) for F in features]
+    for x in pair:
+        x[:, nobodys] = float("nan")
+        emulator.register(x, *(x[:, first:last] for first, last in places))
+    runs = {"runs": torch.tensor(places), "longest": max(lengths)}
+    with device.emulating(emulator):
+        found = list(run_launches(*pair, runs, tile))
+    errors = [
+        ((x.double() - y).abs().max() / y.abs().max()).item()
+        for actual, expected in found
+        for x, y in zip(actual, expected, strict=True)
+    ]
+    findings = [found for found in emulator.findings if not found.startswith("note:")]
+    right = all(error <= 2e-5 for error in errors) and not findings
+    print(
+        f"{'PASS' if right else 'FAIL'} runs {lengths} {features} {dtype} {layout} |"
+        f" {' '.join(emulator.launches)} | {max(errors):.1e}",
+        *findings,
+        sep="\n     " if findings else "",
+        flush=True,
+    )
+    return right
 
 
 def products_pass(emulator, sizes, dtype, layouts, tile):
@@ -105,5 +167,6 @@ if __name__ == "__main__":
     options = parser.parse_args()
     results = [passes(device.Emulator(options.arch), *case) for case in CASES]
     results += [products_pass(device.Emulator(options.arch), *case) for case in PRODUCTS]
+    results += [runs_pass(device.Emulator(options.arch), *case) for case in RUNS]
     print(f"{sum(results)} passed, {len(results) - sum(results)} failed")
     sys.exit(not all(results))

@@ -25,6 +25,7 @@ from dpfast.kernels import _tiles
 
 WORKER = Path(__file__).with_name("ahead_worker.py")
 PROCESSES = 2
+LARGE = (4096, 4096, 4096)  # T, D, P
 
 TENSOR_CORES = {"sm_80": r"\bHMMA", "sm_90": r"\bHGMMA", "sm_100": r"\bUTC\w*MMA", "gfx942": r"\bv_mfma"}
 ANY_TENSOR_CORE = r"\b(?:HMMA|HGMMA|UTC\w*MMA|v_mfma\w*xf32)"
@@ -61,11 +62,16 @@ def jobs():
                 yield job(verb, name, arch, tile, shape)
             if number == 0 and verb != "row_sq_norm":
                 yield job(verb, name, arch, *variants[0], options=False)
+            # Runs of rows: the rows of large layers, and on one architecture others.
+            large = shapes.get((number, True)) == LARGE and (dtype == "16-bit" or arch == "sm_90")
+            by_element = number == len(rows) - 1 and arch == "sm_90"
+            if (large or by_element) and verb in ("outer_product", "gram_norm"):
+                yield job(verb, name, arch, replace(tile, TMA=False), variants[0][1], runs=True)
 
 
-def job(verb, dtype, arch, tile, shape, *, options=True):
+def job(verb, dtype, arch, tile, shape, *, options=True, runs=False):
     T, D, P = shape
-    described = {"verb": verb, "T": T, "D": D, "P": P, "dtype": dtype, "arch": arch, "options": options}
+    described = {"verb": verb, "T": T, "D": D, "P": P, "dtype": dtype, "arch": arch, "options": options, "runs": runs}
     return described | {"tile": asdict(tile) | {"source": "", "PART": 0}}
 
 
@@ -79,6 +85,7 @@ def identify(job):
         job["D"] % 16 and "unaligned",
         chained > _tiles.CHAIN and "chained",
         not job["options"] and "plain",
+        job["runs"] and "runs",
     ]
     words = [job["arch"], job["verb"], job["dtype"], f"{blocks}x{tile['num_warps']}w{tile['num_stages']}s"]
     return "-".join(words + [flag for flag in flags if flag])

@@ -168,6 +168,8 @@ def test_thin_factors_of_ordinary_length_are_for_this_kernel():
 
 TENSOR_CORES = {"sm_80": r"\bHMMA", "sm_90": r"\bHGMMA", "sm_100": r"\bUTC\w*MMA", "gfx942": r"\bv_mfma"}
 SIZES = [(4096, 8), (32, 4096), (4096, 64), (4095, 33)]
+LAUNCHES = [(sizes, dtype, False) for sizes in SIZES for dtype in ("bfloat16", "float32")]
+LAUNCHES += [((32, 4096), "bfloat16", True)]  # units that are runs of rows
 
 
 @pytest.fixture(scope="module")
@@ -176,22 +178,20 @@ def reports():
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     worker = Path(__file__).with_name("grouped_worker.py")
     jobs = [
-        {"arch": arch, "dtype": dtype, "D": D, "P": P}
+        {"arch": arch, "dtype": dtype, "D": D, "P": P, "runs": runs}
         for arch in TENSOR_CORES
-        for dtype in ("bfloat16", "float32")
-        for D, P in SIZES
+        for (D, P), dtype, runs in LAUNCHES
     ]
     lines = subprocess.run(
         [sys.executable, worker], input=json.dumps(jobs), capture_output=True, text=True, env=environment, check=True
     ).stdout.splitlines()
-    return {(r["arch"], r["dtype"], r["D"], r["P"]): r for r in map(json.loads, lines)}
+    return {(r["arch"], (r["D"], r["P"]), r["dtype"], r["runs"]): r for r in map(json.loads, lines)}
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("sizes", "dtype", "runs"), LAUNCHES, ids=str)
 @pytest.mark.parametrize("arch", TENSOR_CORES)
-def test_compiles_without_a_spill(arch, dtype, sizes, reports):
-    report = reports[(arch, dtype, *sizes)]
+def test_compiles_without_a_spill(arch, sizes, dtype, runs, reports):
+    report = reports[arch, sizes, dtype, runs]
     assert report["spills"] == report["spill_instructions"] == 0
     assert contracted_sums(report["text"], "amdgcn" if arch == "gfx942" else "sass") == []
     assert report["shared_memory"] <= (64 if arch == "gfx942" else 99) * 1024

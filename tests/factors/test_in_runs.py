@@ -1,0 +1,91 @@
+"""Units of any number of rows where kernels run: few launches for all lengths, and a sample's bits for each unit."""
+
+import pytest
+import torch
+from standing_for import assert_stands_for, ordinary
+
+from dpfast.arithmetic import reference
+from dpfast.factors import OuterProduct, Runs, by_unit
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+LENGTHS = [0, 1, 2, 5, 17, 1, 45, 5]
+UNITS = len(LENGTHS)
+SIZES = {"gram and direct": (1, 70, 66), "thin": (1, 70, 5), "records": (3, 20, 9)}  # positions of a row, D, P
+
+pytestmark = pytest.mark.usefixtures("kernels_run")
+
+
+def whose(in_order):
+    """Of each row, nobody's among them."""
+    ids = torch.cat(
+        [torch.tensor([-1] * (u % 2) + [u] * length, dtype=torch.int64) for u, length in enumerate(LENGTHS)]
+    )
+    return ids if in_order else ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))]
+
+
+def rows(kind, r, dtype=torch.float32):
+    t, d, p = SIZES[kind]
+    a, b = ordinary(r, t, d, seed=0), ordinary(r, t, p, seed=1)
+    return OuterProduct(a.to(dtype).to(DEVICE), b.to(dtype).to(DEVICE))
+
+
+def bits(factor):
+    """Of each unit: norms, of written gradients with their bounds, and these."""
+    norm, dense = factor.sq_norm(), factor.materialized()
+    return [norm.value, *dense.sq_norm(), factor.materialize(), dense.values, factor.kept().materialize()]
+
+
+@pytest.mark.parametrize(("kind", "in_order"), [("gram and direct", True), ("thin", False), ("records", False)])
+def test_units_stand_for_their_rows(kind, in_order, monkeypatch):
+    ids = whose(in_order)
+    factor = rows(kind, len(ids))
+    exact = torch.zeros(UNITS, *factor.shape, dtype=torch.float64)
+    gradients = torch.einsum("ntp,ntd->npd", factor.backprops.cpu().double(), factor.activations.cpu().double())
+    exact.index_add_(0, ids[ids >= 0], gradients[ids >= 0])
+    units = by_unit(factor, Runs(ids, UNITS))
+    assert_stands_for(units, exact)
+    together = units.sq_norm()
+    monkeypatch.setattr(reference, "WORKSPACE_BYTES", 50 * factor.nbytes // len(ids))  # rows brought together in pieces
+    assert all(map(torch.equal, by_unit(factor, Runs(ids, UNITS)).sq_norm(), together))
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("gram and direct", torch.bfloat16), ("thin", torch.float32), ("records", torch.float16)]
+)
+def test_a_unit_has_the_bits_of_a_sample_and_in_any_company_its_own(kind, dtype):
+    ids = whose(True)
+    factor = rows(kind, len(ids), dtype)
+    units = by_unit(factor, Runs(ids, UNITS))
+    together, upper = bits(units), units.sq_norm().upper
+    for unit in (1, 4, 6):
+        own = ids == unit
+        alone = by_unit(factor, Runs(torch.where(own, 0, -1), 1))
+        assert torch.equal(alone.sq_norm().upper[0], upper[unit])
+        sample = OuterProduct(*(x[own].flatten(0, 1).unsqueeze(0) for x in (factor.activations, factor.backprops)))
+        # Row norms of Gram norms' bounds are added in another order.
+        torch.testing.assert_close(sample.sq_norm().upper[0], upper[unit], rtol=1e-12, atol=0)
+        for x, y, z in zip(together, bits(alone), bits(sample), strict=True):
+            assert torch.equal(x[unit], y[0])
+            assert torch.equal(x[unit], z[0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "norms"),
+    [("gram and direct", {"_gram_norm_kernel": 1, "_outer_kernel": 1}), ("thin", {"_grouped_norm_kernel": 1})],
+)
+def test_launches_do_not_grow_with_lengths(launches, kind, norms):
+    ids = whose(True)
+    by_unit(rows(kind, len(ids)), Runs(ids, UNITS)).sq_norm()
+    assert norms.items() <= {name: launches.count(name) for name in launches}.items()
+
+
+def test_a_neighbours_nan_reaches_nobody():
+    ids = whose(True)
+    for kind in ("gram and direct", "thin"):
+        factor = rows(kind, len(ids))
+        clean = by_unit(factor, Runs(ids, UNITS)).sq_norm()
+        factor.backprops[(ids == 4) | (ids == -1)] = float("nan")
+        spoilt = by_unit(factor, Runs(ids, UNITS)).sq_norm()
+        others = torch.arange(UNITS) != 4
+        assert all(torch.equal(x[others], y[others]) for x, y in zip(clean, spoilt, strict=True))
+        assert spoilt.upper[4].isnan()
