@@ -73,6 +73,7 @@ SLOW := tests/arithmetic/test_bounds.py::test_the_kernels_bounds_hold_too \
 	tests/distributed/test_killed.py \
 	tests/opacus/test_compiled.py \
 	tests/distributed/test_tensor_parallel.py \
+	tests/distributed/test_tp_plan.py \
 	tests/distributed/test_units.py \
 	tests/opacus/test_checkpoint.py \
 	tests/opacus/test_ddp.py \

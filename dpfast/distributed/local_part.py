@@ -26,7 +26,7 @@ from dpfast.distributed.placements import extents
 from dpfast.errors import UnsupportedModuleError
 from dpfast.factors import Dense, Factor
 from dpfast.rules import huggingface
-from dpfast.taps import Activations, find_rule
+from dpfast.taps import Activations, find_rule, sees_its_own_heads
 
 WHOLE = Replicate()
 
@@ -114,6 +114,8 @@ def _placed(
     places = {name: _place(p) for name, p in module._parameters.items() if p is not None}
     weight, bias = places.get("weight", WHOLE), places.get("bias")
     last = Shard(backprops.dim() - 1)
+    if sees_its_own_heads(module):
+        return WHOLE, WHOLE, True
     if all(place == WHOLE for place in places.values()):
         seen = {_place(x) for x in activations if isinstance(x, Tensor)}
         positions = [Shard(d) for d in range(backprops.dim() - _dims_of_a_position(module)) if d != samples]
@@ -159,6 +161,8 @@ def _place(x: Any) -> Placement:
 
 def _plain(x: Any, place: Placement | None = None) -> Tensor:
     """This rank's part of ``x``, brought to ``place`` where it is not there. What is no DTensor is whole."""
+    if not isinstance(x, DTensor) and place not in (None, WHOLE):
+        raise UnsupportedModuleError(f"{tuple(x.shape)} is no DTensor, and would have to be {place}: freeze the layer")
     if isinstance(x, DTensor):
         if place is not None and _place(x) != place:
             x = x.redistribute(placements=[place])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from dpfast.distributed.placements import is_shard
 from dpfast.distributed.wrappers import Wrapper
 from dpfast.errors import StateError, UnsupportedModuleError
-from dpfast.taps import Activations
+from dpfast.taps import Activations, sees_its_own_heads
 
 if TYPE_CHECKING:  # they import torch.distributed.tensor
     from dpfast.distributed.local_part import LocalPart
@@ -121,7 +121,7 @@ def part_of(
     Raises:
         UnsupportedModuleError: placements whose gradients have no such parts.
     """
-    if not any(map(is_shard, (*backprops, *module._parameters.values()))):
+    if not any(map(is_shard, (*backprops, *module._parameters.values()))) and not sees_its_own_heads(module):
         return None
     from dpfast.distributed.local_part import local_part
 

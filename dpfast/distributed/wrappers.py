@@ -17,7 +17,7 @@ class Wrapper(NamedTuple):
 
     Attributes:
         kind: "DDP" right around the model or right inside, "nested DDP", "FSDP2", "FSDP2 around", "FSDP1", "DTensor"
-            (tensor parallel), "DTensor in DDP", "pipeline" or "context" (parallel).
+            (tensor parallel), "DTensor in DDP", "plain parts", "pipeline" or "context" (parallel).
         module: the wrapper, or the module it was found at. name: of that module in the model; "" where it is outside.
     """
 
@@ -53,7 +53,7 @@ def find_wrapper(model: nn.Module, around: nn.Module) -> Wrapper | None:
     kind = _sharded(around)
     if kind is not None:
         return Wrapper(kind, around, "")
-    parted = None
+    parted = plain = None
     for name, module in model.named_modules():
         if isinstance(module, DistributedDataParallel):
             return Wrapper("DDP" if module is model else "nested DDP", module, name)
@@ -62,8 +62,12 @@ def find_wrapper(model: nn.Module, around: nn.Module) -> Wrapper | None:
             return Wrapper(kind, module, name)
         if parted is None and any(map(is_shard, module._parameters.values())):
             parted = Wrapper("DTensor", module, name)
+        if getattr(module, "_hf_device_mesh", None) is not None:
+            plain = Wrapper("plain parts", module, name)
     if parted is not None:
         return parted if outside is None else parted._replace(kind="DTensor in DDP")
+    if plain is not None:
+        return plain
     if outside is not None:
         return Wrapper("DDP", outside, "")
     taken = _imported("FullyShardedDataParallel") is not None and next(model.parameters(), None) is None
@@ -110,6 +114,8 @@ _REMEDIES = {
     "GradSampleModuleFastGradientClipping, its optimizer and PoissonBatches yourself (docs/distributed.md)",
     "DTensor in DDP": "{at} holds DTensor parameters (tensor parallel) inside a DistributedDataParallel, and {mode} "
     "supports one of the two at a time",
+    "plain parts": "{at} has parts of parameters as plain tensors (tp_plan of this version of transformers), which "
+    "{mode} would take for the whole; take transformers 5.23 or later, whose parts are DTensors, or parallelize_module",
     "pipeline": "{at} runs as a stage of torch.distributed.pipelining, and {mode} would clip its part of each "
     "sample's gradient by itself: no rank has all layers, and norms do not cross ranks. Use fully_shard",
     "context": "{at} runs in context_parallel, and {mode} would clip what part of the positions adds to each sample's "

@@ -154,8 +154,8 @@ class TappedModel:
             tapped = tap.module.__dict__.get("forward")
             if isinstance(tapped, TappedForward) and tapped.tap is tap:
                 del tap.module.forward
-                if tapped.replaced is not None:
-                    tap.module.forward = tapped.replaced
+                if tapped.before is not None:
+                    tap.module.forward = tapped.before
         for module in self._parameter_owners:
             module._parameters = dict(module._parameters)
         for module, method in self._broadcasts:

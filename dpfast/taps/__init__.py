@@ -5,6 +5,7 @@ registered and found in ``registry``. Imports ``factors`` and below.
 """
 
 from dpfast.taps import registry
+from dpfast.taps.around import sees_its_own_heads
 from dpfast.taps.broadcast import BroadcastMethod
 from dpfast.taps.detached import DetachableParameters
 from dpfast.taps.documents import Documents, Told, tokens_in
@@ -84,6 +85,7 @@ __all__ = [
     "register_rule",
     "registry",
     "same_random_numbers",
+    "sees_its_own_heads",
     "suspended",
     "taps_suspended",
     "tokens_in",

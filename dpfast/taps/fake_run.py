@@ -29,7 +29,7 @@ from dpfast.taps.layout import Call
 from dpfast.taps.passes import taps_suspended
 from dpfast.taps.registry import find_forward, find_function, find_rule, owned_modules
 from dpfast.taps.shared import Meeting, Operation, Shared, without_samples
-from dpfast.taps.tap import ALONE, ELSEWHERE, OWN, Pieces, Tap
+from dpfast.taps.tap import ALONE, ELSEWHERE, OWN, Pieces, Tap, TappedForward
 from dpfast.taps.unsharded import copied_whole
 
 
@@ -72,6 +72,8 @@ def drop_hooks(model: nn.Module) -> None:
     for module in model.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             hooks.clear()
+        if isinstance(module.__dict__.get("forward"), TappedForward):
+            module.__dict__["forward"].around = None
         module.__dict__.pop("_output_capturing_hooks_installed", None)
 
 

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dpfast.errors import InputError, UnsupportedModuleError
 from dpfast.factors import Factor
+from dpfast.taps.around import is_around, sees_its_own_heads, with_inner, without_its_own_sums
 from dpfast.taps.detached import DetachableParameters, detached_parameters
 from dpfast.taps.gathered import RoutedLayer, picked_here
 from dpfast.taps.layout import NO_SAMPLES, Place, check_given, kind_here, layout_line
@@ -49,12 +50,22 @@ _unsafe_view = torch.ops.aten._unsafe_view.default  # of the packet, the overloa
 class TappedForward:
     """Stands in a tapped module's ``forward``; an object, so that copies of the module tap the copy."""
 
-    def __init__(self, tap: Tap, replaced: Callable[..., Any] | None):
-        self.tap = tap
-        self.replaced = replaced
+    def __init__(self, tap: Tap, before: Callable[..., Any] | None):
+        self.tap, self.before = tap, before
+        around = is_around(before, tap.module)
+        self.replaced = None if around else before
+        self.around = before if around else None
+        if sees_its_own_heads(tap.module):
+            self.around = None
+            without_its_own_sums(tap.module)
 
     @never_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.around is not None:
+            return with_inner(self.around, self._inner)(*args, **kwargs)
+        return self._inner(*args, **kwargs)
+
+    def _inner(self, *args: Any, **kwargs: Any) -> Any:
         module = self.tap.module
         return self.tap.run(self.replaced or type(module).forward.__get__(module), args, kwargs)
 
