@@ -14,7 +14,18 @@ from dpfast.distributed import part_of
 from dpfast.errors import DpfastError, InputError, StateError, UnsupportedModuleError
 from dpfast.factors import Factor, Runs, RunsInGraph, by_unit, folded
 from dpfast.rules import functorch
-from dpfast.taps import Activations, Documents, Record, Rows, Told, batch_in_front, taps_suspended, tokens_in, unfolded
+from dpfast.taps import (
+    Activations,
+    Documents,
+    Record,
+    Rows,
+    Source,
+    Told,
+    batch_in_front,
+    taps_suspended,
+    tokens_in,
+    unfolded,
+)
 
 _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -91,11 +102,23 @@ class Units:
     def untraced(self, record: Record, backprops: Any) -> str | None:
         """Why a layer's rows cannot be traced to units; None: they are the tokens."""
         unseen = "it did not run when the model was looked at"
-        if record.as_is or record.picked is not None:
-            return "it runs in pieces, or its parameters come to the samples elsewhere, and not token by token"
+        if record.picked is not None:
+            record.picked.check()
         if self._told is None:
             return None if not self.ids.numel() else unseen
-        return self._told.layers.get((id(record.tap), backprops[0].dim()), unseen)
+        key = id(record.tap), None if record.as_is else backprops[0].dim()
+        elsewhere = "it runs in pieces, or its parameters come to the samples elsewhere, and not token by token"
+        return self._told.layers.get(key, elsewhere if record.as_is else unseen)
+
+    def of_rows(self, source: Source) -> Tensor:
+        """The unit of each row that a layer picks rows out of, where these are the tokens."""
+        order = source.tokens(self.shape)
+        if order is None:
+            raise UnsupportedModuleError(
+                f"it gets rows that {source.layer} picks out of {(*source.shape, '...')}, which are not the tokens "
+                f"of ids {tuple(self.ids.shape)} speak of; freeze it, or give ids (N,)"
+            )
+        return torch.empty_like(self.runs.ids).index_copy(0, order, self.runs.ids)
 
     def scale(self, loss_reduction: str, device: torch.device) -> float | Tensor:
         """What a unit's share of the loss's gradient is multiplied with: a number, or one for each unit, (U,) fp64."""
@@ -255,7 +278,8 @@ def factors_of(
     picked = record.picked
     if units is not None and units.of_tokens:
         activations, backprops = _as_tokens(record, activations, backprops, place, units)
-        rule = functorch.functorch if force_functorch or rule is None else rule
+        if not record.as_is:
+            rule = functorch.functorch if force_functorch or rule is None else rule
     elif not record.as_is:
         activations, backprops = batch_in_front(activations, backprops, place)
         if tap.folded and n is not None and picked is None and not (isinstance(place, Rows) and not place.together):
@@ -267,14 +291,19 @@ def factors_of(
             found = rule(module, activations, gradients)  # type: ignore[misc]  # a piece always has one
         if part is not None:
             found = part.factors(found, len(backprops[0]))
-        if units is not None and units.of_tokens:
-            return {p: by_unit(f, units.runs) for p, f in found.items()}
+        of_tokens = units if units is not None and units.of_tokens else None
         if picked is not None:
             dim = place if isinstance(place, int) else 0
-            found = {p: by_unit(f, picked.runs(n, f.num_samples, dim)) for p, f in found.items()}
+            found = {p: by_unit(f, picked.runs(of_tokens, n, f.num_samples, dim)) for p, f in found.items()}
+        elif of_tokens is not None:
+            if record.as_is and any(f.num_samples != len(of_tokens.runs.ids) for f in found.values()):
+                raise UnsupportedModuleError("it runs in pieces, and not token by token; freeze it, or give ids (N,)")
+            found = {p: by_unit(f, of_tokens.runs) for p, f in found.items()}
         elif isinstance(place, Rows) and n is not None:
             found = {p: folded(f, n, rows_together=bool(place.together)) for p, f in found.items()}
-        return found if units is None else {p: by_unit(f, units.runs) for p, f in found.items()}
+        return (
+            found if units is None or of_tokens is not None else {p: by_unit(f, units.runs) for p, f in found.items()}
+        )
     except DpfastError as error:
         raise type(error)(f"{tap.layer}: {error}") from error
 
@@ -302,6 +331,10 @@ def _as_tokens(
             f"{record.tap.layer}: whose its rows are cannot be told: {why}. Freeze it, or give ids (N,) and each unit "
             "samples of its own (a document a row, padded)"
         )
+    if record.as_is:
+        return activations, backprops
+    if record.picked is not None:
+        return batch_in_front(activations, backprops, place)
     activations = activations.map(rows)
     activations.batch_dim = 0
     return activations, tuple(map(rows, backprops))

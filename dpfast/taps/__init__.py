@@ -8,10 +8,11 @@ from dpfast.taps import registry
 from dpfast.taps.around import sees_its_own_heads
 from dpfast.taps.broadcast import BroadcastMethod
 from dpfast.taps.detached import DetachableParameters
-from dpfast.taps.documents import Documents, Told, tokens_in
+from dpfast.taps.documents import Documents, Told
+from dpfast.taps.followed import Source
 from dpfast.taps.gathered import end_model, experts_of, follow_model
 from dpfast.taps.inputs import leaves_of
-from dpfast.taps.layout import Rows, batch_in_front, batch_to_front, given_layout, layouts, unfolded
+from dpfast.taps.layout import Rows, batch_in_front, batch_to_front, given_layout, layouts, tokens_in, unfolded
 from dpfast.taps.node import Record
 from dpfast.taps.passes import forget_compiled_code, in_backward, never_compiled, suspended, taps_suspended
 from dpfast.taps.probe import Probe
@@ -52,6 +53,7 @@ __all__ = [
     "Rows",
     "Rule",
     "Shared",
+    "Source",
     "Tap",
     "TappedForward",
     "Told",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,11 +18,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dpfast.errors import DpfastError, InputError, UnsupportedModuleError
-from dpfast.taps.inputs import Structure
-from dpfast.taps.layout import Place, Rows, batch_to_front, kind_here
-from dpfast.taps.registry import find_forward
+from dpfast.taps.gathered import following_model, picked_here
+from dpfast.taps.inputs import Structure, leaves_of
+from dpfast.taps.layout import Place, Rows, kind_here, tokens_in
+from dpfast.taps.registry import find_by_row, find_forward
 from dpfast.taps.tap import Tap
-from dpfast.taps.witness import copied, fingerprints, same_random_numbers, stand_ins
+from dpfast.taps.witness import OfCopy, copied, fingerprints, same_random_numbers, stand_ins
 
 _SAME = 0.02
 """How far, in norm, a layer's rows may be from those of its tokens in another order: rounding, in 16 bits too."""
@@ -67,24 +69,11 @@ class Documents:
         receiver: Any = self._receiver()
         rows = ids.movedim(receiver.batch_dim, 0).flatten(1)
         several = bool(((rows[:, 1:] != rows[:, :-1]) & (rows[:, 1:] >= 0) & (rows[:, :-1] >= 0)).any())
-        key = (kind_here(receiver), several)
+        shown = tuple(_shows(x, ids, receiver.batch_dim) for x in leaves_of(inputs) if isinstance(x, Tensor))
+        key = (kind_here(receiver), several, shown)
         if key not in self._told:
             self._told[key] = _Look(receiver, self._taps, inputs, ids).told()
         return self._told[key]
-
-
-def tokens_in(x: Tensor, place: Place, shape: Sequence[int]) -> Tensor | None:
-    """One row for each token, (R, ...); None where its rows are no tokens.
-
-    Args:
-        place: of its samples. shape: (N, T) of the tokens, samples in front.
-    """
-    rows = torch.Size(shape).numel()
-    if isinstance(place, Rows):
-        x = batch_to_front(x, place.dim)
-        return x if place.together and x.dim() and x.shape[0] == rows else None
-    x = batch_to_front(x, place if isinstance(place, int) else 0)
-    return x.flatten(0, len(shape) - 1) if x.shape[: len(shape)] == torch.Size(shape) else None
 
 
 class _Run(NamedTuple):
@@ -177,8 +166,8 @@ class _Look:
     def _output(self, i: int, base: _Run, masks: Sequence[Tensor], runs: Sequence[_Run]) -> str | None:
         """What is wrong with an output of the model."""
         one = base.outputs[i]
-        if one is None:
-            return None
+        if one is None or any(i < len(run.outputs) and _length(run.outputs[i]) != len(one) for run in runs):
+            return None  # rows that were picked by the tokens' numbers
         changes = [one != two if (two := run.outputs[i]) is not None else one != one for run in runs]
         if len(one) == self.ids.numel():
             if any(bool((c & self._others(mask)).any()) for c, mask in zip(changes, masks, strict=True)):
@@ -217,7 +206,9 @@ class _Look:
             _Witness.of(tap, i, run, self.places, self.ids.shape, mask if inert else None, inert, rowwise)
         again()
         args, kwargs = self.structure.unflatten(leaves)
-        for x in tree_leaves(model(*args, **kwargs)):
+        with following_model(taps[0].taps, model, leaves):
+            output = model(*args, **kwargs)
+        for x in tree_leaves(output):
             prints = None
             if isinstance(x, Tensor) and x.is_floating_point() and x.dim() > self.dim:
                 rows = tokens_in(x, self.dim, self.ids.shape)
@@ -232,13 +223,11 @@ class _Look:
             return True
         if x.dim() > self.raw.dim():
             return False
-        ids, x = self.ids.flatten(1), x.movedim(self.dim, 0).flatten(1).cpu()
-        beside = (ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] >= 0)
-        steps = (x[:, 1:] - x[:, :-1])[beside]
+        steps = _steps(x, self.ids, self.dim)[0]
         return bool(len(steps)) and any(bool((steps == step).all()) for step in (0, 1))
 
 
-class _Witness(Tap):
+class _Witness(OfCopy):
     """The tap of a copy, which notes fingerprints of tokens' rows."""
 
     number: int
@@ -250,32 +239,59 @@ class _Witness(Tap):
         tap.__class__ = cls
         tap.__dict__.update(number=number, seen=seen, how=how)
 
-    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def known_place(self, rank: int) -> Any:
+        return self.how[0].get((self.number, rank))
+
+    def caught(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         places, shape, mask, inert, rowwise = self.how
         if isinstance(self.module, nn.Embedding):
             args, kwargs, _ = self.with_whole_batch(args, kwargs, shape[0])
+        by_row = find_by_row(self.module)
+        forward = forward if by_row is None else partial(by_row, self.module)
         output = forward(*args, **kwargs)
         outputs = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]
         if not outputs:
             return output
         key = (self.number, outputs[0].dim() if find_forward(self.module) is None else None)
-        place = places.get(key)
-        rows = tokens_in(outputs[0], place, shape)
+        rows = self._tokens(outputs[0], places.get(key))
         self.seen.calls.setdefault(key, []).append(None if rows is None else fingerprints(rows, 0).cpu())
-        if rows is not None and rowwise and not self._is_rowwise(forward, args, kwargs, place, rows):
+        if rows is not None and rowwise and not self._is_rowwise(forward, args, kwargs, places.get(key), rows):
             self.seen.not_rowwise.add(key)
         if rows is not None and mask is not None and key in inert and isinstance(output, Tensor):
-            mask = mask.flatten() if isinstance(place, Rows) else mask.movedim(0, place)
-            mask = mask.view(*mask.shape, *[1] * (output.dim() - mask.dim())).to(output.device)
-            return torch.where(mask, 0.5 * output, output)
+            return torch.where(self._in_layout(mask, output, places.get(key)), 0.5 * output, output)
         return output
+
+    def _tokens(self, x: Tensor, place: Place) -> Tensor | None:
+        """One row for each token; within an expert rows stand at their places among all that were there to be
+        picked."""
+        shape, picked = self.how[1], picked_here()
+        if picked is None:
+            return tokens_in(x, place, shape)
+        if picked.of is None or not x.dim() or x.shape[0] != picked.of.shape.numel():
+            return None
+        return tokens_in(x.unflatten(0, picked.of.shape), picked.of.place, shape)
+
+    def _in_layout(self, mask: Tensor, output: Tensor, place: Place) -> Tensor:
+        """The tokens' mask, as the output has them."""
+        picked = picked_here()
+        if picked is not None and picked.of is not None:
+            order = picked.of.tokens(self.how[1])
+            mask = (
+                mask.flatten()
+                if order is None
+                else torch.empty_like(mask.flatten()).index_copy(0, order, mask.flatten())
+            )
+        else:
+            mask = (
+                mask.flatten() if isinstance(place, Rows) else mask.movedim(0, place if isinstance(place, int) else 0)
+            )
+        return mask.view(*mask.shape, *[1] * (output.dim() - mask.dim())).to(output.device)
 
     def _is_rowwise(self, forward: Any, args: Any, kwargs: Any, place: Place, rows: Tensor) -> bool:
         """Whether the module, given its tokens backwards as a batch, gives the same rows."""
-        shape = self.how[1]
 
         def backwards(x: Tensor) -> Tensor:
-            found = tokens_in(x, place, shape)
+            found = self._tokens(x, place)
             return x if found is None else found.flip(0)
 
         try:
@@ -287,8 +303,31 @@ class _Witness(Tap):
             return False
         return bool((output.flip(0).double() - rows.double()).norm() <= _SAME * rows.double().norm())
 
-    def tapped(self, output: Any, *_: Any, **__: Any) -> Any:
-        return output
+
+def _steps(x: Tensor, ids: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """From each token's number to the next one's: within units, and from one unit to another. ids: samples in front."""
+    ids, x = ids.flatten(1), x.movedim(dim, 0).flatten(1).cpu()
+    same = ids[:, 1:] == ids[:, :-1]
+    steps = x[:, 1:] - x[:, :-1]
+    return steps[same & (ids[:, 1:] >= 0)], steps[~same]
+
+
+def _shows(x: Tensor, raw: Tensor, dim: int) -> Any:
+    """What an input shows of where units end: one that shows something else may bring units together."""
+    ids = raw.movedim(dim, 0)
+    whole = x.dtype != torch.bool and not x.is_floating_point()
+    if whole and x.shape == raw.shape:  # positions, document numbers
+        within, between = _steps(x, ids, dim)
+        return tuple(s for s in (0, 1) if bool((within == s).all()) and not bool((between == s).any()))
+    if whole and x.dim() == 1:  # where units start in one long row
+        starts = (ids.flatten()[1:] != ids.flatten()[:-1]).nonzero().flatten() + 1
+        return bool(torch.isin(starts, x.cpu()).all())
+    t = ids.shape[1]
+    if not whole and ids.dim() == 2 and x.dim() > 2 and x.shape[-2:] == (t, t) and x.shape[0] in (1, len(ids)):
+        allowed = (x if x.dtype == torch.bool else x == 0).view(len(x), -1, t, t)
+        between = (ids[:, :, None] != ids[:, None, :])[:, None].to(x.device)
+        return bool((allowed & between).any()), bool((~allowed & between).any())
+    return None
 
 
 def _exchanged(x: Tensor, mask: Tensor) -> Tensor:
@@ -300,6 +339,10 @@ def _exchanged(x: Tensor, mask: Tensor) -> Tensor:
         other = x.flatten(0, mask.dim() - 1).roll(1, 0).view_as(x)
         other = torch.where(other == x, 0.5 * x, other)
     return torch.where(mask.view(*mask.shape, *[1] * (x.dim() - mask.dim())), other, x)
+
+
+def _length(x: Tensor | None) -> int:
+    return -1 if x is None else len(x)
 
 
 def _alike(one: _Run, two: _Run) -> bool:

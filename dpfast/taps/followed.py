@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from dpfast.errors import UnsupportedModuleError
 from dpfast.factors import Runs
-from dpfast.taps.layout import Mixed, Place, Rows
+from dpfast.taps.layout import Mixed, Place, Rows, tokens_in
 
 
 class Source:
@@ -51,6 +51,11 @@ class Source:
         whose = along // k if not isinstance(place, Rows) or place.together else along % n
         return whose.view(-1, *[1] * (len(self.shape) - dim - 1)).expand(self.shape).flatten()
 
+    def tokens(self, shape: Sequence[int]) -> Tensor | None:
+        """The numbers of its rows in the order of the tokens (N, T), samples in front; None: they are no tokens."""
+        order = tokens_in(self.numbers(torch.device("cpu")).unsqueeze(-1), self.place, shape)
+        return order.flatten() if order is not None and order.numel() == self.shape.numel() else None
+
 
 class Picked:
     """Rows of a tensor.
@@ -69,12 +74,8 @@ class Picked:
         """Of a layer in the expert: its rows are taken for samples, unless it has been seen to mix them."""
         return learned if isinstance(learned, (Mixed, int)) else 0
 
-    def runs(self, batch_size: int | None, rows: int, dim: int) -> Runs:
-        """Whose they are. Raises UnsupportedModuleError where that is not known.
-
-        Args:
-            rows: how many the layer saw, in that dimension: what was picked, row by row, or whole samples.
-        """
+    def check(self) -> None:
+        """Raises UnsupportedModuleError where it is not known which rows they are."""
         if self.of is None:
             raise UnsupportedModuleError(
                 "it is one of a block's experts, and runs outside of that block's forward (a checkpoint within it, or "
@@ -86,17 +87,31 @@ class Picked:
                 f"it gets rows that {self.of.layer} makes out of its input in a way that is not followed; pick them "
                 "from that input as it is, x[rows], or freeze it"
             )
+
+    def runs(self, units: Any, batch_size: int | None, rows: int, dim: int) -> Runs:
+        """Whose they are.
+
+        Args:
+            units: of tokens; None: samples are asked for. rows: how many the layer saw, in that dimension: what was
+                picked, row by row, or whole samples.
+
+        Raises:
+            UnsupportedModuleError: that is not known.
+        """
+        self.check()
+        assert self.of is not None and self.numbers is not None
         if rows not in self._runs:
-            samples = self.of.samples(batch_size)[self.numbers.cpu()]
-            if dim < samples.dim() and samples.shape[dim] == rows < samples.numel():
-                samples = samples.movedim(dim, 0).flatten(1)
-                if bool((samples != samples[:, :1]).any()):
+            whose = self.of.samples(batch_size) if units is None else units.of_rows(self.of)
+            whose, number = whose[self.numbers.cpu()], (batch_size or 0) if units is None else units.num_units
+            if dim < whose.dim() and whose.shape[dim] == rows < whose.numel():
+                whose = whose.movedim(dim, 0).flatten(1)
+                if bool((whose != whose[:, :1]).any()):
                     raise UnsupportedModuleError(
-                        f"it gets {tuple(samples.shape)} rows that {self.of.layer} picks, several samples' "
+                        f"it gets {tuple(whose.shape)} rows that {self.of.layer} picks, several samples' (or units') "
                         "together in one; call it with (R, D), a row for each that was picked, or freeze it"
                     )
-                samples = samples[:, 0]
-            self._runs[rows] = Runs(samples.flatten(), batch_size or 0)
+                whose = whose[:, 0]
+            self._runs[rows] = Runs(whose.flatten(), number)
         return self._runs[rows]
 
 

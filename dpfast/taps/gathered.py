@@ -69,6 +69,16 @@ def end_model(taps: object) -> None:
         mode.__exit__(None, None, None)
 
 
+@contextmanager
+def following_model(taps: Any, model: nn.Module, inputs: Any) -> Iterator[None]:
+    """The same in a copy's forward."""
+    follow_model(taps, model, inputs)
+    try:
+        yield
+    finally:
+        end_model(taps)
+
+
 def picked_for(inputs: Any, *, seen: bool) -> Picked | None:
     """The rows that an expert is called with, where they are other than all, or may be.
 

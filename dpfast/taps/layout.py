@@ -7,6 +7,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from dpfast.errors import InputError
@@ -171,6 +172,20 @@ def batch_in_front(activations: Activations, backprops: Any, place: int | Rows) 
         backprops = tuple(batch_to_front(x, dim) for x in backprops)
     activations.batch_dim, activations.rows_together = dim, place.together if isinstance(place, Rows) else None
     return activations, backprops
+
+
+def tokens_in(x: Tensor, place: Place, shape: Sequence[int]) -> Tensor | None:
+    """One row for each token, (R, ...); None where its rows are no tokens.
+
+    Args:
+        place: of its samples. shape: (N, T) of the tokens, samples in front.
+    """
+    rows = torch.Size(shape).numel()
+    if isinstance(place, Rows):
+        x = batch_to_front(x, place.dim)
+        return x if place.together and x.dim() and x.shape[0] == rows else None
+    x = batch_to_front(x, place if isinstance(place, int) else 0)
+    return x.flatten(0, len(shape) - 1) if x.shape[: len(shape)] == torch.Size(shape) else None
 
 
 def unfolded(activations: Activations, backprops: Any, n: int) -> tuple[Activations, Any]:

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from dpfast.errors import InputError
 from dpfast.taps.fake_run import Nobody, drop_hooks, nothing_left_behind
 from dpfast.taps.followed import Picked
-from dpfast.taps.gathered import end_model, follow_model
+from dpfast.taps.gathered import following_model
 from dpfast.taps.layout import Call, Place, Rows
 from dpfast.taps.picks import Picks, Routes
 from dpfast.taps.registry import find_by_row, find_forward
@@ -57,7 +57,31 @@ class Run(NamedTuple):
     routes: list[Routes]
 
 
-class Witness(Tap):
+class OfCopy(Tap):
+    """The tap of a copy, where rows are always followed."""
+
+    follows = True
+
+    def run_picked(
+        self, picked: Picked, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Each row at its place among all: no row's bits depend on how many others were picked."""
+        x, *others = args or (None,)
+        if not isinstance(x, Tensor) or others or kwargs or picked.numbers is None or picked.of is None or x.dim() > 2:
+            return self.caught(forward, args, kwargs)
+        numbers = picked.numbers.flatten()
+        every = x.new_zeros(picked.of.shape.numel(), x.shape[-1])
+        every[numbers] = x.reshape(-1, x.shape[-1])
+        output = self.caught(forward, (every,), {})
+        if not isinstance(output, Tensor) or output.shape[:1] != every.shape[:1]:
+            return self.caught(forward, args, kwargs)
+        return output[numbers].view(*x.shape[:-1], *output.shape[1:])
+
+    def tapped(self, output: Any, *_: Any, **__: Any) -> Any:
+        return output
+
+
+class Witness(OfCopy):
     """The tap of a copy, which notes fingerprints of rows.
 
     Attributes:
@@ -92,25 +116,8 @@ class Witness(Tap):
         tap.noisy, tap.other = noisy, other
         return tap
 
-    follows = True  # in a copy always
-
     def known_place(self, rank: int) -> Any:
         return self.at.get((self.number, rank))
-
-    def run_picked(
-        self, picked: Picked, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Each row at its place among all: no row's bits depend on how many others were picked."""
-        x, *others = args or (None,)
-        if not isinstance(x, Tensor) or others or kwargs or picked.numbers is None or picked.of is None or x.dim() > 2:
-            return self.caught(forward, args, kwargs)
-        numbers = picked.numbers.flatten()
-        every = x.new_zeros(picked.of.shape.numel(), x.shape[-1])
-        every[numbers] = x.reshape(-1, x.shape[-1])
-        output = self.caught(forward, (every,), {})
-        if not isinstance(output, Tensor) or output.shape[:1] != every.shape[:1]:
-            return self.caught(forward, args, kwargs)
-        return output[numbers].view(*x.shape[:-1], *output.shape[1:])
 
     def caught(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(self.module, nn.Embedding):
@@ -137,9 +144,6 @@ class Witness(Tap):
             calls.append(fingerprints(x, dim) if fits else tuple(x.shape))
             if self.noisy and fits and size:
                 output = _replaced(output, x, self._with_noise(x, place, len(calls)))
-        return output
-
-    def tapped(self, output: Any, *_: Any, **__: Any) -> Any:
         return output
 
     def _with_noise(self, x: Tensor, place: int | Rows, call: int) -> Tensor:
@@ -182,13 +186,8 @@ def run_on(
     for witness in witnesses:
         witness.inputs = leaves
     args, kwargs = structure.unflatten(leaves)
-    nobody = witnesses[0].taps
-    follow_model(nobody, model, leaves)
-    try:
-        with Picks(model, leaves, size).watching() as picks:
-            output = model(*args, **kwargs)
-    finally:
-        end_model(nobody)
+    with following_model(witnesses[0].taps, model, leaves), Picks(model, leaves, size).watching() as picks:
+        output = model(*args, **kwargs)
     run.routes.append(picks.routes())
     for x in tree_leaves(output):
         floats = isinstance(x, Tensor) and x.is_floating_point()

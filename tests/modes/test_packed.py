@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from cases import assert_gradients
 from packed_cases import LENGTHS, VOCABULARY, Packed, T, by_document, losses_of, packed
 from torch import nn
@@ -225,3 +226,33 @@ def test_hugging_face(name):
         module = Module(copy.deepcopy(model), loss_reduction="sum")
         with pytest.raises(UnsupportedModuleError, match="position_ids that start again"), module.units(ids, 5):
             module(input_ids=tokens, use_cache=False, **wrong).logits.sum().backward()
+
+
+class Masks(nn.Module):
+    """Is given the mask, (N, T, T)."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.qkv = nn.Embedding(VOCABULARY, 12), nn.Linear(12, 36)
+        self.head = nn.Linear(12, VOCABULARY)
+
+    def forward(self, tokens, mask):
+        q, k, v = self.qkv(self.tokens(tokens)).chunk(3, dim=-1)
+        return self.head(F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
+
+
+@pytest.mark.parametrize("how", ["positions", "mask", "additive"])
+def test_a_later_batch_whose_documents_meet_is_refused(how):
+    """Of the same shapes as the first, whose did not: positions that go on, or a mask that was forgotten."""
+    (tokens, positions, ids, labels), _ = packed()
+    right, wrong = positions, torch.arange(T).expand_as(positions)
+    if how != "positions":
+        right = (ids[:, :, None] == ids[:, None, :]).tril()
+        wrong = torch.ones_like(right).tril()
+    if how == "additive":
+        right, wrong = (torch.where(x, 0.0, -1e9) for x in (right, wrong))
+    module = Module(Packed() if how == "positions" else Masks(), loss_reduction="sum")
+    step(module, (tokens, right, ids, labels))
+    with pytest.raises(UnsupportedModuleError, match="units meet in it"):
+        step(module, (tokens, wrong, ids, labels))
+    step(module, (tokens, right, ids, labels))

@@ -187,7 +187,7 @@ def test_checkpointing():
 
 
 def test_units():
-    """Persons with several samples; ids of tokens are refused."""
+    """Persons with several samples."""
     model, ids, whose = mixtral().double(), torch.randint(0, 20, (4, T)), torch.tensor([1, 0, -1, 1])
     exact = loop_over_samples(model, summed, ids)
     persons = {name: torch.stack([g[1], g[0] + g[3]]) for name, g in exact.items()}
@@ -195,8 +195,37 @@ def test_units():
     with wrapped.units(whose, 2):
         summed(wrapped, ids).backward()
     assert relative_error(wrapped.get_norm_sample(), norms_of(persons)) <= 1e-5
-    with pytest.raises(UnsupportedModuleError, match="cannot be told"), wrapped.units(ids * 0, 1) as units:
-        units.sums(wrapped(input_ids=ids).logits.sum(2)).sum().backward()
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_packed_documents(rows):
+    """Experts see the tokens of all documents, and each document is clipped as if it were alone in its row."""
+    model, lengths = mixtral().double(), [4, 3, 2, 5][: 2 * rows]
+    documents = [torch.randint(1, 20, (length,)) for length in lengths]
+    exact = [loop_over_samples(model, summed_tokens, d[None], torch.arange(len(d))[None]) for d in documents]
+    exact = {name: torch.cat([g[name] for g in exact]) for name in exact[0]}
+    width = len(documents) // rows
+    tokens, positions, ids = (torch.zeros(rows, 8, dtype=torch.int64) for _ in range(3))
+    ids -= 1
+    for row in range(rows):
+        at = 0
+        for d in range(row * width, (row + 1) * width):
+            own = slice(at, at + lengths[d])
+            tokens[row, own], positions[row, own], ids[row, own] = documents[d], torch.arange(lengths[d]), d
+            at += lengths[d]
+        positions[row, at:] = torch.arange(8 - at)
+    wrapped = GradSampleModuleFastGradientClipping(model, loss_reduction="sum")
+    with wrapped.units(ids, len(documents)) as units:
+        units.sums(losses_of_tokens(wrapped, tokens, positions)).sum().backward()
+    assert relative_error(wrapped.get_norm_sample(), norms_of(exact)) <= 1e-5
+
+
+def losses_of_tokens(model, tokens, positions):
+    return torch.sin(3.0 * model(input_ids=tokens, position_ids=positions, use_cache=False).logits).mean(2)
+
+
+def summed_tokens(model, tokens, positions):
+    return losses_of_tokens(model, tokens, positions).sum()
 
 
 def test_explained():
