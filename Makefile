@@ -4,13 +4,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo check test fuzz test-models test-opacus test-opacus-oldest emulate lint bench bench-gpu clean
+.PHONY: demo check test docs fuzz test-models test-opacus test-opacus-oldest emulate lint bench bench-gpu clean
 
 demo: $(READY)
 	$(BIN)/python examples/digits.py
 
 test: $(READY)
 	$(BIN)/python -m pytest
+
+# The site, in build/site.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 
 fuzz: $(READY)
 	$(BIN)/python -m pytest tests/test_fuzz.py tests/test_fuzz_steps.py --hypothesis-profile=fuzz
@@ -97,6 +101,7 @@ SLOW := tests/arithmetic/test_bounds.py::test_the_kernels_bounds_hold_too \
 	tests/kernels/test_weighted_sum.py \
 	tests/models/test_models.py::test_model \
 	tests/modes/test_memory.py \
+	tests/test_site.py \
 	tests/modes/test_models.py \
 	tests/opacus/test_distributed.py \
 	tests/opacus/test_engine.py::test_make_private_with_epsilon \
@@ -143,7 +148,7 @@ bench-gpu:
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-		--editable '.[opacus,test,bench,examples]'
+		--editable '.[opacus,test,bench,docs,examples]'
 	touch $@
 
 clean:
