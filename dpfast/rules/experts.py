@@ -198,6 +198,18 @@ def with_capacity(layer: nn.Module) -> str | None:
     )
 
 
+@register_fault("peft.tuners.lora.layer.ParamWrapper")
+def of_a_parameter(layer: Any) -> str | None:
+    """It changes a weight of the module in it, which runs with the sum."""
+    own = [p for name, p in layer.named_parameters() if not name.startswith("base_layer.")]
+    if not any(p.requires_grad for p in own):
+        return None
+    return (
+        "adapts a parameter of another module (PEFT's target_parameters), whose forward uses the sum of both, and that "
+        "has no rule; adapt modules by target_modules (experts in a list are modules too), or freeze it"
+    )
+
+
 def refuse_balancing(model: nn.Module) -> list[RemovableHandle]:
     """Modules in it that make a loss of how evenly experts are used, over all samples of the batch, raise
     UnsupportedModuleError where a gradient comes of that loss."""

@@ -273,6 +273,14 @@ def test_a_capacity_is_refused():
         GradSampleModule(transformers.NllbMoeForConditionalGeneration(config))
 
 
+def test_adapters_on_weights_of_all_experts_are_refused():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=[], target_parameters=["mlp.experts.gate_up_proj"])
+    model = peft.get_peft_model(mixtral(), config)
+    with pytest.raises(UnsupportedModuleError, match=r"experts \(ParamWrapper\): .*target_parameters.* target_modules"):
+        GradSampleModuleFastGradientClipping(model)
+
+
 # --- every class of transformers ---
 
 
