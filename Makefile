@@ -109,6 +109,10 @@ SLOW := tests/arithmetic/test_bounds.py::test_the_kernels_bounds_hold_too \
 	tests/opacus/test_trainer.py \
 	tests/report/test_info.py \
 	tests/rules/test_families.py \
+	tests/test_scale.py::test_every_leg_is_right_and_timed \
+	tests/test_scale.py::test_four_ranks_send_and_hold_what_the_paper_says \
+	tests/test_scale.py::test_two_ranks_send_and_hold_what_the_paper_says \
+	tests/test_scale.py::test_what_the_private_step_sends_more \
 	tests/test_benchmarks.py::test_rounds_come_from_processes_of_their_own \
 	tests/test_benchmarks.py::test_the_kernel_table_writes_every_cell_once \
 	tests/test_benchmarks.py::test_the_parts_run \

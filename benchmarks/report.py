@@ -1,4 +1,4 @@
-"""The measured rows as the README's tables, docs/step.md, docs/host.md and docs/kernels.md, and as pictures.
+"""The measured rows as the README's tables, docs/step.md, host.md, scale.md and kernels.md, and as pictures.
 
 python benchmarks/report.py            # write them
 python benchmarks/report.py --check    # exit 1 where a table is not what the rows say
@@ -15,6 +15,7 @@ import host_report
 import kernel_report
 import loops_report
 import matplotlib
+import scale_report
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -252,6 +253,10 @@ def _ratio_and_with_noise(row: dict | None) -> str:
     return f"{_ratio(row, 'ratio_plain')} ({_ratio(row, 'ratio_noise')})"
 
 
+def scale_page(results: Path = RESULTS) -> str:
+    return "\n".join(scale_report.lines(read(results / "scale.jsonl"))) + "\n"
+
+
 def documents(results: Path = RESULTS, root: Path = ROOT) -> dict[Path, str]:
     """{file: what it must hold}; of the README, what stands between its markers is replaced."""
     rows, readme = latest_rows(results), (root / "README.md").read_text()
@@ -267,6 +272,7 @@ def documents(results: Path = RESULTS, root: Path = ROOT) -> dict[Path, str]:
         made[root / "docs" / "host.md"] = "\n".join(host_report.lines(models)) + "\n"
     if other := read(results / "medium.jsonl"):
         made[root / "docs" / "medium.md"] = "\n".join(medium(other)) + "\n"
+    made[root / "docs" / "scale.md"] = scale_page(results)
     if machines := kernel_report.newest(results):
         made[root / "docs" / "kernels.md"] = "\n".join(kernel_report.tables(machines)) + "\n"
     return made

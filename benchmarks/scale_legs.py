@@ -8,7 +8,7 @@ tensor parallel all have the same.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,11 +24,11 @@ from opacus.optimizers import (
 from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from workloads import Attention, Gpt, Workload
+from workloads import Attention, Gpt, LlamaBlock, Workload
 
 import dpfast
 from dpfast.distributed import SharedSecret, local
@@ -50,7 +50,8 @@ class Leg:
 
 
 Build = Callable[[Workload, float], Leg]
-LEGS: dict[str, dict[str, Build]] = {"DDP": {}, "FSDP2": {}, "TP": {}}
+LEGS: dict[str, dict[str, Build]] = {"none": {}, "DDP": {}, "FSDP2": {}, "FSDP2, bf16": {}, "TP": {}}
+"""Under "none" each rank takes its own step, as one process does."""
 
 
 def leg(name: str, *wrappers: str) -> Callable[[Callable[[str, Workload, float], Leg]], Callable]:
@@ -75,38 +76,37 @@ class HeadsFirst(Attention):
         return self.out(y.transpose(1, 2).flatten(2))
 
 
-def with_heads_first(workload: Workload) -> Workload:
-    def build() -> Gpt:
-        model = workload.build()
-        assert isinstance(model, Gpt)
-        for block in model.blocks:
-            attention = block.attention
-            block.attention = HeadsFirst(attention.qkv.in_features, attention.heads, attention.causal)
-        return model
-
-    return replace(workload, build=build)
-
-
-def model_of(workload: Workload) -> nn.Module:
+def model_of(wrapper: str, workload: Workload) -> nn.Module:
     """The same on every rank."""
     torch.manual_seed(0)
-    return workload.build()
+    model = workload.build()
+    if wrapper == "TP" and isinstance(model, Gpt):
+        for block in model.blocks:
+            block.attention.__class__ = HeadsFirst
+    return model
 
 
-def sharded(model: Any) -> Any:
+def sharded(model: Any, **options: Any) -> Any:
     """A unit for each block and one for the rest."""
     for block in model.blocks:
-        fully_shard(block)
-    return fully_shard(model)
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def sharded_in_bf16(model: Any) -> Any:
+    return sharded(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
 
 
 def parted(model: Any) -> Any:
     """Heads, hidden features and the vocabulary are dealt out."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    plan = {"attention.qkv": ColwiseParallel(), "attention.out": RowwiseParallel()}
-    plan |= {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks,))
+    column, row = ("attention.qkv", "up", "q", "k", "v", "gate"), ("attention.out", "down", "o")
+    plan = {name: ColwiseParallel() for name in column} | {name: RowwiseParallel() for name in row}
     for block in model.blocks:
-        parallelize_module(block, mesh, plan)
+        if isinstance(block, LlamaBlock):
+            block.heads //= ranks
+        parallelize_module(block, mesh, {name: how for name, how in plan.items() if _has(block, name)})
     ends = {
         "tokens": RowwiseParallel(input_layouts=Replicate()),
         "head": ColwiseParallel(output_layouts=Replicate()),
@@ -114,7 +114,17 @@ def parted(model: Any) -> Any:
     return parallelize_module(model, mesh, ends)
 
 
-PLACE: dict[str, Callable[[Any], Any]] = {"DDP": lambda model: model, "FSDP2": sharded, "TP": parted}
+def _has(module: nn.Module, name: str) -> bool:
+    return name in dict(module.named_modules())
+
+
+PLACE: dict[str, Callable[[Any], Any]] = {
+    "none": lambda model: model,
+    "DDP": lambda model: model,
+    "FSDP2": sharded,
+    "FSDP2, bf16": sharded_in_bf16,
+    "TP": parted,
+}
 
 
 def batch_of(wrapper: str, workload: Workload) -> tuple[Tensor, ...]:
@@ -127,8 +137,8 @@ def _sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _samples(wrapper: str, workload: Workload) -> int:
-    """Of all ranks."""
-    return len(workload.batch()[0]) * (1 if wrapper == "TP" else dist.get_world_size())
+    """Of all ranks that have others."""
+    return len(workload.batch()[0]) * (1 if wrapper in ("none", "TP") else dist.get_world_size())
 
 
 def _mean_backward(call: nn.Module, workload: Workload) -> Callable[..., None]:
@@ -139,7 +149,7 @@ def _mean_backward(call: nn.Module, workload: Workload) -> Callable[..., None]:
 
 
 def _plain(wrapper: str, workload: Workload) -> tuple[nn.Module, Callable[..., None]]:
-    model = PLACE[wrapper](model_of(workload))
+    model = PLACE[wrapper](model_of(wrapper, workload))
     call = DistributedDataParallel(model) if wrapper == "DDP" else model
     return model, _mean_backward(call, workload)
 
@@ -166,7 +176,7 @@ def plain_noise(wrapper: str, workload: Workload, sigma: float) -> Leg:
 
 @leg("dpfast", *LEGS)
 def private(wrapper: str, workload: Workload, sigma: float) -> Leg:
-    model = PLACE[wrapper](model_of(workload))
+    model = PLACE[wrapper](model_of(wrapper, workload))
     module = dpfast.GradSampleModuleFastGradientClipping(model, max_grad_norm=C)
     call = DistributedDataParallel(module) if wrapper == "DDP" else module
     optimizer = DPOptimizerFast(
@@ -174,7 +184,7 @@ def private(wrapper: str, workload: Workload, sigma: float) -> Leg:
         noise_multiplier=sigma,
         max_grad_norm=C,
         expected_batch_size=_samples(wrapper, workload),
-        secret=SharedSecret.agreed(),
+        secret=None if wrapper == "none" else SharedSecret.agreed(),
     )
     return Leg(model, _mean_backward(call, workload), optimizer)
 
@@ -201,21 +211,21 @@ def _two_passes(module: nn.Module, optimizer: Any, workload: Workload) -> Callab
 
 @leg("Opacus DPDDP, hooks", "DDP")
 def opacus_hooks(wrapper: str, workload: Workload, sigma: float) -> Leg:
-    module = grad_sample.GradSampleModule(DPDDP(model_of(workload)))
+    module = grad_sample.GradSampleModule(DPDDP(model_of(wrapper, workload)))
     optimizer = _by_opacus(DistributedDPOptimizer, module, workload, sigma)
     return Leg(module, _mean_backward(module, workload), optimizer)
 
 
 @leg("Opacus DPDDP, ghost", "DDP")
 def opacus_ghost(wrapper: str, workload: Workload, sigma: float) -> Leg:
-    module = grad_sample.GradSampleModuleFastGradientClipping(DPDDP(model_of(workload)), max_grad_norm=C)
+    module = grad_sample.GradSampleModuleFastGradientClipping(DPDDP(model_of(wrapper, workload)), max_grad_norm=C)
     optimizer = _by_opacus(DistributedDPOptimizerFastGradientClipping, module, workload, sigma)
     return Leg(module, _two_passes(module, optimizer, workload), optimizer)
 
 
 @leg("Opacus ghost_fsdp", "FSDP2")
 def opacus_ghost_fsdp(wrapper: str, workload: Workload, sigma: float) -> Leg:
-    model = sharded(model_of(workload))
+    model = sharded(model_of(wrapper, workload))
     module = grad_sample.GradSampleModuleFastGradientClippingFSDP(model, max_grad_norm=C)
     optimizer = _by_opacus(FSDPOptimizerFastGradientClipping, module, workload, sigma)
     return Leg(module, _two_passes(module, optimizer, workload), optimizer)
@@ -223,6 +233,6 @@ def opacus_ghost_fsdp(wrapper: str, workload: Workload, sigma: float) -> Leg:
 
 @leg("Opacus ghost_tp", "TP")
 def opacus_ghost_tp(wrapper: str, workload: Workload, sigma: float) -> Leg:
-    module = grad_sample.GradSampleModuleFastGradientClippingTP(parted(model_of(workload)), max_grad_norm=C)
+    module = grad_sample.GradSampleModuleFastGradientClippingTP(parted(model_of(wrapper, workload)), max_grad_norm=C)
     optimizer = _by_opacus(FSDPOptimizerFastGradientClipping, module, workload, sigma)
     return Leg(module, _two_passes(module, optimizer, workload), optimizer)
