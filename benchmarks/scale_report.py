@@ -10,7 +10,8 @@ ON_PAPER = {"DDP": (8, 1024), "FSDP2": (8, 64, 256, 1024), "TP": (8,)}
 BATCH = Batch(1, 4096, 2)
 HOW = (
     "*ms* is the CPU time of all ranks together, *ratio* the median over rounds of (leg / plain in the same wrapper) "
-    "within a round, its quartiles beside it; *wall* is the same ratio of wall times of the slowest rank. Ranks are "
+    "within a round, its quartiles beside it. *None* is the step of one process, which each rank takes by itself: "
+    "what a ratio would be without a wrapper. *Wall* is the same ratio of wall times of the slowest rank. Ranks are "
     "processes that share cores with each other and with whatever else runs, so wall times say little here. *Waits* "
     "is the wall time of a step in which a rank's own thread does not run, the mean over ranks, of the round in which "
     "it is least: waits for collectives, and for a core. What overlaps is counted, not timed: *exposed* are the bytes "
@@ -109,15 +110,16 @@ def _on_paper() -> Iterator[str]:
     yield "## On paper: Llama 2"
     yield ""
     yield (
-        "Nothing here was run: these are counts, from the shapes of "
-        "[Touvron et al. 2023](https://arxiv.org/abs/2307.09288) and the arithmetic of `benchmarks/scale_model.py`, "
-        "which tests/test_scale.py holds to counted runs of small models of these shapes on 2 and 4 processes: "
-        "collectives and bytes exactly, kept factors within 2 %. All parameters are trained, one sample of 4,096 "
-        "positions on each rank (TP: one on all), activations and gathered parameters of 2 bytes an entry, parameters "
-        "and sums of 4. Under FSDP2 each block is a unit (`reduce_dtype=torch.float32` in the plain step). *Private "
-        "adds* is what crosses ranks beyond the plain step. Memory is in GB (10⁹) a rank: *parameters* and as much "
-        "again for `p.grad`, *kept* factors, and the most *sums* on their way; activations and the optimizer's state "
-        "are as without privacy and not in it."
+        "Nothing here was run: these are counts, from the shapes of [Touvron et al. "
+        "2023](https://arxiv.org/abs/2307.09288) and the arithmetic of `benchmarks/scale_model.py`, which "
+        "tests/test_scale.py holds to counted runs of small models of these shapes on 2 and 4 processes: collectives "
+        "and bytes exactly, kept factors within 2 % (entries of 2 bytes under FSDP2 alone). All parameters are "
+        "trained, one sample of 4,096 positions on each rank (TP: one on all), activations and gathered parameters of "
+        "2 bytes an entry, parameters and sums of 4. Under FSDP2 each block is a unit (`reduce_dtype=torch.float32` "
+        "in the plain step). *Private adds* is what crosses ranks beyond the plain step. Memory is in GB (10⁹) a "
+        "rank: *parameters* and as much again for `p.grad`, *kept* factors, and the most *sums* on their way; "
+        "activations that autograd keeps anyway and the optimizer's state are not in it. What is kept of a sample "
+        "does not shrink with the number of ranks, but under TP."
     )
     for name, model in LLAMA2.items():
         yield ""

@@ -13,9 +13,9 @@ from scale_model import Batch
 
 MODELS = {
     "small-gpt": (scale_model.gpt(6001, 48, 2, 40), 3, 40),
-    "small-llama": (scale_model.llama(61, 32, 88, 3), 2, 8),
+    "small-llama": (scale_model.llama(61, 64, 172, 3), 2, 8),
 }
-KEPT = 0.01  # the paper has no room for norms of rows, (N, T)
+KEPT = 0.02  # the paper has no room for norms of rows, (N, T)
 TITLES = {scale.WORKLOADS[name].title: name for name in MODELS}
 
 
@@ -42,9 +42,10 @@ def assert_as_on_paper(found, ranks, wrappers):
         assert told == scale_model.collectives(model, wrapper, ranks, batch, private=private), row
         if private:
             memory = scale_model.memory(model, wrapper, ranks, batch)
-            assert memory["kept"] == pytest.approx(row["kept"], rel=KEPT)
             assert memory["sums"] == row["in_flight"] * (wrapper != "TP")  # where activations cross
-            assert row["peak"] >= row["kept"]
+            assert ("kept" in row) == (wrapper != "none")
+            assert memory["kept"] == pytest.approx(row.get("kept", memory["kept"]), rel=KEPT)
+            assert row["peak"] >= row.get("kept", 0)
         compared += 1
     assert compared == 2 * len(MODELS) * len(wrappers)
 
