@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dpfast.errors import InputError, StateError
+from dpfast.taps import in_backward
 
 _ROUNDED_DOWN = 1.0 - 2.0**-22
 """Covers the rounding to fp32 of a factor's product with a gradient; the factor itself is rounded towards zero."""
@@ -221,7 +222,10 @@ def check_threshold(value: float, name: str = "max_grad_norm") -> float:
 
 
 def check_clipper(norm_clipper: NormClipper | None, module: nn.Module, passes: int) -> None:
-    """Raises InputError where the clipper does not fit the module's parameters or the passes."""
+    """Raises InputError where the clipper does not fit the module's parameters or the passes; StateError within a
+    backward pass, some of which another one may have clipped."""
+    if in_backward() is not None:
+        raise StateError("norm_clipper cannot be set while a backward pass runs; set it between steps")
     if norm_clipper is None:
         return
     norm_clipper.for_parameters(sum(p.requires_grad for p in module.parameters()))

@@ -18,9 +18,15 @@ from torch import Tensor, nn
 from dpfast.taps.layout import NO_SAMPLES, Call, Mixed, Place, Rows
 from dpfast.taps.picks import NO_ROUTES, Routes
 from dpfast.taps.tap import Tap
-from dpfast.taps.witness import Key, Run, first_samples, run_on, same_random_numbers, stand_ins
+from dpfast.taps.witness import Key, Run, first_samples, run_on, same_random_numbers, stand_ins, whose_rows
 
 _SAMPLES = 3
+
+_IN_BACKWARD = (
+    "the gradient at its output changes with a sample that is not its own, and what the forward pass gives does not; "
+    "samples meet in the backward pass, behind the output of {} (a hook on a tensor or module, or a function with a "
+    "backward of its own, that looks at the whole batch: make it look at each sample)"
+)
 
 
 class Told(NamedTuple):
@@ -141,7 +147,8 @@ class _Exchange:
                 wrong.append(key)
             found[key] = told
         outputs = {i: m for i in range(len(base.outputs)) if (m := self._output(i, base, runs, which))}
-        if wrong or outputs:  # is it the exchange that it comes from?
+        met = [] if wrong or outputs else self._met_in_backward(found, base, runs, which)
+        if wrong or outputs or met:  # is it the exchange that it comes from?
             repeated = self._run(None, noisy)
             if not _alike(base, repeated):
                 return Told({}, {}, changed=True)
@@ -155,6 +162,9 @@ class _Exchange:
             where = f"; samples meet in {first}, or between it and the layer before"
             found.update({key: Mixed(f"{found[key]}{where}") for key in mixed})
             outputs = {i: message + where for i, message in outputs.items()}
+        if met:  # those next to the loss are the first that see it
+            last = self.taps[max(met, key=lambda key: base.order[key])[0]].layer
+            found.update(dict.fromkeys(met, Mixed(_IN_BACKWARD.format(last))))
         changed = any(
             not _equal(x, y)
             for run in runs
@@ -221,6 +231,23 @@ class _Exchange:
             return Mixed("a row of its output changes with a sample that is not its own")
         return "its samples are folded into rows in an order that is neither sample by sample nor over and over"
 
+    def _met_in_backward(self, places: dict[Key, Place], base: Run, runs: list[Run], which: list[int]) -> list[Key]:
+        """Taps at whose outputs gradients change with a sample that is not theirs, and nothing else does."""
+        met = []
+        for key, grads in base.grads.items():
+            place = places.get(key)
+            for number, rows in enumerate(grads) if isinstance(place, (int, Rows)) else ():
+                whose = whose_rows(len(rows), self.size, place, rows.device)  # type: ignore[arg-type]  # as above
+                others = [run.grads.get(key, [])[number : number + 1] for run in runs]
+                if whose is not None and any(
+                    bool(((other[0] != rows) & (whose != j)).any())
+                    for other, j in zip(others, which, strict=True)
+                    if other and other[0].shape == rows.shape
+                ):
+                    met.append(key)
+                    break
+        return met
+
     def _output(self, i: int, base: Run, runs: list[Run], which: list[int]) -> str | None:
         """What is wrong with an output of the model: in no dimension as long as the batch it is parted by samples."""
         if not base.outputs[i] or any(len(run.outputs) != len(base.outputs) for run in runs):
@@ -273,8 +300,12 @@ def _alike(one: Run, two: Run) -> bool:
     """Whether two runs gave the same."""
     if one.calls.keys() != two.calls.keys():
         return False
-    calls = all(len(x) == len(two.calls[key]) and all(map(_equal, x, two.calls[key])) for key, x in one.calls.items())
-    return calls and all(
+    if one.grads.keys() != two.grads.keys():
+        return False
+    pairs = [
+        (x, noted[key]) for some, noted in ((one.calls, two.calls), (one.grads, two.grads)) for key, x in some.items()
+    ]
+    return all(len(x) == len(y) and all(map(_equal, x, y)) for x, y in pairs) and all(
         x.keys() == y.keys() and all(_equal(x[d], y[d]) for d in x)
         for x, y in zip(one.outputs, two.outputs, strict=True)
     )

@@ -12,6 +12,7 @@ import gc
 import random
 import sys
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from dpfast.errors import InputError
 from dpfast.taps.dependence import Dependence
@@ -200,7 +202,16 @@ class Nobody:
         return True  # what a 1-D input is is found out here, and no value is looked at
 
 
-class Values(TorchFunctionMode):
+class WithoutGradients(TorchFunctionMode):
+    """A forward may hang hooks on its tensors, or keep their gradients, which raises where there will be none."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.register_hook, Tensor.retain_grad) and not args[0].requires_grad:
+            return RemovableHandle(OrderedDict()) if func is Tensor.register_hook else None
+        return func(*args, **(kwargs or {}))
+
+
+class Values(WithoutGradients):
     """Answers where a forward asks whether a tensor is true."""
 
     def __init__(self, truth: bool):
@@ -211,7 +222,7 @@ class Values(TorchFunctionMode):
         if func is Tensor.__bool__:
             self.asked = True
             return self.truth
-        return func(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 @contextmanager

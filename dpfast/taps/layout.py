@@ -150,7 +150,17 @@ def check_given(layer: str, given: Given, learned: Place, shape: Sequence[int], 
     size = shape[dim] if dim < len(shape) else None
     if size is None or (size % max(n, 1) if isinstance(given, Rows) else size != n):
         raise InputError(f"{seen} does not have that")
+    if isinstance(learned, (int, Rows)) and not _may_be(given, learned, size == n):
+        raise InputError(f"{seen} was found to have {_in_words(learned)}; leave that line out")
     return given
+
+
+def _may_be(given: Given | None, learned: int | Rows, no_positions: bool) -> bool:
+    """Whether samples found in one place may be in the other; where no positions are folded in, orders are the same."""
+    one, two = (place.dim if isinstance(place, Rows) else place for place in (given, learned))
+    if one != two or not (isinstance(given, Rows) and isinstance(learned, Rows)):
+        return one == two
+    return no_positions or learned.together in (None, given.together)
 
 
 def _in_words(place: Place) -> str:

@@ -20,10 +20,11 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from dpfast.errors import InputError
-from dpfast.taps.fake_run import Nobody, drop_hooks, nothing_left_behind
+from dpfast.taps.fake_run import Nobody, WithoutGradients, drop_hooks, nothing_left_behind
 from dpfast.taps.followed import Picked
 from dpfast.taps.gathered import following_model
 from dpfast.taps.layout import Call, Place, Rows
+from dpfast.taps.passes import in_backward
 from dpfast.taps.picks import Picks, Routes
 from dpfast.taps.registry import find_by_row, find_forward
 from dpfast.taps.tap import Tap
@@ -48,6 +49,8 @@ class Run(NamedTuple):
         order: of the taps. packed: layers that took packed sequences.
         outputs: fingerprints of the model's outputs, along every dimension as long as the batch.
         routes: where rows were picked.
+        grads: as calls, of the gradients at the taps' outputs in a backward pass; empty where none ran. caught: those
+            outputs, until then.
     """
 
     calls: dict[Key, list[Any]]
@@ -55,6 +58,8 @@ class Run(NamedTuple):
     outputs: list[dict[int, Tensor]]
     packed: list[str]
     routes: list[Routes]
+    grads: dict[Key, list[Tensor]]
+    caught: list[tuple[Key, int, Tensor]]
 
 
 class OfCopy(Tap):
@@ -143,22 +148,32 @@ class Witness(OfCopy):
             calls = self.seen.calls.setdefault(key, [])
             calls.append(fingerprints(x, dim) if fits else tuple(x.shape))
             if self.noisy and fits and size:
-                output = _replaced(output, x, self._with_noise(x, place, len(calls)))
+                noisy = self._with_noise(x, place, len(calls))
+                output = _replaced(output, x, noisy)
+                if noisy.requires_grad and in_backward() is None:
+                    self.seen.caught.append((key, dim, noisy))
         return output
 
     def _with_noise(self, x: Tensor, place: int | Rows, call: int) -> Tensor:
         """A tap's output with noise that is each sample's own; as it is, where it is not known whose its rows are."""
-        together = place.together if isinstance(place, Rows) else True
-        if together is None:
-            return x
         dim = place.dim if isinstance(place, Rows) else place
-        rows = torch.arange(x.shape[dim], device=x.device)
-        whose = rows // (len(rows) // self.size) if together else rows % self.size
+        whose = whose_rows(x.shape[dim], self.size, place, x.device)
+        if whose is None:
+            return x
         noise = _noise(x.movedim(dim, 0), 2 * hash((self.number, call)))
         if self.other is not None:
             another = _noise(noise, 2 * hash((self.number, call)) + 1)
             noise = torch.where((whose == self.other).view(-1, *[1] * (noise.dim() - 1)), another, noise)
         return x + (x + 1.0) * noise.movedim(0, dim)
+
+
+def whose_rows(rows: int, size: int, place: int | Rows, device: torch.device) -> Tensor | None:
+    """The sample of each of so many rows; None where it is not known."""
+    together = place.together if isinstance(place, Rows) else True
+    if together is None:
+        return None
+    numbers = torch.arange(rows, device=device)
+    return numbers // max(rows // size, 1) if together else numbers % size
 
 
 def run_on(
@@ -173,26 +188,56 @@ def run_on(
     noisy: bool = False,
     other: int | None = None,
 ) -> tuple[Run, list[Witness]]:
-    """One forward pass of a copy on these inputs, of ``size`` samples.
+    """One forward pass of a copy on these inputs, of ``size`` samples; with noise, a backward pass as well.
 
     Args:
         structure, leaves: the inputs. places: of taps. stand_ins: what stands where parameters are, by their id.
         noisy, other: of the witnesses.
     """
-    model, copies = copied(model, taps, stand_ins)
-    run = Run({}, {}, [], [], [])
+    # A backward pass within that one (reentrant checkpoints) must not come to the parameters themselves.
+    leaves_here = {id(p): _leaf(p) for p in model.parameters()} if noisy else {}
+    model, copies = copied(model, taps, leaves_here | stand_ins)
+    run = Run({}, {}, [], [], [], {}, [])
     witnesses = [Witness.of(tap, i, run, places, size, noisy=noisy, other=other) for i, tap in enumerate(copies)]
     leaves = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
     for witness in witnesses:
         witness.inputs = leaves
     args, kwargs = structure.unflatten(leaves)
-    with following_model(witnesses[0].taps, model, leaves), Picks(model, leaves, size).watching() as picks:
-        output = model(*args, **kwargs)
+    with (
+        following_model(witnesses[0].taps, model, leaves),
+        Picks(model, leaves, size).watching() as picks,
+        torch.set_grad_enabled(noisy),
+        WithoutGradients(),
+    ):
+        outputs = tree_leaves(model(*args, **kwargs))
     run.routes.append(picks.routes())
-    for x in tree_leaves(output):
+    for x in outputs:
         floats = isinstance(x, Tensor) and x.is_floating_point()
         run.outputs.append({d: fingerprints(x, d) for d, s in enumerate(x.shape) if s == size} if floats else {})
+    if noisy:
+        _backwards(run, [x for x, prints in zip(outputs, run.outputs, strict=True) if prints and x.requires_grad])
     return run, witnesses
+
+
+def _leaf(parameter: nn.Parameter) -> nn.Parameter:
+    """Another of the same numbers."""
+    if type(parameter) is not nn.Parameter:
+        return parameter
+    return nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+
+
+def _backwards(run: Run, outputs: Sequence[Tensor]) -> None:
+    """A backward pass from what the model returns by samples, where it has one, of a loss whose gradient at each entry
+    depends on that entry alone."""
+    tensors = [x for _, _, x in run.caught]
+    try:
+        own = [torch.where(x.isfinite(), x.cos(), 0.0) for x in outputs]
+        grads = torch.autograd.grad(outputs, tensors, own, allow_unused=True) if outputs and tensors else ()
+        for (key, dim, _), grad in zip(run.caught, grads, strict=bool(grads)):
+            run.grads.setdefault(key, []).append(torch.zeros(0) if grad is None else fingerprints(grad, dim))
+    except Exception:  # whatever somebody's functions raise (reentrant checkpoints, no second use)
+        run.grads.clear()
+    run.caught.clear()
 
 
 def copied(

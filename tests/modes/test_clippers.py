@@ -288,3 +288,20 @@ def test_deleting_the_clipper_takes_it_off():
 
     gc.collect()
     assert not any("forward" in m.__dict__ for m in model.modules())
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_clipper_is_not_swapped_within_a_backward_pass(passes):
+    """Some layers would be clipped with the first one, and the sensitivity would be the other's."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2))
+    first = ConstantPerLayerClipper([0.1] * 4) if passes == 1 else ConstantFlatClipper(0.1)
+    wrapped = dpfast.GradSampleModuleFastGradientClipping(model, norm_clipper=first, passes=passes)
+    outputs = wrapped(torch.randn(4, 3))
+
+    def swap(grad):
+        wrapped.norm_clipper = ConstantFlatClipper(0.001)
+
+    outputs.register_hook(swap)
+    with pytest.raises(StateError, match="cannot be set while a backward pass runs"):
+        outputs.square().sum().backward()
+    assert wrapped.norm_clipper is first and all(p.grad is None for p in model.parameters())

@@ -136,11 +136,22 @@ def test_what_is_given_wrongly():
         (Together, 0, r"lin \(Linear\): layout says samples in dimension 0, and its output \(20, 6\) of a batch of 4"),
         (Together, 3, r"lin \(Linear\): layout says samples in dimension 3"),
         (Choices, "shared", r"has samples: N\*k rows in dimension 0"),
+        (Together, "k*N", r"was found to have N\*k rows in dimension 0; leave that line out"),
+        (OverAndOver, "N*k", r"was found to have k\*N rows in dimension 0"),
     ],
 )
 def test_what_cannot_be_so(make, value, match):
     with pytest.raises(InputError, match=match):
         dpfast.GradSampleModule(make(), layout={"lin": value})(torch.randn(4, T, D))
+
+
+@pytest.mark.parametrize("value", [1, 2])
+def test_another_dimension_that_is_as_long_as_the_batch_is_not_believed(value):
+    """N = T = D."""
+    plain = type("Plain", (Model,), {"between": lambda self, x: self.lin(x)})()
+    wrapped = dpfast.GradSampleModule(plain, layout={"lin": value})
+    with pytest.raises(InputError, match="was found to have samples in dimension 0"):
+        wrapped(torch.randn(D, D, D)).sum().backward()
 
 
 def test_what_mixes_is_refused_whatever_is_said():

@@ -1,0 +1,155 @@
+"""Samples that meet in the backward pass alone: a forward's rows part, and gradients do not."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import dpfast
+from dpfast.errors import UnsupportedModuleError
+from dpfast.testing import loop_over_samples, norms_of, relative_error
+
+D, T = 6, 5
+
+
+class BatchMean(torch.autograd.Function):
+    """Its gradient is less that of the batch."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad - grad.mean(0, keepdim=True)
+
+
+class StraightThrough(torch.autograd.Function):
+    """Rounds; lets the gradient through where a value is below the batch's mean."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.round()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * (x - x.mean()).sigmoid()
+
+
+class Clamped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / grad.flatten(1).norm(dim=1).clamp(min=1.0).view(-1, *[1] * (grad.dim() - 1))
+
+
+def hooked(hook):
+    def between(h):
+        h.register_hook(hook)
+        return h
+
+    return between
+
+
+class Net(nn.Module):
+    """Layers with something between them that only a backward pass sees."""
+
+    def __init__(self, between, heads=1):
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(D, 8), nn.Linear(8, 7), nn.Linear(7, 3)
+        self.between = between
+
+    def forward(self, x):
+        h = torch.tanh(self.first(x))
+        h = torch.tanh(self.second(self.between(h)))
+        return self.third(h)
+
+
+def module_hook(model):
+    model.second.register_full_backward_hook(lambda module, grads, _: (grads[0] / grads[0].norm(),))
+    return model
+
+
+MIXING = {
+    "normalised": lambda: Net(hooked(lambda g: g / g.norm())),
+    "clipped together": lambda: Net(hooked(lambda g: g * (0.001 / g.norm()).clamp(max=1.0))),
+    "less the mean": lambda: Net(BatchMean.apply),
+    "straight through": lambda: Net(StraightThrough.apply),
+    "a module's hook": lambda: module_hook(Net(nn.Identity())),
+    "in a checkpoint": lambda: Net(lambda h: checkpoint(BatchMean.apply, h, use_reentrant=False)),
+}
+
+FINE = {
+    "scaled": lambda: Net(hooked(lambda g: 0.5 * g)),
+    "each clipped": lambda: Net(Clamped.apply),
+    "entries clipped": lambda: Net(hooked(lambda g: g.clamp(-0.1, 0.1))),
+    "checkpoint": lambda: Net(lambda h: checkpoint(torch.sin, h, use_reentrant=False)),
+    "reentrant checkpoint": lambda: Net(lambda h: checkpoint(torch.sin, h, use_reentrant=True)),
+}
+
+
+@pytest.mark.parametrize("shape", [(4, D), (4, T, D), (D, D, D), (2, 3, D)], ids=str)
+@pytest.mark.parametrize("name", MIXING)
+@pytest.mark.parametrize("wrapper", [dpfast.GradSampleModule, dpfast.GradSampleModuleFastGradientClipping])
+def test_samples_that_meet_in_the_backward_pass_are_refused_by_name(name, shape, wrapper):
+    torch.manual_seed(0)
+    model = MIXING[name]()
+    wrapped = wrapper(model, loss_reduction="sum")
+    with pytest.raises(UnsupportedModuleError, match=r"^first \(Linear\): .* meet in the backward pass"):
+        wrapped(torch.randn(shape)).square().sum().backward()
+    assert model.first.weight.grad is None
+    assert getattr(model.first.weight, "grad_sample", None) is None
+
+
+@pytest.mark.parametrize("name", FINE)
+def test_what_looks_at_each_sample_is_right(name):
+    torch.manual_seed(0)
+    model, x = FINE[name](), torch.randn(4, T, D)
+    exact = loop_over_samples(model, lambda m, x: m(x).square().sum(), x)
+    wrapped = dpfast.GradSampleModuleFastGradientClipping(model, loss_reduction="sum")
+    wrapped(x).square().sum().backward()
+    assert relative_error(wrapped.get_norm_sample(), norms_of(exact)) <= 1e-5
+
+
+class Reversible(torch.autograd.Function):
+    """A backward pass of its own inside, as in reversible layers."""
+
+    @staticmethod
+    def forward(ctx, x, layer):
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        return layer(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.layer(x)
+        torch.autograd.backward(y, grad)
+        return x.grad, None
+
+
+def test_a_look_leaves_no_gradients_and_calls_no_hooks_of_parameters():
+    called = []
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.inner = nn.Linear(D, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return Reversible.apply(self.first(x), self.inner)
+
+    model = Model()
+    for p in model.parameters():
+        p.register_hook(lambda g: called.append(1))
+    wrapped = dpfast.GradSampleModuleFastGradientClipping(model, loss_reduction="sum")
+    before = torch.get_rng_state()
+    wrapped(torch.randn(4, D, generator=torch.Generator().manual_seed(0)))
+    assert not called and all(p.grad is None for p in model.parameters())
+    assert torch.equal(before, torch.get_rng_state())
