@@ -23,8 +23,11 @@ import triton
 import triton.language as tl
 
 from ._launch import arch_of, launch, validate
-from ._partials import rounded_product, sum_partials, sum_tile
+from ._partials import rounded_product, sum_partials, sum_runs, sum_tile
+from ._rows import sizes
 from ._tiles import Tile
+
+_NOBODYS = 2**62
 
 
 @triton.jit(do_not_specialize=["T", "padding_idx"])
@@ -118,6 +121,9 @@ def lookup_norm(
     *,
     padding_idx: int | None = None,
     tile: Tile | None = None,
+    ids: torch.Tensor | None = None,
+    runs: torch.Tensor | None = None,
+    entries: int = 0,
 ) -> LookupNormResult:
     """Squared norms of an embedding's per-sample gradients, with what bounds their error.
 
@@ -127,6 +133,9 @@ def lookup_norm(
         backprops: (N, T, D), bf16, fp16 or fp32, unit last stride.
         padding_idx: positions with this index add nothing, and are not read.
         tile: instead of the shape's own; its BLOCK_T and BLOCK_D.
+        ids, runs, entries: N units of any number of positions instead, of indices (1, R) below `entries` and backprops
+            (1, R, D). ids (R,) int64 are the positions' units, -1 nobody's; of positions in order of them, nobody's
+            last, the n-th sum is of [runs[n, 0], runs[n, 1]), (N, 2) int64. The bits are those of samples.
     Returns: fresh tensors.
     Raises: ValueError where dtype, shape or layout is none of the above.
     Numerics: the rows in fp32, their squares in fp32, runs in fp64. Deterministic.
@@ -141,12 +150,21 @@ def lookup_norm(
         raise ValueError(f"indices are ({N}, {T}) integers on {device}, not {tuple(indices.shape)} {indices.dtype}")
     if tile is None:
         tile = row_tile(D, arch_of(backprops))
+    if runs is not None:
+        sizes(backprops, runs, 0)
     width = min(D, tile.BLOCK_D) + triton.cdiv(D, tile.BLOCK_D)
-    if 0 in (N, T, D):
-        zeros = torch.zeros(N, dtype=torch.float32, device=device)
+    if 0 in (N, T, D) or (runs is not None and len(runs) == 0):
+        zeros = torch.zeros(N if runs is None else len(runs), dtype=torch.float32, device=device)
         return LookupNormResult(zeros, zeros.clone(), width)
+    if ids is not None:  # another number for each unit and index, the largest for nobody's
+        indices = torch.where(ids < 0, _NOBODYS, ids * entries + indices)
     # Stable: equal indices keep their positions' order, whatever stands beside them. Strides follow the input's.
     index, order = indices.sort(dim=1, stable=True)
+    if ids is not None:
+        nothing = index == _NOBODYS
+        if padding_idx is not None:
+            nothing |= index % entries == padding_idx
+        index, padding_idx = index.masked_fill(nothing, -1), None
     partials = torch.empty((N, 2 * T), dtype=torch.float32, device=device)
     launch(
         _lookup_norm_kernel,
@@ -169,5 +187,8 @@ def lookup_norm(
         BLOCK_R=tile.BLOCK_T,
         BLOCK_D=tile.BLOCK_D,
     )
-    sq_norm, sq_products = sum_partials(partials, T)
+    if runs is None:
+        sq_norm, sq_products = sum_partials(partials, T)
+    else:
+        sq_norm, sq_products = (sum_runs(x, runs).float() for x in partials.view(2, T))
     return LookupNormResult(sq_norm, sq_products, width)

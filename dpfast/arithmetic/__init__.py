@@ -8,7 +8,7 @@ of the proofs (docs/bounds.md), ``cost`` those of the choice of way.
 from dpfast.arithmetic import bounds, buffers, cost, depthwise, ops, products, reference, sums, unit_runs
 from dpfast.arithmetic.backends import backend_report
 from dpfast.arithmetic.bounds import SquaredNorm
-from dpfast.arithmetic.kernel_norms import UnitRuns, lookup_sq_norm
+from dpfast.arithmetic.kernel_norms import UnitRuns, lookup_sq_norm, lookup_unit_sq_norm
 from dpfast.arithmetic.precision import (
     accumulating_dtype,
     exact_arithmetic,
@@ -47,6 +47,7 @@ __all__ = [
     "is_traced",
     "leave_pins_to_inductor",
     "lookup_sq_norm",
+    "lookup_unit_sq_norm",
     "ops",
     "pinned",
     "product_report",

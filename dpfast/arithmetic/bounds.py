@@ -70,12 +70,12 @@ def blocked_terms(terms: int, block: int) -> int:
     return min(terms, block) + -(-terms // block)
 
 
-def dense(total: Tensor, *, width: int, numel: int, dtype: torch.dtype, error: Tensor | None = None) -> SquaredNorm:
+def dense(total: Tensor, *, width: int, numel: Any, dtype: torch.dtype, error: Tensor | None = None) -> SquaredNorm:
     """Bound of ‖v‖² from its computed value.
 
     Args:
         total: computed sum of squares (N,), fp64; no sum in ``dtype`` longer than ``width`` terms.
-        numel: entries of v.
+        numel: entries of v, an int, or of each, (N,).
         error: how far (in L2 norm) v itself may be from the exact gradient, (N,).
     """
     relative, least = dense_terms(width=width, numel=numel, dtype=dtype)
@@ -85,7 +85,7 @@ def dense(total: Tensor, *, width: int, numel: int, dtype: torch.dtype, error: T
     return SquaredNorm(total, exact * (1.0 + 2.0**-40))
 
 
-def dense_terms(*, width: int, numel: int, dtype: torch.dtype) -> tuple[float, float]:
+def dense_terms(*, width: int, numel: Any, dtype: torch.dtype) -> tuple[float, Any]:
     """The two numbers of :func:`dense`: relative to the total, and what underflow can hide."""
     relative = 1.0 / (1.0 - gamma(width + 4, dtype))
     return relative, numel * smallest_normal(dtype) * relative
@@ -135,8 +135,13 @@ def run_error(sq_products: Tensor, *, positions: int, numel: int, dtype: torch.d
             round, (N,).
         numel: entries of all positions.
     """
-    relative = gamma(positions, dtype) / positions
-    return _SLOP * relative * sq_products.sqrt() + positions * smallest_normal(dtype) * numel**0.5
+    relative, least = run_terms(positions=positions, numel=numel, dtype=dtype)
+    return relative * sq_products.sqrt() + least
+
+
+def run_terms(*, positions: int, numel: int, dtype: torch.dtype) -> tuple[float, float]:
+    """The two numbers of :func:`run_error`: relative to s, and what underflow can hide."""
+    return _SLOP * (gamma(positions, dtype) / positions), positions * smallest_normal(dtype) * numel**0.5
 
 
 def direct_error(

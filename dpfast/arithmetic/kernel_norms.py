@@ -119,6 +119,24 @@ def _lookup_sq_norm(indices: Tensor, backprops: Tensor, padding_idx: int | None)
     return bounds.dense(sums.sq_norm.double(), width=sums.width, numel=t * d, dtype=torch.float32, error=error)
 
 
+def lookup_unit_sq_norm(
+    indices: Tensor, backprops: Tensor, padding_idx: int | None, *, entries: int, ids: Tensor, runs: UnitRuns
+) -> SquaredNorm:
+    """The same of units, (U,), that have any number of the positions (1, R, D): ids (R,) say whose each is, and
+    ``runs`` count them sorted by unit."""
+    kernels, _ = import_kernels()
+    d = backprops.shape[2]
+    rows = backprops if backprops.stride(-1) == 1 or d <= 1 else backprops.contiguous()
+    sums = kernels.lookup_norm(indices, rows, padding_idx=padding_idx, entries=entries, ids=ids, runs=runs.places)
+
+    def terms(t: int) -> tuple[float, ...]:
+        return *bounds.run_terms(positions=t, numel=t * d, dtype=torch.float32), float(t * d)
+
+    relative, least, numel = runs.each(terms)
+    error = relative * sums.sq_products.double().sqrt() + least
+    return bounds.dense(sums.sq_norm.double(), width=sums.width, numel=numel, dtype=torch.float32, error=error)
+
+
 _lookup_sq_norm_op = torch.library.custom_op("dpfast::lookup_sq_norm", _lookup_sq_norm, mutates_args=())
 
 

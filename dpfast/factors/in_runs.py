@@ -1,11 +1,14 @@
-"""Outer products of units that are runs of one list of rows, as kernels read them."""
+"""Outer products and lookups of units that have any number of one list's rows, as kernels read them."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor
 
-from dpfast.arithmetic import SquaredNorm, UnitRuns, unit_runs
+from dpfast.arithmetic import SquaredNorm, UnitRuns, lookup_unit_sq_norm, unit_runs
 from dpfast.factors.dense import Dense
+from dpfast.factors.lookup import Lookup
 from dpfast.factors.outer_product import OuterProduct
 
 
@@ -33,3 +36,17 @@ class InRuns:
 
     def kept(self) -> Dense:
         return self.materialized()
+
+
+class LookedUpInRuns(NamedTuple):
+    """Norms of a table's gradients: rows (R, T, ·), the unit of each, and the runs of R·T positions sorted by unit."""
+
+    rows: Lookup
+    ids: Tensor
+    runs: UnitRuns
+
+    def sq_norm(self) -> SquaredNorm:
+        indices, backprops = (x.flatten(0, 1).unsqueeze(0) for x in (self.rows.indices, self.rows.backprops))
+        ids = self.ids.repeat_interleave(self.rows.indices.shape[1])
+        padding_idx, entries = self.rows.padding_idx, self.rows.shape[0]
+        return lookup_unit_sq_norm(indices, backprops, padding_idx, entries=entries, ids=ids, runs=self.runs)

@@ -26,7 +26,7 @@ from torch import Tensor
 from dpfast.arithmetic import SquaredNorm, accumulating_dtype, bounds, gram_positions, ops, reference, sums, unit_runs
 from dpfast.errors import InputError
 from dpfast.factors.dense import Dense, Factor
-from dpfast.factors.in_runs import InRuns
+from dpfast.factors.in_runs import InRuns, LookedUpInRuns
 from dpfast.factors.lookup import Lookup
 from dpfast.factors.outer_product import OuterProduct
 from dpfast.factors.reshaped import Blocks, Reshaped
@@ -146,8 +146,18 @@ class Ragged:
         return Parted(parts, self.runs.num_units, self.rows)
 
     def _for_norms(self) -> Iterator[Part]:
-        """:meth:`_parts`, but units of several lengths together where rows of zeros change no bit."""
+        """:meth:`_parts`, but units of several lengths together where rows of zeros change no bit, and, where kernels
+        run, all lookups in one go."""
         rows: Any = self.rows
+        if (
+            isinstance(rows, Lookup)
+            and rows.backprops.numel()
+            and self.runs.buckets
+            and ops.runs_kernels(rows.backprops)
+        ):
+            launch = self.runs.sorted_launch(rows.indices.shape[1], rows.device)
+            yield launch.units, LookedUpInRuns(rows, self.runs.ids_on(rows.device), launch.runs)
+            return
         alike: dict[int, Any] = {}
         if isinstance(rows, OuterProduct) and rows.activations.shape[1] == 1 and not ops.runs_kernels(rows.backprops):
             lengths = [bucket.length for bucket in self.runs.buckets]

@@ -124,6 +124,15 @@ class Runs:
         self._launched[key] = found
         return found
 
+    def sorted_launch(self, positions: int, device: torch.device) -> Launch:
+        """All units that have rows, which are counted sorted by unit; nobody's are behind them."""
+        key = positions, device
+        if key not in self._launched:
+            units = torch.cat([bucket.units for bucket in self.buckets])
+            runs = _unit_runs(self.offsets[units], self.counts[units], positions, device)
+            self._launched[key] = [Launch(units, slice(None), runs)]
+        return self._launched[key][0]
+
     @cached_property
     def is_equal(self) -> bool:
         """Whether every row is somebody's and all units have equally many, which stand together and in order."""

@@ -5,7 +5,7 @@ import torch
 from standing_for import assert_stands_for, ordinary
 
 from dpfast.arithmetic import reference
-from dpfast.factors import OuterProduct, Runs, by_unit
+from dpfast.factors import Lookup, OuterProduct, Runs, by_unit
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LENGTHS = [0, 1, 2, 5, 17, 1, 45, 5]
@@ -89,3 +89,23 @@ def test_a_neighbours_nan_reaches_nobody():
         others = torch.arange(UNITS) != 4
         assert all(torch.equal(x[others], y[others]) for x, y in zip(clean, spoilt, strict=True))
         assert spoilt.upper[4].isnan()
+
+
+@pytest.mark.parametrize("positions", [1, 3])
+def test_lookups_have_one_launch_and_a_samples_bits(launches, positions):
+    ids = whose(False)
+    indices = torch.randint(0, 6, (len(ids), positions), generator=torch.Generator().manual_seed(0))
+    backprops = ordinary(len(ids), positions, 20, seed=1).to(torch.bfloat16).to(DEVICE)
+    backprops[ids == -1] = float("nan")
+    factor = Lookup(indices.to(DEVICE), backprops, 6, padding_idx=2)
+    found = by_unit(factor, Runs(ids, UNITS)).sq_norm()
+    assert launches == ["_lookup_norm_kernel", "_sum_partials_kernel", "_sum_partials_kernel"]
+    assert found.value[LENGTHS.index(0)] == 0
+    for unit in (1, 4, 6):
+        own = (ids == unit).to(DEVICE)
+        alone = by_unit(factor, Runs(torch.where(ids == unit, 0, -1), 1)).sq_norm()
+        sample = Lookup(factor.indices[own].view(1, -1), backprops[own].view(1, -1, 20), 6, padding_idx=2).sq_norm()
+        for x, y, z in zip(found, alone, sample, strict=True):
+            assert torch.equal(x[unit], y[0]) and torch.equal(x[unit], z[0])
+    empty = by_unit(factor.taken(slice(0, 0)), Runs(ids[:0], 3)).sq_norm()
+    assert torch.equal(empty.upper, torch.zeros(3, dtype=torch.float64, device=DEVICE))

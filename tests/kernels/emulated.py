@@ -72,6 +72,18 @@ def run_launches(a, b, runs, tile):
     yield (found.grad_sample, found.sq_norm, found.row_products), (*exact, products)
     yield gram_norm(a, b, tile=tile, **bounded, **runs)[:1], exact[1:]
     yield (sum_runs(norms[0] * norms[1], runs["runs"]),), (products,)
+    ids = torch.full(a.shape[1:2], -1)
+    for n, (i, j) in enumerate(runs["runs"].tolist()):
+        ids[i:j] = n
+    indices = torch.arange(len(ids)).unsqueeze(0) % 5
+    table = torch.zeros(len(runs["runs"]), 5, b.shape[2], dtype=torch.float64)
+    table.index_put_((ids[ids >= 0], indices[0, ids >= 0]), b[0, ids >= 0].double(), accumulate=True)
+    ends = runs["runs"].diff(dim=1).cumsum(0)
+    in_order = torch.cat([torch.cat([ends.new_zeros(1, 1), ends[:-1]]), ends], dim=1)
+    yield (
+        (lookup_norm(indices, b, padding_idx=1, ids=ids, runs=in_order, entries=5).sq_norm,),
+        (table[:, [0, 2, 3, 4]].square().sum((1, 2)),),
+    )
     thin = grouped_outer_norm([a], [b[..., :16]], keep=True, **runs)
     yield (thin.grad_sample[0],), (exact[0][:, :16],)
 

@@ -8,7 +8,15 @@ import pytest
 import torch
 from kernel_cases import BF16, DEVICE, assert_close, identical
 
-from dpfast.kernels import _partials, gram_norm, outer_norm, outer_product, row_sq_norm, weighted_sum
+from dpfast.kernels import (
+    _partials,
+    gram_norm,
+    grouped_outer_norm,
+    outer_norm,
+    outer_product,
+    row_sq_norm,
+    weighted_sum,
+)
 from dpfast.kernels._rows import row_sources
 from dpfast.kernels._tiles import Tile
 
@@ -87,6 +95,15 @@ def test_weighted_sums(pair, tile):
         actual = weighted_sum(*far, c, bias=True, tile=tile)
     for x, y in zip(actual, weighted_sum(*packed, c, bias=True, tile=tile), strict=True):
         assert identical(x, y)
+
+
+@pytest.mark.parametrize("launcher", [outer_norm, gram_norm, lambda a, b, **o: grouped_outer_norm([a], [b], **o)])
+def test_runs_that_begin_far_away(launcher):
+    packed = [torch.ones(1, 2, F, dtype=BF16, device=DEVICE).cumsum(2) for F in (D, P)]
+    far = [spread(x, 1) for x in packed]
+    with in_place():
+        actual = launcher(*far, runs=torch.tensor([[1, 2]], device=DEVICE), longest=1)
+    assert identical(actual.sq_norm, launcher(*(x[:, 1:] for x in packed)).sq_norm)
 
 
 def test_norms_of_rows(pair):
