@@ -43,7 +43,7 @@ def test_units_stand_for_their_rows(kind, in_order, monkeypatch):
     gradients = torch.einsum("ntp,ntd->npd", factor.backprops.cpu().double(), factor.activations.cpu().double())
     exact.index_add_(0, ids[ids >= 0], gradients[ids >= 0])
     units = by_unit(factor, Runs(ids, UNITS))
-    assert_stands_for(units, exact)
+    assert_stands_for(units, exact.to(DEVICE))
     together = units.sq_norm()
     monkeypatch.setattr(reference, "WORKSPACE_BYTES", 50 * factor.nbytes // len(ids))  # rows brought together in pieces
     assert all(map(torch.equal, by_unit(factor, Runs(ids, UNITS)).sq_norm(), together))

@@ -21,7 +21,7 @@ def assert_stands_for(factor, exact):
         assert (upper.sqrt() >= norms).all()
         assert (upper.sqrt() <= norms * 1.001 + 1e-10).all()
         assert (upper >= value).all()
-        c = torch.rand(n, generator=torch.Generator().manual_seed(0))
+        c = torch.rand(n, generator=torch.Generator().manual_seed(0)).to(exact.device)
         summed = form.weighted_sum(c)
         assert summed.shape == factor.shape
         assert relative_error(summed, torch.einsum("n,n...->...", c.double(), exact)) <= 1e-5
