@@ -280,13 +280,19 @@ class Parted:
             if dense.error is not None:
                 _add_to(errors, units, dense.error)
             norms.append((units, dense.norm))
-        norm = None
-        if norms and all(known is not None for _, known in norms):
-            norm = SquaredNorm(self._zeros(), self._zeros())
-            for units, known in norms:
-                for of_all, some in zip(norm, known, strict=True):
-                    _add_to(of_all, units, some)
-        return Dense(values, error=errors, norm=norm)
+        return Dense(values, error=errors, norm=self._known(norms))
+
+    def _known(self, norms: list[Part]) -> SquaredNorm | None:
+        """The norms of units, each in one part at most, where all parts' are known already."""
+        if not norms or any(units is None or norm is None for units, norm in norms):
+            return None
+        zeros = torch.zeros(1, *self.shape, dtype=self.dtype, device=self.device)
+        nothing = Dense(zeros, error=self._zeros()[:1]).sq_norm()
+        found = SquaredNorm(*(x.repeat(self.num_samples) for x in nothing))
+        for units, norm in norms:
+            for of_all, some in zip(found, norm, strict=True):
+                of_all.index_copy_(0, units.to(of_all.device), some)  # type: ignore[union-attr]  # not None, see above
+        return found
 
     def kept(self) -> Factor:
         return self

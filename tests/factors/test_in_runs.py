@@ -30,9 +30,9 @@ def rows(kind, r, dtype=torch.float32):
 
 
 def bits(factor):
-    """Of each unit: norms, of written gradients with their bounds, and these."""
-    norm, dense = factor.sq_norm(), factor.materialized()
-    return [norm.value, *dense.sq_norm(), factor.materialize(), dense.values, factor.kept().materialize()]
+    """Of each unit: norms, those of gradients that are written with their bounds, and the gradients."""
+    norm, dense, kept = factor.sq_norm(), factor.materialized(), factor.kept()
+    return [norm.value, kept.sq_norm().value, *dense.sq_norm(), factor.materialize(), dense.values, kept.materialize()]
 
 
 @pytest.mark.parametrize(("kind", "in_order"), [("gram and direct", True), ("thin", False), ("records", False)])
@@ -57,6 +57,8 @@ def test_a_unit_has_the_bits_of_a_sample_and_in_any_company_its_own(kind, dtype)
     factor = rows(kind, len(ids), dtype)
     units = by_unit(factor, Runs(ids, UNITS))
     together, upper = bits(units), units.sq_norm().upper
+    without_rows = bits(by_unit(factor, Runs(torch.full_like(ids, -1), 1)))
+    assert all(torch.equal(x[0], y[0]) for x, y in zip(together, without_rows, strict=True))
     for unit in (1, 4, 6):
         own = ids == unit
         alone = by_unit(factor, Runs(torch.where(own, 0, -1), 1))
