@@ -10,7 +10,7 @@ import torch
 from killed_worker import SECONDS
 
 
-@pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])
+@pytest.mark.parametrize("wrapper", ["DDP", "FSDP2", "TP"])
 @pytest.mark.parametrize("how", ["is killed", "hangs"])
 def test_the_other_rank_raises_and_has_no_gradient(tmp_path, wrapper, how):
     env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}

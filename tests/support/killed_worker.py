@@ -11,6 +11,9 @@ from ddp_worker import case, losses, part, wrapped
 from fsdp_worker import case as sharded_case
 from fsdp_worker import losses as sharded_losses
 from fsdp_worker import shard
+from tp_worker import case as parted_case
+from tp_worker import losses as parted_losses
+from tp_worker import parallel
 
 import dpfast
 
@@ -25,13 +28,16 @@ def main():
     if wrapper == "DDP":
         model, x, y = case("mlp")
         call, _, _ = wrapped(model, bucket_cap_mb=0.0005)
+    elif wrapper == "TP":
+        model, x, y = parted_case()
+        call = dpfast.GradSampleModuleFastGradientClipping(parallel(model, "positions"), loss_reduction="sum")
     else:
         model, x, y = sharded_case()
         call = dpfast.GradSampleModuleFastGradientClipping(shard(model), loss_reduction="sum")
-    loss_of = losses if wrapper == "DDP" else sharded_losses
+    loss_of = {"DDP": losses, "TP": parted_losses}.get(wrapper, sharded_losses)
     for step in range(2):
         call.zero_grad()
-        loss = loss_of(call, part(x), part(y)).sum()
+        loss = (loss_of(call, x, y) if wrapper == "TP" else loss_of(call, part(x), part(y))).sum()
         if step == 1 and rank == 1:
             if how == "hangs":
                 time.sleep(10 * SECONDS)
