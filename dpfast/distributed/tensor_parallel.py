@@ -148,14 +148,15 @@ class TensorParallel:
         valid: Tensor | None = None,
     ) -> list[SquaredNorm]:
         """Squared norms of whole gradients from those of this rank's parts: of each parameter, or of all together. One
-        all-gather of two fp64 numbers a sample (and parameter), and 18 more, by which ranks see that they agree.
+        all-gather of two fp64 numbers a sample, and 18 more, by which ranks see that they agree; by parameter, another
+        one of two numbers a sample and parameter.
 
         Args:
             norms: (N,) each; None for what the step has not used. settings, valid: what all ranks must have alike.
 
         Raises:
             StateError: on all ranks, where they were called with other inputs, have other settings, or other gradients
-                of what each of them has whole. On a GPU, where nobody waits, norms are NaN then.
+                of what each of them has whole. On a GPU, where nobody waits but by parameter, norms are NaN then.
         """
         used = {p: norm for p, norm in norms.items() if norm is not None}
         some = next((norm.value for norm in used.values()), torch.zeros(0, dtype=torch.float64))
@@ -169,25 +170,30 @@ class TensorParallel:
             for p, norm in norms.items()
         ]
         own = torch.stack(mine) if mine else nothing.unsqueeze(0)
-        if not by_parameter:
-            own = own.sum(0, keepdim=True)
-        same = agreement(*settings, [self._names.get(p) for p in norms]).to(some.device)
+        same = agreement(*settings, by_parameter, [self._names.get(p) for p in norms]).to(some.device)
         replicas = torch.stack([upper.sum() for upper in uppers.values()]).sum() if uppers else some.new_zeros(())
         inputs = self._inputs.to(some.device)
         inputs = inputs if valid is None else inputs + _checksum(valid).to(some.device)
         checks = torch.cat((torch.stack((inputs, replicas)), same.double()))
-        message = torch.cat((own.flatten(), checks))
-        every = message.new_empty(self.number * len(message))
-        dist.all_gather_into_tensor(every, message, group=self._group)
-        parts = every.view(self.number, -1)
-        bits = parts[:, own.numel() :].contiguous().view(torch.int64)  # of numbers that may be NaN
+        together = own.sum(0, keepdim=True)
+        parts = self._gathered(torch.cat((together.flatten(), checks)))
+        bits = parts[:, together.numel() :].contiguous().view(torch.int64)  # of numbers that may be NaN
         differ = (bits != bits[0]).any(0)
-        if differ.device.type == "cpu" and differ.any():
+        if (by_parameter or differ.device.type == "cpu") and differ.any():
             self._refuse(differ.tolist(), uppers)
-        total = parts[:, : own.numel()].view(self.number, *own.shape).sum(0)
+        if by_parameter:  # whose message has one length on all ranks, as is known by now
+            total = self._gathered(own.flatten()).view(self.number, *own.shape).sum(0)
+        else:
+            total = parts[:, : together.numel()].view(self.number, *together.shape).sum(0)
         value, upper = total.masked_fill(differ.any(), torch.nan).unbind(1)
         upper = upper * (1.0 + (len(mine) + self.number + 2) * 2.0**-53)
         return [SquaredNorm(v, u) for v, u in zip(value, upper, strict=True)]
+
+    def _gathered(self, message: Tensor) -> Tensor:
+        """Every rank's, a row each."""
+        every = message.new_empty(self.number * len(message))
+        dist.all_gather_into_tensor(every, message, group=self._group)
+        return every.view(self.number, -1)
 
     def _refuse(self, differ: list[bool], uppers: Mapping[nn.Parameter, Tensor]) -> None:
         samples, _, *settings = differ

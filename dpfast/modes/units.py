@@ -272,7 +272,8 @@ def factors_of(
     if part is not None:
         if units is not None:
             raise UnsupportedModuleError(
-                f"{tap.layer} has DTensor parameters (tensor parallel), without units(...) alone"
+                f"{tap.layer} has parts of parameters (tensor parallel), and units(...) is not known of them; take "
+                "fully_shard or DistributedDataParallel, or clip samples"
             )
         module, activations, backprops = part.module, part.activations, part.backprops
     picked = record.picked

@@ -127,6 +127,7 @@ def test_a_run_goes_on_on_another_grid(ranks):
         ("threshold of shards", "ranks disagree on what is clipped to what"),
         ("threshold of one", "ranks disagree on what is clipped to what"),
         ("inputs", "called with different inputs"),
+        ("random", "that each rank of a tensor parallel mesh has whole .* random numbers differ"),
     ],
 )
 def test_ranks_that_disagree_all_raise(ranks, what, message):

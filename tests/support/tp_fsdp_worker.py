@@ -114,9 +114,10 @@ def accumulated():
     return gradients(model), collectives
 
 
-def refused(threshold=C, inputs=None, **options):
+def refused(how="features", before=lambda: None, threshold=C, inputs=None, **options):
     """The error of a step, and whether no parameter has a gradient after it."""
-    model, module, x, y = built(max_grad_norm=threshold, **options)
+    model, module, x, y = built(how, max_grad_norm=threshold, **options)
+    before()
     x, y = part(x), part(y)
     error = attempt(backward, module, x if inputs is None else inputs(x), y)
     return error, all(p.grad is None for p in model.parameters())
@@ -223,6 +224,7 @@ def main():
     found["threshold of shards"] = refused(threshold=C * (1 + rank // 2))
     found["threshold of one"] = refused(threshold=C * (1 + (rank == 3)))
     found["inputs"] = refused(inputs=lambda x: x.roll(rank % 2, 0))
+    found["random"] = refused("vocabulary", lambda: torch.manual_seed(rank), model={"dropout": 0.5})
     found["GradSampleModule"] = attempt(backward, built(cls=dpfast.GradSampleModule)[1], *case()[1:])
     found["without a secret"], found["engine"] = attempt(without_a_secret), attempt(engine)
     return found

@@ -1,0 +1,87 @@
+"""Two and three processes on a CPU (gloo) with tensor parallel as few would place it, against one process."""
+
+import re
+
+import pytest
+import torch
+import tp_odd_worker
+import tp_worker
+from cases import assert_gradients
+from processes import run_ranks
+from tp_odd_worker import DISAGREEMENTS, Columns, case, losses, with_adapters
+from tp_worker import C
+
+from dpfast.testing import clipped_sum, loop_over_samples, norms_of
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    return run_ranks(tp_odd_worker.__file__, tmp_path_factory.mktemp("odd"))
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory):
+    return run_ranks(tp_odd_worker.__file__, tmp_path_factory.mktemp("odd"), ranks=3)
+
+
+def assert_step(ranks, what, samples, tolerance=1e-5):
+    for rank in ranks:
+        assert not isinstance(rank[what], str), rank[what]
+        assert_gradients(rank[what][0], clipped_sum(samples, C), tolerance)
+        assert torch.allclose(rank[what][1].double(), norms_of(samples), rtol=tolerance)
+
+
+def exact(model, x, *labels, of=losses):
+    return loop_over_samples(model, lambda m, *batch: of(m, *batch).sum(), x, *labels)
+
+
+@pytest.mark.parametrize("number", ["ranks", "three"])
+def test_layers_in_odd_places(request, number):
+    """Also columns without rows behind them, where each rank has the loss of its own features."""
+    ranks, (model, x) = request.getfixturevalue(number), case()
+    assert_step(ranks, "columns and rows", exact(model, x))
+    assert_step(ranks, "one position", exact(model, x[:, 0], of=lambda m, x: m(x).square().sum(1)))
+    assert_step(ranks, "columns", exact(*case(Columns)))
+    assert_step(ranks, "wrapped first", exact(model, x))
+
+
+def test_one_layer_alone(ranks):
+    assert_step(ranks, "columns, gathered", exact(*case(Columns)))
+    assert_step(ranks, "rows", exact(*case()))
+
+
+def test_adapters_of_parted_layers(ranks):
+    assert_step(ranks, "adapters", exact(*with_adapters(), of=tp_worker.losses))
+
+
+def test_a_loss_of_parts_of_the_vocabulary(ranks):
+    assert_step(ranks, "loss of parts", tp_worker.exact())
+
+
+@pytest.mark.parametrize("how", ["autocast", "bf16"])
+def test_16_bit(ranks, how):
+    assert_step(ranks, how, exact(*case()), tolerance=0.03)
+
+
+def test_ranks_with_their_own_random_numbers_release_no_more_than_they_measure(ranks):
+    """Where no rank has a whole parameter by which it would be seen, each part's norm is that of what is released."""
+    for rank in ranks:
+        released, norm = rank["own random numbers"]
+        assert norm > C
+        assert C * (1 - 1e-4) < released <= C * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("what", DISAGREEMENTS)
+def test_ranks_that_disagree_all_raise(ranks, what):
+    """Also where one of them would send a message of another length."""
+    for rank in ranks:
+        error, untouched = rank[what]
+        assert re.search("StateError: ranks disagree on what is clipped to what", str(error)), error
+        assert untouched
+
+
+def test_units_are_refused(ranks):
+    for rank in ranks:
+        assert re.search(r"UnsupportedModuleError: down \(Linear\) has parts .* and units", rank["units"]), rank[
+            "units"
+        ]

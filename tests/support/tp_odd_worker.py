@@ -1,0 +1,167 @@
+"""One rank of tests/distributed/test_odd_tensor_parallel.py: odd places, adapters, ranks that disagree."""
+
+import peft
+import torch
+import torch.distributed as dist
+import tp_worker
+from processes import attempt, rank_main
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
+from tp_worker import C, mesh, parallel, whole, wrapped
+
+import dpfast
+
+
+class Net(nn.Module):
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.first, self.up, self.down = nn.Linear(5, 8), nn.Linear(8, 12), nn.Linear(12, 6)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(self.dropout(torch.tanh(self.first(x))))))
+
+
+class Columns(Net):
+    """Ends with a layer that may be parted by columns."""
+
+    def forward(self, x):
+        return self.up(torch.tanh(self.first(x)))
+
+
+def case(net=Net, **options):
+    """A model and inputs (N, T, D)."""
+    torch.manual_seed(0)
+    model = net(**options)
+    if net is Columns:
+        del model.down
+    return model, torch.randn(4, 7, 5)
+
+
+def losses(model, x):
+    """A sum over features, of which each rank may have its own."""
+    return model(x).square().sum(-1).mean(1)
+
+
+def with_adapters():
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=3, target_modules=["q", "o", "up", "down"], lora_alpha=5)
+    model = peft.get_peft_model(tp_worker.Model(), config)
+    for name, p in model.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(p, std=0.3)
+    return model, *tp_worker.case()[1:]
+
+
+def parted(model, **styles):
+    return parallelize_module(model, mesh(), styles or {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+def gradients(model):
+    return {name: whole(p.grad) for name, p in model.named_parameters() if p.requires_grad}
+
+
+def step(model, x, *labels, of=losses, later=False, **options):
+    """({name: p.grad of all parts}, norms); ``later``: parted after it is wrapped."""
+    module = wrapped(model, **options)
+    if later:
+        parted(model)
+    of(module, x, *labels).sum().backward()
+    return gradients(model), module.get_norm_sample()
+
+
+def adapters():
+    model, x, y = with_adapters()
+    column, row = ColwiseParallel, RowwiseParallel
+    for block in model.base_model.model.blocks:
+        plan = {"k": column(), "v": column()}
+        plan |= {f"{name}.{part}": column() for name in ("q", "up") for part in ("base_layer", "lora_B.default")}
+        plan |= {f"{name}.{part}": row() for name in ("o", "down") for part in ("base_layer", "lora_A.default")}
+        parallelize_module(block, mesh(), plan)
+    return step(model, x, y, of=tp_worker.losses)
+
+
+def loss_of_parts():
+    model, x, y = tp_worker.case()
+    parallel(model)
+    parallelize_module(model, mesh(), {"head": ColwiseParallel(use_local_output=False)})
+
+    def of(module, x, y):
+        own = nn.functional.cross_entropy(module(x).flatten(0, 1), y.flatten(), reduction="none")
+        return (own.to_local() if isinstance(own, DTensor) else own).view(y.shape).mean(1)
+
+    with loss_parallel():
+        return step(model, x, y, of=of)
+
+
+def half(autocast):
+    model, x = case()
+    if not autocast:
+        model, x = model.bfloat16(), x.bfloat16()
+    module = wrapped(parted(model))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        own = losses(module, x)
+    own.sum().backward()
+    return gradients(model), module.get_norm_sample()
+
+
+def own_random_numbers():
+    """The norm of one sample's clipped gradient, of parted weights alone, and what was measured of it."""
+    model, x = case(dropout=0.5)
+    for p in (model.first.weight, model.first.bias, model.down.bias):
+        p.requires_grad_(False)
+    module = wrapped(parted(model))
+    torch.manual_seed(dist.get_rank())
+    losses(module, x[:1]).sum().backward()
+    total = torch.stack([g.norm() for g in gradients(model).values()]).norm()
+    return float(total), float(module.get_norm_sample())
+
+
+def disagreeing(what):
+    """The error, and whether no parameter has a gradient."""
+    model, x = case()
+    other, per_layer = dist.get_rank() == 1, dpfast.ConstantPerLayerClipper(C)
+    if what.startswith("trainable"):
+        model.down.bias.requires_grad_(not other)
+    clipper = per_layer if what == "trainable, per layer" or (what == "clipper" and other) else None
+    module = wrapped(parted(model), norm_clipper=clipper, passes=2 if what == "passes" and other else 1)
+    error = attempt(lambda: losses(module, x).sum().backward())
+    return error, all(p.grad is None for p in model.parameters())
+
+
+def of_units():
+    model, x = case()
+    module = wrapped(parted(model))
+    with module.units(torch.tensor([0, 1, 1, -1]), 2):
+        losses(module, x).sum().backward()
+
+
+DISAGREEMENTS = ("trainable", "trainable, per layer", "clipper", "passes")
+
+
+def main():
+    columns = case(Columns)
+    found = {
+        "columns and rows": attempt(lambda: step(parted(case()[0]), case()[1])),
+        "one position": attempt(lambda: step(parted(case()[0]), case()[1][:, 0], of=lambda m, x: m(x).square().sum(1))),
+        "columns": attempt(step, parted(columns[0], up=ColwiseParallel()), columns[1]),
+        "wrapped first": attempt(step, *case(), later=True),
+    }
+    if dist.get_world_size() == 3:
+        return found
+    gathered, rows = case(Columns), case()
+    found["columns, gathered"] = attempt(
+        step, parted(gathered[0], up=ColwiseParallel(output_layouts=Replicate())), gathered[1]
+    )
+    found["rows"] = attempt(step, parted(rows[0], down=RowwiseParallel(input_layouts=Replicate())), rows[1])
+    found["adapters"], found["loss of parts"] = attempt(adapters), attempt(loss_of_parts)
+    found["autocast"], found["bf16"] = attempt(half, True), attempt(half, False)
+    found["own random numbers"], found["units"] = attempt(own_random_numbers), attempt(of_units)
+    for what in DISAGREEMENTS:
+        found[what] = disagreeing(what)
+    return found
+
+
+if __name__ == "__main__":
+    rank_main(main)
