@@ -127,4 +127,4 @@ def _likeness(record: Record, activations: Activations, backprops: Any) -> Hasha
     own = tap.module._parameters.items()  # by name: one that was deleted and set again stands last
     trainable = tuple([name for name, p in own if p is not None and p.requires_grad])
     stream = torch.cuda.current_stream(device) if b.is_cuda else device
-    return rule, like, trainable, shape_a, shape_b, a.dtype, b.dtype, stream
+    return rule, like, trainable, len(record.parameters), shape_a, shape_b, a.dtype, b.dtype, stream

@@ -216,3 +216,28 @@ def test_a_tap_costs_few_ops():
             counts.append(ops.count)
         more[private] = counts[1] - counts[0]
     assert more[True] - more[False] <= 0  # a layer's sums of gradients, which are not taken, are as many
+
+
+def test_a_parameter_that_is_unfrozen_before_the_backward_pass():
+    """Its layer is not alike the others then: the forward pass has caught nothing of it."""
+    model, x = blocks(), torch.randn(N, T, D)
+    model[1].up.weight.requires_grad_(False)
+    exact = loop_over_samples(model, lambda m, x: losses(m, x).sum(), x)
+    wrapped = dpfast.GradSampleModuleFastGradientClipping(model, loss_reduction="sum")
+    values = losses(wrapped, x)
+    model[1].up.weight.requires_grad_(True)
+    values.sum().backward()
+    assert not model[1].up.weight.grad.any()
+    for name, expected in clipped_sum(exact, 1.0).items():
+        assert relative_error(model.get_parameter(name).grad, expected) <= 1e-5, name
+
+
+def test_a_second_backward_pass_through_one_graph_adds_the_same_once_more():
+    model, x = blocks(), torch.randn(N, T, D)
+    wrapped = dpfast.GradSampleModuleFastGradientClipping(model, loss_reduction="sum")
+    loss = losses(wrapped, x).sum()
+    loss.backward(retain_graph=True)
+    once, norms = [p.grad.clone() for p in model.parameters()], wrapped.get_norm_sample()
+    loss.backward()
+    assert torch.equal(norms, wrapped.get_norm_sample())
+    assert all(torch.equal(p.grad, 2 * g) for p, g in zip(model.parameters(), once, strict=True))
