@@ -9,17 +9,18 @@ from scale_model import LLAMA2, Batch, collectives, memory, numel
 ON_PAPER = {"DDP": (8, 1024), "FSDP2": (8, 64, 256, 1024), "TP": (8,)}
 BATCH = Batch(1, 4096, 2)
 HOW = (
-    "*ms* is the CPU time of all ranks together, *ratio* the median over rounds of (leg / plain in the same wrapper) "
-    "within a round, its quartiles beside it. *None* is the step of one process, which each rank takes by itself: "
-    "what a ratio would be without a wrapper. *Wall* is the same ratio of wall times of the slowest rank. Ranks are "
-    "processes that share cores with each other and with whatever else runs, so wall times say little here. *Waits* "
-    "is the wall time of a step in which a rank's own thread does not run, the mean over ranks, of the round in which "
-    "it is least: waits for collectives, and for a core. What overlaps is counted, not timed: *exposed* are the bytes "
+    "*ms* is the CPU time of all ranks together, *ratio* the median over rounds of (leg / plain in the same "
+    "wrapper) within a round, its quartiles beside it. *None* is the step of one process, which each rank takes by "
+    "itself: what a ratio would be without a wrapper. *Wall* is the same ratio of wall times of the slowest rank. "
+    "Ranks are processes that share cores with each other and with whatever else runs, so wall times say little "
+    "here. *Waits* is the wall time of a step in which a rank's own thread does not run, the mean over ranks, of "
+    "the round in which it is least: waits for collectives, and for a core; that of *none*, which has no "
+    "collectives, tells how much of it is the latter. What overlaps is counted, not timed: *exposed* are the bytes "
     "of collectives beside which no matrix product ran between the start and the wait. On a CPU FSDP2's own "
     "collectives block, on a GPU they run beside the backward. Bytes are those that one rank puts in, MB are 10⁶. "
     "*Peak* is the most that tensors take in a forward and backward beyond what stands between steps (without "
-    "gradients), *kept* what of it are the samples' factors when the sums begin, *flying* the most that is on its way "
-    "to other ranks at one time: under FSDP2 the sums of two units. *Error* is the largest relative error of a "
+    "gradients), *kept* what of it are the samples' factors when the sums begin, *flying* the most that is on its "
+    "way to other ranks at one time: under FSDP2 the sums of two units. *Error* is the largest relative error of a "
     "parameter's gradient against an fp64 loop over samples."
 )
 
