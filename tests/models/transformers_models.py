@@ -121,7 +121,8 @@ HEADS = {
     ),
     "AutoModel (text)": (
         ids,
-        "aya_vision clip_text_model deepseek_vl dpr embedding_gemma2 embedding_gemma2_text fun_asr_nano aria",
+        "aya_vision clip_text_model deepseek_vl dpr embedding_gemma2 embedding_gemma2_text fun_asr_nano aria "
+        "higgs_audio_v2",
     ),
     "AutoModel (texts)": (
         both,

@@ -1,8 +1,9 @@
-"""Models of Hugging Face whose layers see sizes that are no batch: right, whatever N is."""
+"""Models whose layers see sizes that are no batch, most of Hugging Face: right, whatever N is."""
 
 import huggingface
 import pytest
 import torch
+from torch import nn
 
 import dpfast
 from dpfast.testing import loop_over_samples, norms_of, relative_error
@@ -51,4 +52,39 @@ def test_models_of_hugging_face_are_right(name, n):
     exact = loop_over_samples(model, huggingface.summed_loss, inputs)
     wrapped = dpfast.GradSampleModuleFastGradientClipping(model, loss_reduction="sum")
     huggingface.summed_loss(wrapped, inputs).backward()
+    assert relative_error(wrapped.get_norm_sample(), norms_of(exact)) <= 1e-5
+
+
+class Twice(nn.Module):
+    """One layer, called with its samples where they are and somewhere else."""
+
+    def __init__(self, turn, back):
+        super().__init__()
+        self.first, self.lin, self.turn, self.back = nn.Linear(6, 6), nn.Linear(6, 6), turn, back
+
+    def forward(self, x):
+        h = torch.tanh(self.first(x))
+        return self.lin(h) + self.back(self.lin(self.turn(h)), h)
+
+
+TURNED = (lambda h: h.transpose(0, 1), lambda y, h: y.transpose(0, 1))
+FOLDED = (lambda h: h.flatten(0, 1), lambda y, h: y.view_as(h))
+POOLED = (lambda h: h.mean(1), lambda y, h: y.unsqueeze(1))
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize(("n", "t"), [(4, 5), (5, 5), (6, 6), (1, 5)])
+@pytest.mark.parametrize("ways", [TURNED, FOLDED, POOLED], ids=["turned", "folded", "pooled"])
+def test_one_layer_with_its_samples_in_two_places(ways, n, t, passes):
+    """Right, or refused by name where outputs of one rank have them in two dimensions; T = N and T = N = D too."""
+    torch.manual_seed(0)
+    model, x = Twice(*ways), torch.randn(n, t, 6)
+    exact = loop_over_samples(model, lambda m, x: m(x).square().sum(), x)
+    wrapped = dpfast.GradSampleModuleFastGradientClipping(model, loss_reduction="sum", passes=passes)
+    loss = wrapped(x).square().sum()
+    if ways is TURNED:
+        with pytest.raises(dpfast.DpfastError, match=r"^lin \(Linear\): its samples are in different dimensions"):
+            loss.backward()
+        return
+    loss.backward()
     assert relative_error(wrapped.get_norm_sample(), norms_of(exact)) <= 1e-5
