@@ -27,7 +27,7 @@ from dpfast.modes.scalar_loss import check_losses
 from dpfast.modes.second_pass import FirstPass, Output, SecondPass
 from dpfast.modes.steps import Mode, Step, Steps, check_answer, check_valid
 from dpfast.modes.swapped import SwappedParameters
-from dpfast.modes.units import Units, check_same, factors_of, units_here
+from dpfast.modes.units import Units, check_same, factors_of, units_here, units_of_forward
 from dpfast.rules import experts, functorch
 from dpfast.taps import (
     Activations,
@@ -190,7 +190,7 @@ class TappedModel:
         size = num_samples(leaves, self.batch_dim)
         if size is not None and self._probe.look((args, kwargs), leaves, size):
             expect_loss(self)
-        units = units_here(self)
+        units = units_of_forward(self)
         if units is not None and self.enabled and torch.is_grad_enabled():
             units.look(self._documents, (args, kwargs))
         running.inputs = {storage(x) for x in tensors}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,7 @@ from dpfast.taps import (
     Source,
     Told,
     batch_in_front,
+    in_backward,
     taps_suspended,
     tokens_in,
     unfolded,
@@ -161,6 +163,21 @@ class _Here(threading.local):
 _here = _Here()
 
 
+_blocks: Counter[int] = Counter()
+"""How many threads are within ``units(...)`` of each tapped model."""
+
+
+def units_of_forward(taps: object) -> Units | None:
+    """Those of a forward pass that begins in this thread. Raises StateError where another thread is in their block."""
+    found = units_here(taps)
+    if found is None and _blocks[id(taps)] and in_backward() is None:
+        raise StateError(
+            "another thread is within units(...) of this model, and this forward pass is outside of it, so its samples "
+            "would be clipped one by one: enter units(...) in the thread that calls the model"
+        )
+    return found
+
+
 def units_here(taps: object) -> Units | None:
     """Those of a tapped model's forward that runs in this thread now."""
     return _here.of.get(id(taps))
@@ -240,11 +257,14 @@ class PerUnit(nn.Module):
 
     @contextmanager
     def _within(self, given: Units) -> Iterator[None]:
-        _here.of[id(self._tapped)] = given
+        taps = id(self._tapped)
+        _here.of[taps] = given
+        _blocks[taps] += 1
         try:
             yield
         finally:
-            del _here.of[id(self._tapped)]
+            _blocks[taps] -= 1
+            del _here.of[taps]
 
     def _scale(self, step: Any) -> Any:
         """What gradients are multiplied with: a number, or one for each unit."""

@@ -36,7 +36,7 @@ class Source:
     def samples(self, batch_size: int | None) -> Tensor:
         """The sample of each row, on the CPU."""
         place, n = self.place, batch_size or 0
-        if n == 1:
+        if n == 1 or not self.shape.numel():
             return torch.zeros(self.shape.numel(), dtype=torch.int64)
         dim = place.dim if isinstance(place, Rows) else place
         if not isinstance(dim, int) or dim >= len(self.shape) or self.shape[dim] % max(n, 1):

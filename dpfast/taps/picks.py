@@ -21,6 +21,7 @@ from dpfast.taps.followed import WHOLE_ROWS
 
 _SHAPES_ALONE = ("_like", "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor", "empty_strided")
 _FIRST_ALONE = ("expand_as", "view_as", "reshape_as", "type_as", "to")
+_READ = ("item", "tolist", "numpy", "__int__", "__index__")
 _SCATTER = ("index_add", "index_copy", "index_put", "index_reduce", "scatter", "scatter_add", "scatter_reduce")
 
 
@@ -70,8 +71,8 @@ class Picks(TorchFunctionMode):
         self._marks: dict[int, tuple[Any, _Mark]] = {}  # by memory, which is held, as another might have its number
         self._running: list[str] = [""]
         self._ran: set[str] = set()
-        self._receiver: str | None = None
-        self._senders: set[str] = set()
+        self._receiver: tuple[str, _Mark] | None = None  # that runs, and of the rows that it got
+        self._read = False  # whether the forward has read numbers out of the data
         self._receivers: dict[str, str] = {}
         for x in inputs:
             if isinstance(x, Tensor):
@@ -110,10 +111,10 @@ class Picks(TorchFunctionMode):
             self._running.append(name)
             if self._receiver is None:
                 marks = (self._mark(x) for x in tree_leaves((args, kwargs)))
-                sender = next((mark.sender for mark in marks if mark is not None and mark.sender is not None), None)
-                if sender is not None:
-                    self._receiver = name
-                    self._receivers[name] = sender
+                mark = next((mark for mark in marks if mark is not None and mark.sender is not None), None)
+                if mark is not None and mark.sender is not None:
+                    self._receiver = name, mark._replace(as_picked=False)
+                    self._receivers[name] = mark.sender
 
         return enter
 
@@ -121,7 +122,10 @@ class Picks(TorchFunctionMode):
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             if self._running[-1:] == [name]:
                 self._running.pop()
-            if self._receiver == name:
+            if self._receiver is not None and self._receiver[0] == name:
+                for x in tree_leaves(output):  # whatever has been picked, or put somewhere, in it
+                    if isinstance(x, Tensor):
+                        self._set(x, self._receiver[1])
                 self._receiver = None
 
         return leave
@@ -154,6 +158,7 @@ class Picks(TorchFunctionMode):
         marks = [mark for x in took if (mark := self._mark(x)) is not None]
         if not marks:
             return result
+        self._read |= name in _READ
         mark = self._of_result(func, name, args, kwargs, marks, result)
         for x in [args[0]] if name == "__setitem__" else tree_leaves(result):
             if isinstance(x, Tensor):
@@ -196,9 +201,12 @@ class Picks(TorchFunctionMode):
         return first + [d for d in range(1, x.dim()) if x.shape[d] == self.size != x.shape[0]]
 
     def _is_data(self, index: Any) -> bool:
-        """Lists and arrays have been tensors."""
+        """Lists and arrays have been tensors, and so may the ends of a slice."""
         if isinstance(index, Tensor):
             return self._mark(index) is not None
+        if isinstance(index, slice):
+            ends = [end for end in (index.start, index.stop) if end is not None]
+            return bool(ends) and (self._read or any(self._mark(end) is not None for end in ends))
         return index is not None and not isinstance(index, (int, slice, bool))
 
     def _scattered(self, name: str, args: Any, kwargs: Any) -> _Mark:

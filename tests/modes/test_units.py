@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import threading
 
 import pytest
 import torch
@@ -299,3 +300,23 @@ def test_rows_of_choices(ids):
 
 def gradients(module):
     return {n: p.grad for n, p in module._module.named_parameters()}
+
+
+def test_a_forward_in_another_thread_than_the_block_is_refused():
+    """Its samples were clipped one by one, and not by unit."""
+    model, found = Module(nn.Linear(3, 2), loss_reduction="sum"), []
+
+    def run():
+        try:
+            model(torch.ones(4, 3)).sum().backward()
+        except StateError as error:
+            found.append(str(error))
+
+    with model.units(torch.tensor([0, 0, 1, 1]), 2):
+        model(torch.ones(4, 3)).sum().backward()
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+    assert len(found) == 1 and "another thread is within units" in found[0]
+    run()
+    assert len(found) == 1

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from dpfast.errors import DpfastError, InputError, UnsupportedModuleError
+from dpfast.errors import InputError, UnsupportedModuleError
 
 T, D = 5, 6
 
@@ -159,9 +159,25 @@ class DropsOut(Together):
         return super().between(x) + 0.0 * self.drop(x)
 
 
+class Experts(Model):
+    """Each token goes to one of two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.ModuleList(nn.Linear(D, D) for _ in range(2))
+
+    def between(self, x):
+        tokens, out = x.flatten(0, 1), torch.zeros(x.shape[0] * T, D, dtype=x.dtype)
+        which = (tokens.sum(1) > 0).long()
+        for i, lin in enumerate(self.lin):
+            rows = (which == i).nonzero().squeeze(1)
+            out = out.index_add(0, rows, lin(tokens[rows]))
+        return out.unflatten(0, (-1, T))
+
+
 RIGHT = [
     Together, OverAndOver, Windows, FoldedBehind, Frames, RecurrentInRows, RowsWithoutRule, Choices, LooksAtValues,
-    DropsOut, ShiftedWindows, ShiftedWindowsOverAndOver,
+    DropsOut, ShiftedWindows, ShiftedWindowsOverAndOver, Experts,
 ]  # fmt: skip
 
 
@@ -227,22 +243,6 @@ class InTheMiddle(Model):
         return y.unflatten(0, (T, -1, 2)).flatten(2).transpose(0, 1)
 
 
-class Experts(Model):
-    """Each token goes to one of two layers."""
-
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.ModuleList(nn.Linear(D, D) for _ in range(2))
-
-    def between(self, x):
-        tokens, out = x.flatten(0, 1), torch.zeros(x.shape[0] * T, D, dtype=x.dtype)
-        which = (tokens.sum(1) > 0).long()
-        for i, lin in enumerate(self.lin):
-            rows = (which == i).nonzero().squeeze(1)
-            out = out.index_add(0, rows, lin(tokens[rows]))
-        return out.unflatten(0, (-1, T))
-
-
 class HiddenBehindZeros(Model):
     """A layer that lets nothing through before its first step."""
 
@@ -301,7 +301,6 @@ REFUSED = {
     MixedRows: (UnsupportedModuleError, r"samples meet in|another order"),
     Turned: (InputError, r"lin \(Linear\): its samples stand in another order than in the model's input"),
     InTheMiddle: (InputError, r"lin \(Linear\): its samples are folded into rows in an order that is neither"),
-    Experts: (DpfastError, r"lin\.\d \(Linear\)"),
     **dict.fromkeys(
         (HiddenBehindZeros, HiddenGate, HiddenInZeros, HiddenByBeingAlike), (UnsupportedModuleError, "samples meet in")
     ),
