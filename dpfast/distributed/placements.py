@@ -11,6 +11,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from dpfast.errors import UnsupportedModuleError
+
 
 def is_shard(p: Any) -> bool:
     """Whether it is a DTensor."""
@@ -40,8 +42,16 @@ def ranks_sharing(p: Any) -> int:
 
 def extents(p: Any, axes: Sequence[int] | None = None) -> list[tuple[int, int]]:
     """The first entry, and how many, that this rank has of each dimension of a DTensor; ``axes`` of its mesh, all if
-    None. Parts are as long as each other, but for the last ones, which may be shorter or empty."""
+    None. Parts are as long as each other, but for the last ones, which may be shorter or empty.
+
+    Raises:
+        UnsupportedModuleError: a dimension is parted twice, and not by FSDP2 last.
+    """
     found = [(0, size) for size in p.shape]
+    dims = [place.dim for place in p.placements if not place.is_replicate()]
+    strided = {place.dim for place in p.placements if hasattr(place, "split_factor")}
+    if any(dims.count(dim) > 1 + (dim in strided) for dim in dims):
+        raise UnsupportedModuleError(f"{tuple(p.shape)} is placed as {p.placements}: one dimension is parted twice")
     for axis in reversed(range(p.device_mesh.ndim) if axes is None else axes):
         place = p.placements[axis]
         if not place.is_replicate():
