@@ -48,8 +48,9 @@ def extents(p: Any, axes: Sequence[int] | None = None) -> list[tuple[int, int]]:
         UnsupportedModuleError: a dimension is parted twice, and not by FSDP2 last.
     """
     found = [(0, size) for size in p.shape]
-    dims = [place.dim for place in p.placements if not place.is_replicate()]
-    strided = {place.dim for place in p.placements if hasattr(place, "split_factor")}
+    parting = [place for axis, place in enumerate(p.placements) if p.device_mesh.size(axis) > 1]
+    dims = [place.dim for place in parting if not place.is_replicate()]
+    strided = {place.dim for place in parting if hasattr(place, "split_factor")}
     if any(dims.count(dim) > 1 + (dim in strided) for dim in dims):
         raise UnsupportedModuleError(f"{tuple(p.shape)} is placed as {p.placements}: one dimension is parted twice")
     for axis in reversed(range(p.device_mesh.ndim) if axes is None else axes):

@@ -38,6 +38,10 @@ def test_parts_of_all_ranks_are_the_whole(shape, placements, times):
     assert (seen == times).all()
 
 
+def test_an_axis_of_one_rank_parts_nothing():
+    assert list(parts((8, 3), (4, 1), (Shard(0), Shard(0)))) == [[(2 * rank, 2), (0, 3)] for rank in range(4)]
+
+
 def test_a_dimension_that_is_parted_from_left_to_right_is_refused():
     with pytest.raises(UnsupportedModuleError, match="parted twice"):
         list(parts((12, 3), (2, 3), (Shard(0), Shard(0))))
