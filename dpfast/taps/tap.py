@@ -59,6 +59,10 @@ class TappedForward:
             self.around = None
             without_its_own_sums(tap.module)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """As an earlier version has pickled it, nothing is around the module's own forward."""
+        self.__dict__.update({"before": state.get("replaced"), "around": None, **state})
+
     @never_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.around is not None:
