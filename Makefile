@@ -121,6 +121,7 @@ SLOW := tests/arithmetic/test_bounds.py::test_the_kernels_bounds_hold_too \
 	tests/test_docs.py::test_python_examples_run \
 	tests/taps/test_layout.py \
 	tests/taps/test_layout_models.py \
+	tests/taps/test_picks.py \
 	tests/test_benchmarks.py::test_smoke_runs_every_kernel \
 	tests/test_fuzz.py \
 	tests/test_fuzz_steps.py \
