@@ -188,7 +188,10 @@ class Picks(TorchFunctionMode):
         if not isinstance(x, Tensor) or self._mark(x) is None:
             return False
         if name == "__getitem__":
-            return any(self._is_data(_part_of(args[1], d, x.dim())) for d in self._dims(x))
+            parts = [_part_of(args[1], d, x.dim()) for d in self._dims(x)]
+            if self.size in x.shape[1:]:  # positions of the first dimension, most likely, which models slice
+                parts = [part for part in parts if not isinstance(part, slice)]
+            return any(map(self._is_data, parts))
         if name in ("index_select", "gather", "take_along_dim"):
             rest = [*args[1:], *(kwargs[k] for k in ("dim", "index", "indices") if k in kwargs)]
             dims = {r % max(1, x.dim()) for r in rest if isinstance(r, int)}
