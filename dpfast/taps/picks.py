@@ -97,7 +97,7 @@ class Picks(TorchFunctionMode):
         for name, module in self.model.named_modules():
             if name:
                 handles.append(module.register_forward_pre_hook(self._entering(name), with_kwargs=True))
-                handles.append(module.register_forward_hook(self._leaving(name), always_call=True))
+                handles.append(module.register_forward_hook(self._leaving(name), with_kwargs=True, always_call=True))
         try:
             with self:
                 yield self
@@ -109,7 +109,7 @@ class Picks(TorchFunctionMode):
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             self._ran.add(name)
             self._running.append(name)
-            if self._receiver is None:
+            if self._receiver is None and not _says_whose(module, args, kwargs):
                 marks = (self._mark(x) for x in tree_leaves((args, kwargs)))
                 mark = next((mark for mark in marks if mark is not None and mark.sender is not None), None)
                 if mark is not None and mark.sender is not None:
@@ -119,9 +119,11 @@ class Picks(TorchFunctionMode):
         return enter
 
     def _leaving(self, name: str) -> Any:
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
+        def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if self._running[-1:] == [name]:
                 self._running.pop()
+            if self._receiver is None and _says_whose(module, args, kwargs):
+                self._set(output, _WHOLE)
             if self._receiver is not None and self._receiver[0] == name:
                 for x in tree_leaves(output):  # whatever has been picked, or put somewhere, in it
                     if isinstance(x, Tensor):
@@ -234,6 +236,11 @@ class Picks(TorchFunctionMode):
         if by_data and any(mark is not None for mark in marks):
             return _Mark(self._running[-1], int(sources[0].shape[0]), True)
         return _WHOLE
+
+
+def _says_whose(module: nn.Module, args: Any, kwargs: Any) -> bool:
+    """Whether it is told whose the indices are that it gets: bags begin where its offsets say."""
+    return isinstance(module, nn.EmbeddingBag) and any(x is not None for x in (*args[1:2], kwargs.get("offsets")))
 
 
 def _part_of(index: Any, dim: int, dims: int) -> Any:
