@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -68,7 +69,8 @@ class Picks(TorchFunctionMode):
     def __init__(self, model: nn.Module, inputs: Sequence[Any], size: int):
         super().__init__()
         self.model, self.size = model, size
-        self._marks: dict[int, tuple[Any, _Mark]] = {}  # by memory, which is held, as another might have its number
+        # By memory: as long as there is a weak reference, no other has its number.
+        self._marks: dict[int, tuple[StorageWeakRef, _Mark]] = {}
         self._running: list[str] = [""]
         self._ran: set[str] = set()
         self._receiver: tuple[str, _Mark] | None = None  # that runs, and of the rows that it got
@@ -80,7 +82,7 @@ class Picks(TorchFunctionMode):
 
     def _set(self, x: Tensor, mark: _Mark) -> None:
         storage = x.untyped_storage()
-        self._marks[storage._cdata] = storage, mark
+        self._marks[storage._cdata] = StorageWeakRef(storage), mark
 
     def _mark(self, x: Any) -> _Mark | None:
         if not isinstance(x, Tensor) or not self._marks:
