@@ -1,8 +1,9 @@
-"""Where kernels run, and what they start."""
+"""Where kernels run, and what they start; on how many threads."""
 
 import sys
 
 import pytest
+import torch
 
 from dpfast.arithmetic.kernel_norms import import_kernels
 
@@ -28,3 +29,11 @@ def launches(monkeypatch, kernels_run):
         if name.startswith("dpfast.kernels.") and getattr(module, "launch", None) is launch:
             monkeypatch.setattr(module, "launch", counted)
     return started
+
+
+@pytest.fixture
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -36,9 +36,8 @@ def test_outer_product(n, t, d, p):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize(("d", "p", "sizes"), [(200, 300, [4, 4, 1]), (520, 700, [1] * 9), (100, 100, None)])
-def test_large_gradients_are_kept_in_blocks(monkeypatch, dtype, d, p, sizes):
-    monkeypatch.setattr(reference, "KEPT_BLOCK", 2**20)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+def test_large_gradients_are_kept_in_blocks(monkeypatch, one_thread, dtype, d, p, sizes):
+    monkeypatch.setattr(reference, "KEPT_BLOCK", 2**20)  # a block a thread
     a, b = (ordinary(9, 600, width, seed=seed).to(dtype) for seed, width in enumerate((d, p)))
     before = a.clone(), b.clone()
     factor = OuterProduct(a, b)
