@@ -30,3 +30,28 @@ settings.load_profile("test")
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def kernels_run(monkeypatch):
+    monkeypatch.setenv("DPFAST_BACKEND", "triton")
+
+
+@pytest.fixture
+def launches(monkeypatch, kernels_run):
+    """The names of the kernels that are started."""
+    from dpfast.arithmetic.kernel_norms import import_kernels
+
+    import_kernels()
+    from dpfast.kernels import _launch
+
+    started, launch = [], _launch.launch
+
+    def counted(kernel, *args, **arguments):
+        started.append(kernel.__name__)
+        return launch(kernel, *args, **arguments)
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("dpfast.kernels.") and getattr(module, "launch", None) is launch:
+            monkeypatch.setattr(module, "launch", counted)
+    return started

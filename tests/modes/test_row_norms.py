@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import sys
 import threading
 
 import pytest
@@ -14,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 import dpfast
 from dpfast.arithmetic import RowNorms, row_norms, sums
-from dpfast.arithmetic.kernel_norms import import_kernels
 from dpfast.testing import clipped_sum, loop_over_samples, norms_of, relative_error
 
 D, T, N = 64, 40, 8
@@ -222,25 +220,6 @@ def test_steps_of_two_threads_share_nothing():
         thread.join()
     for i in range(2):
         assert all(torch.equal(a, b) for a, b in zip(found[i], alone[i], strict=True))
-
-
-@pytest.fixture
-def launches(monkeypatch):
-    """The names of the kernels that are started."""
-    monkeypatch.setenv("DPFAST_BACKEND", "triton")
-    import_kernels()
-    from dpfast.kernels import _launch
-
-    started, launch = [], _launch.launch
-
-    def counted(kernel, *args, **arguments):
-        started.append(kernel.__name__)
-        return launch(kernel, *args, **arguments)
-
-    for name, module in list(sys.modules.items()):
-        if name.startswith("dpfast.kernels.") and getattr(module, "launch", None) is launch:
-            monkeypatch.setattr(module, "launch", counted)
-    return started
 
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
