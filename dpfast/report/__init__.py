@@ -2,8 +2,13 @@
 
 from dpfast.report.explain import explain
 from dpfast.report.info import info
+from dpfast.report.timing import clock, copy_bandwidth, gemm_rate, milliseconds
 
 __all__ = [
+    "clock",
+    "copy_bandwidth",
     "explain",
+    "gemm_rate",
     "info",
+    "milliseconds",
 ]

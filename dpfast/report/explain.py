@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -67,6 +67,16 @@ class Explanation:
     def kept_bytes(self) -> int:
         """Of one sample, over all uses."""
         return sum(u.kept_bytes for u in self.uses)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "num_samples": self.num_samples,
+            "flops": self.flops,
+            "kept_bytes": self.kept_bytes,
+            "fallbacks": list(self.fallbacks),
+            "uses": [asdict(use) for use in self.uses],
+        }
 
     def __str__(self) -> str:
         header = ("layer", "parameter", "rule", "way", "shape", "FLOPs", "kept bytes", "samples")
