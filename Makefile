@@ -137,8 +137,8 @@ TORCH ?= 2.13.0
 ELSEWHERE = build/elsewhere/$(notdir $(PYTHON))-torch-$(or $(TORCH),newest)
 test-elsewhere:
 	test -x $(ELSEWHERE)/bin/python || $(PYTHON) -m venv $(ELSEWHERE)
-	$(ELSEWHERE)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --editable '.[opacus,test]' \
-		torch$(TORCH:%===%)
+	$(ELSEWHERE)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --editable \
+		'.[opacus,test,bench,docs,examples]' torch$(TORCH:%===%)
 	OMP_NUM_THREADS=1 $(ELSEWHERE)/bin/python -m pytest -q -p no:cacheprovider --hypothesis-profile=check \
 		$(SLOW:%=--deselect=%)
 
