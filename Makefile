@@ -110,6 +110,7 @@ SLOW := tests/arithmetic/test_bounds.py::test_the_kernels_bounds_hold_too \
 	tests/opacus/test_samplers.py::test_opacus_missing \
 	tests/opacus/test_trainer.py \
 	tests/report/test_info.py \
+	tests/report/test_measure.py::test_what_is_predicted_is_what_a_step_then_takes \
 	tests/rules/test_families.py \
 	tests/test_scale.py::test_every_leg_is_right_and_timed \
 	tests/test_scale.py::test_four_ranks_send_and_hold_what_the_paper_says \

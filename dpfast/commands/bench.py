@@ -157,7 +157,8 @@ class Bench:
     def _machine(self) -> str:
         if self.device == "cuda":
             return torch.cuda.get_device_name()
-        return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+        threads = torch.get_num_threads()
+        return f"{platform.machine()} CPU, {threads} thread{'s' * (threads > 1)}"
 
     def _row(self, case: _Case) -> Row:
         try:

@@ -18,7 +18,7 @@ from dpfast.commands.demo import demo
 from dpfast.commands.factory import made_by
 from dpfast.commands.show import progress, table
 from dpfast.errors import DpfastError, InputError
-from dpfast.report import explain, info
+from dpfast.report import Run, explain, info
 
 WRONG = 2
 """The exit code where what was asked for cannot be done; one line on stderr says why."""
@@ -102,6 +102,10 @@ def _explain(asked: argparse.Namespace) -> None:
         raise InputError(f"--html {asked.html}: there is no folder {asked.html.parent}")
     made = made_by(asked.factory)
     explanation = made.run(lambda: explain(made.model, *made.args, **made.kwargs))
+    if asked.html is not None:
+        with progress(Run.STEPS, "measuring") as done:
+            text = made.run(lambda: explanation.html(made.loss, done))
+        asked.html.write_text(text, encoding="utf-8")
     if asked.json:
         _print_json(explanation.as_dict())
     else:

@@ -301,8 +301,10 @@ class PatchProduct:
         return Dense(values, error=errors * (1.0 + 2.0**-40))
 
     def kept(self) -> Factor:
-        if not self.keeps:
-            return self
+        return self.written() if self.keeps else self
+
+    def written(self) -> Factor:
+        """The gradients, as :meth:`kept` keeps them."""
         return InBlocks(*self.in_blocks()) if self._by_convolution else self.materialized()
 
     def in_blocks(self) -> tuple[Iterable[Tensor], Tensor]:

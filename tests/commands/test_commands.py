@@ -168,3 +168,11 @@ def test_progress_is_shown_on_a_terminal_after_two_seconds_alone(monkeypatch, ca
         time.sleep(0.2)  # tqdm draws ten times a second at most
         done()
     assert "work" in capsys.readouterr().err
+
+
+def test_explain_writes_a_page(factory, tmp_path, capsys):
+    page = tmp_path / "out.html"
+    assert main(["explain", "of_a_user:good", "--html", str(page)]) == 0
+    out, err = capsys.readouterr()
+    assert "rank_one" in out and not err
+    assert "1 (PReLU)" in page.read_text() and "plain step" in page.read_text()
