@@ -44,10 +44,8 @@ class OuterProduct:
         return Dense(*ops.certified_grad_sample(self.activations, self.backprops))
 
     def kept(self) -> Factor:
-        return self.written() if self.keeps else self
-
-    def written(self) -> Factor:
-        """The gradients, as :meth:`kept` keeps them."""
+        if not self.keeps:
+            return self
         blocks = ops.certified_blocks(self.activations, self.backprops)
         return self.materialized() if blocks is None else InBlocks(*blocks)
 

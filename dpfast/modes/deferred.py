@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dpfast.arithmetic import RowNorms, exact_arithmetic
 from dpfast.errors import StateError, UnsupportedModuleError
 from dpfast.factors import Alike, Factor, wait_as_factors
 from dpfast.taps import Activations, Record, find_likeness
@@ -42,32 +43,42 @@ class Deferred:
     Args:
         factors_of: asks a record's rule.
         gathered: parameters whose factors the mode has.
+        row_norms: of the step.
     """
 
-    def __init__(self, factors_of: FactorsOf, gathered: Mapping[nn.Parameter, Any]):
+    def __init__(self, factors_of: FactorsOf, gathered: Mapping[nn.Parameter, Any], row_norms: RowNorms):
         self._factors_of = factors_of
         self._gathered = gathered
+        self._row_norms = row_norms
         self._queues: dict[Hashable, list[Seen]] = {}
         self._taken: list[tuple[list[nn.Parameter], Alike]] = []
-        self.parameters: set[nn.Parameter] = set()
+        self._waiting: set[int] = set()
 
     def __bool__(self) -> bool:
-        return bool(self.parameters)
+        return bool(self._waiting)
 
-    def takes(self, record: Record, activations: Activations, backprops: Any) -> bool:
-        """Whether the layer is one that waits; then it does."""
+    def has(self, parameter: nn.Parameter) -> bool:
+        """Whether a layer with that parameter waits, or has waited."""
+        return id(parameter) in self._waiting  # which the step's records keep alive
+
+    def takes(self, record: Record, activations: Tensor, backprops: Tensor) -> bool:
+        """Whether the layer, of one input and one output, is one that waits; then it does."""
         key = _likeness(record, activations, backprops)
-        if key is None or any(p in self.parameters or p in self._gathered for p in record.parameters):
+        if key is None:
             return False
-        a, b = activations[0], backprops[0]
+        numbers = list(map(id, record.parameters))
+        if not self._waiting.isdisjoint(numbers):
+            return False
+        if self._gathered and any(p in self._gathered for p in record.parameters):
+            return False
         queue = self._queues.get(key)
         if queue is None:
-            if wait_as_factors(a, b):
+            if wait_as_factors(activations, backprops):
                 return False
             queue = self._queues[key] = []
-        self.parameters.update(record.parameters)
-        queue.append(Seen(record, a, b, (a._version, b._version)))
-        if (len(queue) + 1) * (a.nbytes + b.nbytes) > AT_ONCE[a.device.type]:
+        self._waiting.update(numbers)
+        queue.append(Seen(record, activations, backprops, (activations._version, backprops._version)))
+        if (len(queue) + 1) * (activations.nbytes + backprops.nbytes) > AT_ONCE[activations.device.type]:
             self._take(key)
         return True
 
@@ -87,29 +98,30 @@ class Deferred:
                     f"{record.tap.layer}: its input, or the gradient at its output, was written to while the backward "
                     "pass went on; write to a copy"
                 )
-        activations = Activations([_joined([s.activations for s in seen])])
-        activations.layer = first.tap.layer
-        factors = self._factors_of(first, activations, (_joined([s.backprops for s in seen]),))
-        for place, parameter in enumerate(first.parameters):
-            factor = factors.get(parameter)
-            if factor is None or factor.shape != parameter.shape:
-                raise UnsupportedModuleError(f"{first.tap.layer}: its rule does not give what it gives one layer alone")
-            layers = [s.record.parameters[place] for s in seen]
-            if any(p.shape != parameter.shape for p in layers):
-                raise StateError(f"{first.tap.layer}: layers of one shape have parameters of several")
-            self._taken.append((layers, Alike(factor, len(seen))))
+        with self._row_norms, exact_arithmetic():
+            activations = Activations([_joined([s.activations for s in seen])])
+            activations.layer = first.tap.layer
+            factors = self._factors_of(first, activations, (_joined([s.backprops for s in seen]),))
+            for place, parameter in enumerate(first.parameters):
+                factor = factors.get(parameter)
+                if factor is None or factor.shape != parameter.shape:
+                    raise UnsupportedModuleError(
+                        f"{first.tap.layer}: its rule does not give what it gives one layer alone"
+                    )
+                layers = [s.record.parameters[place] for s in seen]
+                if any(p.shape != parameter.shape for p in layers):
+                    raise StateError(f"{first.tap.layer}: layers of one shape have parameters of several")
+                self._taken.append((layers, Alike(factor, len(seen))))
 
 
 def _joined(tensors: list[Tensor]) -> Tensor:
     return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
 
 
-def _likeness(record: Record, activations: Activations, backprops: Any) -> Hashable:
+def _likeness(record: Record, a: Tensor, b: Tensor) -> Hashable:
     """What layers that stand together have in common; None for one that does not wait."""
     tap, rule = record.tap, record.rule
     if rule is None or record.as_is or record.place or record.picked or tap.batch_dim or tap.folded:
-        return None
-    if len(activations) != 1 or len(backprops) != 1 or activations.kwargs:
         return None
     like = find_likeness(rule, tap.module)
     if like is None:
@@ -117,7 +129,6 @@ def _likeness(record: Record, activations: Activations, backprops: Any) -> Hasha
     for p in record.parameters:
         if not (p.requires_grad and record.is_only_use(p)):
             return None
-    a, b = activations[0], backprops[0]
     shape_a, shape_b, device = a.shape, b.shape, b.device
     most = SMALL.get(device.type, 0)
     if a.nbytes > most or b.nbytes > most or not (a.is_contiguous() and b.is_contiguous()):

@@ -229,7 +229,7 @@ class GradSampleModuleFastGradientClipping(PerUnit, GradSampleModule):
             weights = first.weights if parameter.dtype is torch.float64 else first.single
             entry.add(factor.weighted_sum(weights.to(parameter.device)))
             return
-        if entry.closed or (step.deferred and parameter in step.deferred.parameters):
+        if entry.closed or (step.deferred and step.deferred.has(parameter)):
             raise StateError(
                 f"parameter {self._name(parameter)} was used again after its norm had been taken; in one backward "
                 "pass, call the model in one thread, and not while another of its steps is under way"

@@ -13,8 +13,11 @@ import math
 import torch
 from torch import Tensor
 
+from dpfast.distributed import is_shard
+from dpfast.errors import StateError
 from dpfast.modes.sketches import SKETCHED, Sketches, sketch
 from dpfast.modes.units import Units
+from dpfast.taps import Record
 
 _WEIGHTED = 0.5
 """How far the second pass's gradients at an output may be from the weighted first ones, over the whole batch. Nothing
@@ -103,3 +106,19 @@ class SecondPass:
         if self.is_weighted is None:
             return messages, differ
         return [_NOT_WEIGHTED, *messages], torch.cat([~self.is_weighted.view(1).to(differ.device), differ])
+
+
+def check_ordinary(record: Record) -> None:
+    """Of a graph that gives a layer's ordinary gradients. Raises StateError where a second backward pass is to come and
+    this one came past the model's outputs."""
+    if any(map(is_shard, record.parameters)):
+        raise StateError(
+            f"{record.tap.layer} holds DTensor parameters, of which a tapped graph gives no ordinary gradients; "
+            "call remove_hooks() before the forward pass"
+        )
+    if isinstance(record.seen_by, FirstPass) and record.seen_by.asked:
+        raise StateError(
+            f"{record.tap.layer}: the second backward pass did not come through the model's outputs, so its "
+            "samples could not be weighted; compute the loss from tensors that the model returns (in tuples, "
+            "lists or dicts), or take passes=1"
+        )

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from dpfast.arithmetic import exact_arithmetic
-from dpfast.distributed import in_process_group, is_shard
+from dpfast.distributed import in_process_group
 from dpfast.errors import InputError, StateError
 from dpfast.factors import Factor
 from dpfast.modes.deferred import Deferred
@@ -24,7 +24,7 @@ from dpfast.modes.escaped_gradients import Guards
 from dpfast.modes.mixed_losses import expect_loss, refuse_mixed
 from dpfast.modes.running import num_samples, running, storage
 from dpfast.modes.scalar_loss import check_losses
-from dpfast.modes.second_pass import FirstPass, Output, SecondPass
+from dpfast.modes.second_pass import FirstPass, Output, SecondPass, check_ordinary
 from dpfast.modes.steps import Mode, Step, Steps, check_answer, check_valid
 from dpfast.modes.swapped import SwappedParameters
 from dpfast.modes.units import Units, check_same, factors_of, units_here, units_of_forward
@@ -94,7 +94,6 @@ class TappedModel:
         self._for_this_process()
 
     def _for_this_process(self) -> None:
-        """What hangs on this model's own parameters and backward passes."""
         self._guards = Guards(self.model, self._is_fine)
         self._swapped = SwappedParameters(self._guards.guard)
         self._steps = Steps()
@@ -313,11 +312,10 @@ class TappedModel:
         first = FirstPass() if self.mode.passes == 2 else None
         step = self._steps.open(Step(batch_size, valid=valid, units=units, first=first), self._finish)
         if self.mode.defers and units is None and self.observe is None and not self.force_functorch:
-            step.deferred = Deferred(self.factors, step.gathered)
+            step.deferred = Deferred(self.factors, step.gathered, step.row_norms)
         return step
 
     def count_uses(self, parameters: Sequence[nn.Parameter]) -> Counter[int]:
-        """See :meth:`Steps.count_uses`."""
         return self._steps.count_uses(parameters)
 
     def _finish(self, step: Step) -> None:
@@ -351,6 +349,19 @@ class TappedModel:
             )
         return step
 
+    def waits(self, record: Record, activations: Tensor, backprops: Tensor) -> bool:
+        """What :meth:`receive` does with a layer that waits for others alike, where nothing else has to be asked."""
+        step = self._steps.here() if self.enabled else None
+        if step is None or record.units is not step.units or units_here(self) is not None:
+            return False
+        return self._deferred(step, record, activations, backprops)
+
+    def _deferred(self, step: Step, record: Record, activations: Tensor, backprops: Tensor) -> bool:
+        if step.deferred is None or not step.deferred.takes(record, activations, backprops):
+            return False
+        step.saw(backprops.shape[0], record.tap.layer, record.tap.batch_dim)
+        return True
+
     def receive(self, record: Record, activations: Activations, backprops: Any) -> Mapping[nn.Parameter, Tensor]:
         """Hands a module's factors to the mode; returns the ordinary gradients that it wants beside."""
         step, layer = self._step_of(record), record.tap.layer
@@ -359,10 +370,10 @@ class TappedModel:
         if of_two is not None:
             of_two.sketches.take(record, activations, backprops, whole=step.repeats)
             record.seen_by = step.first or record.seen_by
+        one = len(activations) == 1 and len(backprops) == 1 and not activations.kwargs
+        if one and self._deferred(step, record, activations[0], backprops[0]):
+            return {}
         with step.row_norms:
-            if step.deferred is not None and step.deferred.takes(record, activations, backprops):
-                step.saw(len(backprops[0]), layer, record.tap.batch_dim)
-                return {}
             factors = self.factors(record, activations, backprops)
         check_answer(layer, record.parameters, factors, self._name_of)
         ordinary = {}
@@ -382,18 +393,7 @@ class TappedModel:
         return f"parameter {next(names, 'of another model')}"
 
     def check_ordinary(self, record: Record) -> None:
-        """Raises StateError where a second backward pass is to come and this one came past the model's outputs."""
-        if any(map(is_shard, record.parameters)):
-            raise StateError(
-                f"{record.tap.layer} holds DTensor parameters, of which a tapped graph gives no ordinary gradients; "
-                "call remove_hooks() before the forward pass"
-            )
-        if isinstance(record.seen_by, FirstPass) and record.seen_by.asked:
-            raise StateError(
-                f"{record.tap.layer}: the second backward pass did not come through the model's outputs, so its "
-                "samples could not be weighted; compute the loss from tensors that the model returns (in tuples, "
-                "lists or dicts), or take passes=1"
-            )
+        check_ordinary(record)
 
     def factors(self, record: Record, activations: Activations, backprops: Any) -> Mapping[nn.Parameter, Factor]:
         """The rule's answer; its errors name the layer."""

@@ -171,7 +171,7 @@ def _rule_of(layer: Any, num_tokens: int) -> Callable[..., Mapping[Any, Factor]]
 @register_fault(nn.Module)
 def gathered(layer: nn.Module) -> str | None:
     """Experts of other kinds: layers in them see tokens of all samples."""
-    if experts_of(layer) or not _is_of_experts(type(layer)) or find_forward(layer) is not None:  # type: ignore[arg-type]  # as in registry
+    if not _is_of_experts(type(layer)) or experts_of(layer) or find_forward(layer) is not None:  # type: ignore[arg-type]  # as in registry
         return None
     if not any(p.requires_grad for p in layer.parameters()):
         return None

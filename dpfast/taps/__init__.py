@@ -11,7 +11,6 @@ from dpfast.taps.detached import DetachableParameters
 from dpfast.taps.documents import Documents, Told
 from dpfast.taps.followed import Source
 from dpfast.taps.gathered import end_model, experts_of, follow_model
-from dpfast.taps.held import Held
 from dpfast.taps.inputs import leaves_of
 from dpfast.taps.layout import Rows, batch_in_front, batch_to_front, given_layout, layouts, tokens_in, unfolded
 from dpfast.taps.node import Record
@@ -47,7 +46,6 @@ __all__ = [
     "BroadcastMethod",
     "DetachableParameters",
     "Documents",
-    "Held",
     "Meeting",
     "Pieces",
     "Probe",

@@ -52,6 +52,17 @@ class DetachableParameters(dict[str, Any]):
         return value if self.elsewhere is None or value is None else self.elsewhere(value)
 
 
+def run_detached(parameters: dict[str, Any], function: Callable[..., Any], *args: Any) -> Any:
+    """``function(*args)``, to which one module's parameters come without their history."""
+    stack = _detached.parameters
+    before = len(stack)
+    stack.append((parameters, Tensor.detach))
+    try:
+        return function(*args)
+    finally:
+        del stack[before:]
+
+
 @contextmanager
 def detached_parameters(modules: Sequence[nn.Module], shown: Shown = Tensor.detach) -> Iterator[None]:
     """The modules' code sees their parameters without their history, or what ``shown`` makes of them."""

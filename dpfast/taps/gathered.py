@@ -115,6 +115,11 @@ def picked_here() -> Picked | None:
     return _here.picked[-1] if _here.picked else None
 
 
+def rows_are_followed() -> bool:
+    """Whether what runs in this thread stands within a module whose rows are followed, or within an expert."""
+    return bool(_here.following or _here.picked)
+
+
 class RoutedLayer(TappedLayer):
     """What a tap does where its module sends rows to experts, or is one."""
 

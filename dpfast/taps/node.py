@@ -52,6 +52,10 @@ class Receiver(Protocol):
     ) -> Mapping[nn.Parameter, Tensor]:
         """One use of the tap's module has been differentiated. Returns ordinary gradients, where these are wanted."""
 
+    def waits(self, record: Record, activations: Tensor, backprops: Tensor) -> bool:
+        """One use of a module with one input and one output has been differentiated. Whether that was all there is to
+        do now; else :meth:`receive` is asked."""
+
     def count_uses(self, parameters: Sequence[nn.Parameter]) -> Counter[int]:
         """Counts one use more of each; uses by id, of the step that this thread is building."""
 
@@ -80,6 +84,7 @@ class TappedLayer:
         self.sends = self.receives = False  # whether it picks rows for experts, or is one
         self.gathers = False  # whether it is one because it has been seen to get rows that the data picks
         self.alone = False  # whether it is known that its output may have no samples
+        self.plain: Any = None  # what is known of the module's class (``plain.Known``)
         self.shapes: dict[Any, str] = {}  # those seen under two batch sizes, in words
         self.given: Given = None
         self.name = name
@@ -90,12 +95,22 @@ class TappedLayer:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A tap that an earlier version has pickled has learned nothing."""
         learned = {"places": {}, "shapes": {}, "alone": False, "sends": False, "receives": False, "gathers": False}
-        self.__dict__.update({**learned, "given": None, "name": "", **state})
+        self.__dict__.update({**learned, "given": None, "name": "", "plain": None, **state})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Rules may be functions that cannot be pickled."""
+        return {**self.__dict__, "plain": None}
 
 
 class Record:
     """What one run of a tapped module leaves for its backward, apart from the tensors, which autograd keeps."""
 
+    as_is = False
+    num_outputs = 1
+    fresh = True
+    structure: TreeSpec | None = None  # of the inputs; None: there is one, and it is a tensor
+    tensor_places: Sequence[int] = (0,)  # among the inputs
+    created_in: int | None = None  # the backward pass that has repeated the forward
     place: Place = None
     uses: Counter[int] | None = None
     watch: Watch | None = None  # where the module may have kept its outputs
@@ -124,10 +139,8 @@ class Record:
         self.created_in = in_backward()
         args, kwargs = inputs
         self.leaves: list[Any]
-        self.tensor_places: Sequence[int]
-        self.structure: TreeSpec | None = None
         if len(args) == 1 and isinstance(args[0], Tensor) and not kwargs:  # nearly all layers: the others' way takes
-            self.leaves, self.tensor_places, self.followed = [args[0]], (0,), [args[0].requires_grad]  # its time
+            self.leaves, self.followed = [args[0]], [args[0].requires_grad]  # its time
             return
         self.leaves, self.structure = tree_flatten(inputs)
         self.tensor_places = [i for i, x in enumerate(self.leaves) if isinstance(x, Tensor)]
@@ -209,7 +222,8 @@ class TapFunction(torch.autograd.Function):
         return TapFunction._caught(ctx, *grads)
 
     @staticmethod
-    def _caught(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def _caught(ctx: Any, *grads: Tensor | None, saved: tuple[Tensor, ...] | None = None) -> tuple[Tensor | None, ...]:
+        """``saved``: the saved tensors, where they have been asked for; checkpoints give them once."""
         record, taps = ctx.record, ctx.record.tap.taps
         nodes = [node for node, _ in ctx.next_functions[record.num_outputs :]]
         try:
@@ -221,7 +235,7 @@ class TapFunction(torch.autograd.Function):
             ) from error
         to_parameters: tuple[Tensor | None, ...] = (None,) * len(nodes)
         if wanted and any(g is not None for g in grads):
-            activations = record.activations(ctx.saved_tensors)
+            activations = record.activations(ctx.saved_tensors if saved is None else saved)
             backprops: Any = grads
             if any(g is None for g in grads):
                 backprops = tuple(

@@ -66,6 +66,7 @@ _BATCH_DIMS: dict[ModuleClass, Callable[[Any], int]] = {}
 _FOLDED: dict[ModuleClass, bool] = {}
 _FAULTS: dict[ModuleClass, Callable[[Any], str | None]] = {}
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {}
+_registrations = [0]  # how many there have been
 
 
 def _classes(target: Target) -> tuple[ModuleClass, ...]:
@@ -82,6 +83,7 @@ def _register(table: dict[ModuleClass, T], target: Target) -> Callable[[T], T]:
     classes = _classes(target)
 
     def decorate(value: T) -> T:
+        _registrations[0] += 1
         table.update(dict.fromkeys(classes, value))
         return value
 
@@ -89,6 +91,7 @@ def _register(table: dict[ModuleClass, T], target: Target) -> Callable[[T], T]:
 
 
 def _set_rule(cls: ModuleClass, rule: Rule, grad_sampler: GradSampler) -> None:
+    _registrations[0] += 1
     if isinstance(cls, str):
         _RULES_BY_NAME[cls] = rule
         return
@@ -119,17 +122,6 @@ def register_rule(
 
     Raises:
         InputError: ``target`` is not a class, or classes, of nn.Module.
-
-    >>> from dpfast.factors import OuterProduct
-    >>> import torch
-    >>> from dpfast.testing import check_rule
-    >>> class Doubled(nn.Linear):
-    ...     def forward(self, x):
-    ...         return 2.0 * nn.functional.linear(x, self.weight)
-    >>> @register_rule(Doubled)
-    ... def doubled(layer, activations, backprops):
-    ...     return {layer.weight: OuterProduct(activations[0], 2.0 * backprops)}
-    >>> check_rule(Doubled(3, 2, bias=False), torch.ones(4, 3))
     """
 
     classes = _classes(target)
@@ -277,6 +269,16 @@ def _find(module: nn.Module, *tables: Mapping[Any, T]) -> T | None:
 def find_rule(module: nn.Module) -> Rule | None:
     """The rule of the module's class, or of a base class whose forward it has not changed."""
     return _find(module, RULES, _RULES_BY_NAME)
+
+
+def plain_rule(module: nn.Module) -> Rule | None:
+    """The rule of the module's class, where its own forward runs."""
+    return None if find_forward(module) is not None else find_rule(module)
+
+
+def registered(cls: type) -> tuple[Any, ...]:
+    """Equal where nothing has been registered since that could change :func:`plain_rule` of the class."""
+    return _registrations[0], len(RULES), RULES.get(cls)
 
 
 def find_likeness(rule: Rule, module: nn.Module) -> Hashable:

@@ -25,6 +25,7 @@ from dpfast.taps.gathered import RoutedLayer, picked_here
 from dpfast.taps.layout import NO_SAMPLES, Place, check_given, kind_here, layout_line
 from dpfast.taps.node import Record, TapFunction
 from dpfast.taps.passes import in_backward, never_compiled, suspended
+from dpfast.taps.plain import caught_plainly
 from dpfast.taps.registry import (
     Activations,
     Rule,
@@ -71,6 +72,10 @@ class TappedForward:
 
     def _inner(self, *args: Any, **kwargs: Any) -> Any:
         module = self.tap.module
+        if len(args) == 1 and not kwargs and self.replaced is None and self.around is None:
+            output = caught_plainly(self.tap, self, args[0])
+            if output is not None:
+                return output
         return self.tap.run(self.replaced or type(module).forward.__get__(module), args, kwargs)
 
     @property
