@@ -4,7 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo check test docs fuzz test-models test-opacus test-opacus-oldest emulate lint bench bench-gpu clean
+.PHONY: demo check test docs fuzz test-models test-opacus test-opacus-oldest test-elsewhere test-pythons test-torch-oldest \
+	test-torch-newest dist emulate lint bench bench-gpu clean
 
 demo: $(READY)
 	$(BIN)/python examples/digits.py
@@ -109,6 +110,7 @@ SLOW := tests/arithmetic/test_bounds.py::test_the_kernels_bounds_hold_too \
 	tests/opacus/test_samplers.py::test_opacus_missing \
 	tests/opacus/test_trainer.py \
 	tests/report/test_info.py \
+	tests/report/test_measure.py::test_what_is_predicted_is_what_a_step_then_takes \
 	tests/rules/test_families.py \
 	tests/test_scale.py::test_every_leg_is_right_and_timed \
 	tests/test_scale.py::test_four_ranks_send_and_hold_what_the_paper_says \
@@ -129,6 +131,49 @@ SLOW := tests/arithmetic/test_bounds.py::test_the_kernels_bounds_hold_too \
 
 check: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --hypothesis-profile=check $(SLOW:%=--deselect=%)
+
+# The tests that are not slow, in an environment of its own with another Python or another torch. Some gigabytes each where
+# torch comes with its libraries for a GPU; `make clean` removes them.
+TORCH ?= 2.13.0
+ELSEWHERE = build/elsewhere/$(notdir $(PYTHON))-torch-$(or $(TORCH),newest)
+test-elsewhere:
+	test -x $(ELSEWHERE)/bin/python || $(PYTHON) -m venv $(ELSEWHERE)
+	$(ELSEWHERE)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --editable \
+		'.[opacus,test,bench,docs,examples]' torch$(TORCH:%===%)
+	OMP_NUM_THREADS=1 $(ELSEWHERE)/bin/python -m pytest -q -p no:cacheprovider --hypothesis-profile=check \
+		$(SLOW:%=--deselect=%)
+
+test-torch-oldest:
+	$(MAKE) test-elsewhere TORCH=$(shell sed -n 's/^ *"torch>=\(.*\)",/\1/p' pyproject.toml)
+
+test-torch-newest:
+	$(MAKE) test-elsewhere TORCH=
+
+# Those of the Pythons that are on this machine.
+PYTHONS ?= python3.10 python3.11 python3.12 python3.13 python3.14
+test-pythons:
+	@for python in $(PYTHONS); do \
+		if $$python --version > /dev/null 2>&1; then $(MAKE) test-elsewhere PYTHON=$$python || exit 1; \
+		else echo "$$python: not on this machine"; fi; \
+	done
+
+# Wheel and sdist in dist/: built, their metadata checked, and each installed where nothing else is, where it must train.
+dist: build/release/.ready
+	rm -rf dist build/lib build/bdist.* build/installed
+	build/release/bin/python -m build --no-isolation --outdir dist
+	build/release/bin/python -m twine check --strict dist/*
+	$(PYTHON) -m venv build/installed
+	for made in dist/*.whl dist/*.tar.gz; do \
+		build/installed/bin/python -m pip uninstall --quiet --yes dpfast; \
+		build/installed/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+			$$made && \
+		build/installed/bin/python -I tests/installed.py || exit 1; \
+	done
+
+build/release/.ready: pyproject.toml
+	test -x build/release/bin/python || $(PYTHON) -m venv build/release
+	build/release/bin/python -m pip install --quiet --disable-pip-version-check 'setuptools>=77' 'build>=1.2' 'twine>=6'
+	touch $@
 
 # FASTDP=PATH: the sources of fast-differential-privacy, whose leg is measured too.
 FASTDP ?=

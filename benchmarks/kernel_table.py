@@ -9,12 +9,12 @@ import torch
 from contenders import CONTENDERS, TOLERANCE, error, exact
 from layers import KERNEL, LAYERS, Layer
 from rows import Rows, reason
-from timing import copy_bandwidth, gemm_rate, milliseconds
 from torch import Tensor
 
 from dpfast import kernels
 from dpfast.kernels import _launch, _tiles, grouped_norm
 from dpfast.kernels.lookup_norm import row_tile
+from dpfast.report.timing import copy_bandwidth, gemm_rate, milliseconds
 
 NAMES = tuple(dict.fromkeys(name for named in CONTENDERS.values() for name in named))
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

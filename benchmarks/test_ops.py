@@ -14,9 +14,9 @@ import pytest
 import torch
 from contenders import CONTENDERS, TOLERANCE, error, exact
 from layers import Layer
-from timing import milliseconds
 
 from dpfast.arithmetic import cost, ops
+from dpfast.report.timing import milliseconds
 
 LAYERS = {
     "cpu": [

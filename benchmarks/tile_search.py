@@ -18,12 +18,12 @@ import torch
 from contenders import CONTENDERS, TOLERANCE, error, exact
 from layers import KERNEL, LAYERS, Layer
 from rows import Rows, reason
-from timing import milliseconds
 from torch import Tensor
 
 from dpfast import kernels
 from dpfast.kernels import _launch, _tiles
 from dpfast.kernels._tiles import Row, Tile
+from dpfast.report.timing import milliseconds
 
 CALLS: dict[str, Callable[[Tensor, Tensor, Tensor, Tile], Tensor]] = {
     "grad_sample": lambda a, b, c, tile: kernels.outer_product(a, b, tile=tile).grad_sample,

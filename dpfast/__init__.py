@@ -21,6 +21,8 @@ from dpfast.report import explain, info
 from dpfast.rules import compute_linear_grad_sample, compute_linear_norm_sample
 from dpfast.taps import register_grad_sampler, register_norm_sampler, register_rule
 
+__version__ = "0.1.0"
+
 __all__ = [
     "AutomaticClipper",
     "ConstantFlatClipper",

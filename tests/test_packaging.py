@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Downward only: a wing may import those below it in this list. What stands at the top of dpfast/ may import all.
 WINGS = [
+    ["commands"],
     ["opacus", "report"],
     ["compiled"],
     ["modes"],

@@ -11,6 +11,8 @@ from functools import lru_cache
 from pathlib import Path
 
 UNKNOWN, AVX2, AVX512 = "unknown", "AVX2", "AVX-512"
+AVX512_IN_HALVES = "AVX-512 in halves"
+"""On arithmetic units of 256 bits, each instruction in two halves (AMD's Zen 4): as many numbers a cycle as AVX2."""
 
 _ONEDNN_CAPS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 _MKL_CAP = "MKL_ENABLE_INSTRUCTIONS"
@@ -18,10 +20,12 @@ _MKL_CAP = "MKL_ENABLE_INSTRUCTIONS"
 
 @lru_cache(maxsize=1)
 def of_processor() -> str:
-    """The widest of the two that the processor has; :data:`UNKNOWN` where it has neither, or does not say."""
+    """The widest that the processor has; :data:`UNKNOWN` where it has none of them, or does not say."""
     flags = set(_cpuinfo("flags").split())
     if {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= flags:
-        return AVX512
+        # No flag tells how wide the units are. Of AMD's family 25, Zen 3 and 4, only the latter has AVX-512.
+        halves = (_cpuinfo("vendor_id"), _cpuinfo("cpu family")) == ("AuthenticAMD", "25")
+        return AVX512_IN_HALVES if halves else AVX512
     return AVX2 if {"avx2", "fma"} <= flags else UNKNOWN
 
 
@@ -34,7 +38,7 @@ def of_onednn() -> str:
 def of_mkl() -> str:
     """What MKL's products use."""
     widest = of_processor()
-    if widest == AVX512 and _cpuinfo("vendor_id") != "GenuineIntel":
+    if widest in (AVX512, AVX512_IN_HALVES) and _cpuinfo("vendor_id") != "GenuineIntel":
         widest = AVX2
     return _capped(widest, os.environ.get(_MKL_CAP, "").upper())
 
@@ -46,7 +50,7 @@ def _capped(instructions: str, cap: str) -> str:
     return UNKNOWN if instructions == UNKNOWN or not cap.startswith("AVX2") else AVX2
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=4)
 def _cpuinfo(field: str) -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

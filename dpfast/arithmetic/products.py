@@ -168,8 +168,9 @@ def product_report() -> str:
 @lru_cache(maxsize=1)
 def onednn_is_faster() -> bool:
     """Whether oneDNN may use AVX-512 and MKL not: its large products then take 0.58 to 0.95 of the time. Where both
-    use AVX2 it is 0.99 to 1.29, where both use AVX-512 1.39 to 2.52 (``benchmarks/products.py``,
-    results/products.jsonl), and of other instructions there is no row: torch's own choice stays."""
+    use AVX2 it is 0.99 to 1.29, where both use AVX-512 1.39 to 2.52, and 1.01 to 1.37 where the processor takes AVX-512
+    in halves (``benchmarks/products.py``, results/products.jsonl). Of other instructions there is no row: torch's own
+    choice stays."""
     if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
         return False
     wider = (instruction_set.of_onednn(), instruction_set.of_mkl()) == (instruction_set.AVX512, instruction_set.AVX2)

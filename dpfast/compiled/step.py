@@ -63,6 +63,13 @@ def compile_step(
 
     Raises:
         InputError: an argument is out of its range.
+
+    >>> net = nn.Linear(3, 2, bias=False)
+    >>> step = compile_step(
+    ...     net, lambda model, x: model(x).sum(1), max_grad_norm=1.0, batch_size=4, backend="eager")  # not compiled
+    >>> step(torch.ones(3, 3))
+    >>> step.norms.pow(2), net.weight.grad.norm().round(decimals=3)
+    (tensor([6.0000, 6.0000, 6.0000]), tensor(3.))
     """
     return CompiledStep(
         model,

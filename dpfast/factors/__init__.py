@@ -13,14 +13,14 @@ from dpfast.factors.lookup import Lookup
 from dpfast.factors.merge import merge
 from dpfast.factors.of_experts import OfExperts
 from dpfast.factors.outer_product import OuterProduct
-from dpfast.factors.patch_product import PatchProduct
+from dpfast.factors.patch_product import PatchProduct, keeps_gradients
 from dpfast.factors.pinned import pin
 from dpfast.factors.ragged import Ragged, by_unit
 from dpfast.factors.reshaped import Blocks, Reshaped
 from dpfast.factors.runs import Runs
 from dpfast.factors.runs_in_graph import RunsInGraph
 from dpfast.factors.stacked import norm_or_unfinished, sq_norms, total_sq_norm
-from dpfast.factors.standardised import standardised
+from dpfast.factors.standardised import is_standardised, standardised
 from dpfast.factors.waiting import Waiting, wait_as_factors
 
 __all__ = [
@@ -40,6 +40,8 @@ __all__ = [
     "by_unit",
     "channel_sum",
     "folded",
+    "is_standardised",
+    "keeps_gradients",
     "merge",
     "norm_or_unfinished",
     "pin",

@@ -44,8 +44,10 @@ class OuterProduct:
         return Dense(*ops.certified_grad_sample(self.activations, self.backprops))
 
     def kept(self) -> Factor:
-        if not self.keeps:
-            return self
+        return self.written() if self.keeps else self
+
+    def written(self) -> Factor:
+        """The gradients, as :meth:`kept` keeps them."""
         blocks = ops.certified_blocks(self.activations, self.backprops)
         return self.materialized() if blocks is None else InBlocks(*blocks)
 

@@ -109,6 +109,10 @@ class ConstantPerLayerClipper(NormClipper):
     Raises:
         InputError: a C_p is not a positive finite number; a list whose length is not that of the parameters.
         StateError: sensitivity or thresholds of one C_p for all are read before the parameters are known.
+
+    >>> clipper = ConstantPerLayerClipper([1.0, 2.0])
+    >>> [c.tolist() for c in clipper.calc_clipping_factors([torch.tensor([4.0, 0.5]), torch.tensor([4.0, 0.5])])]
+    [[0.25, 1.0], [0.5, 1.0]]
     """
 
     is_per_layer = True
@@ -146,6 +150,9 @@ class AutomaticClipper(ConstantFlatClipper):
 
     Raises:
         InputError: C or γ is not a positive finite number; more than one norm is given.
+
+    >>> AutomaticClipper(1.0, gamma=0.1).calc_clipping_factors([torch.tensor([0.4, 0.9])])
+    [tensor([2., 1.])]
     """
 
     def __init__(self, flat_value: float, gamma: float = 0.01):

@@ -106,6 +106,7 @@ class GradSampleModule(nn.Module):
         self.set_grad_sample_to_none()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped module's."""
         return self._module(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -180,6 +181,7 @@ class GradSampleModule(nn.Module):
 
     @property
     def hooks_enabled(self) -> bool:
+        """Whether backward passes leave per-sample gradients: False without hooks, and after :meth:`disable_hooks`."""
         return self._tapped is not None and self._tapped.enabled
 
     def capture_backprops_hook(

@@ -15,6 +15,11 @@ def create_norm_sample(*, param: nn.Parameter, grad_sample: Tensor, max_batch_le
     """Leaves the L2 norms of ``grad_sample`` (N, *shape) in ``param._norm_sample`` (N,), as Opacus's function does.
 
     A parameter that needs no gradient is left alone; ``max_batch_len`` 0 stands for an empty batch.
+
+    >>> p = nn.Parameter(torch.zeros(2))
+    >>> create_norm_sample(param=p, grad_sample=torch.tensor([[3.0, 4.0], [0.0, 2.0]]), max_batch_len=2)
+    >>> p._norm_sample
+    tensor([5., 2.])
     """
     if not param.requires_grad:
         return

@@ -69,6 +69,7 @@ class PerSampleGradientClipper:
 
     @property
     def hooks_attached(self) -> bool:
+        """Until :meth:`close`."""
         return self._wrapped is not None
 
     def set_on_batch_clip_func(self, on_batch_clip_func: Callable[..., None] | None) -> None:

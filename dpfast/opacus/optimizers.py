@@ -55,6 +55,14 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
         StateError: ``step()`` where no parameter has a gradient, where gradients are sums over ranks and there is no
             ``secret``, or where they are still this rank's alone (``no_sync``; the module called past its
         DistributedDataParallel), or clipped to more than ``max_grad_norm``. InputError: ``secret`` in secure mode.
+
+    >>> from dpfast.modes import GradSampleModuleFastGradientClipping
+    >>> model = GradSampleModuleFastGradientClipping(torch.nn.Linear(3, 2), max_grad_norm=1.0)
+    >>> optimizer = DPOptimizerFast(
+    ...     torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=4)
+    >>> model(torch.ones(4, 3)).sum(1).mean().backward()
+    >>> optimizer.step()
+    >>> optimizer.zero_grad()
     """
 
     generator: Any

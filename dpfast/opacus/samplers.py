@@ -92,6 +92,13 @@ def install(output_dtype: OutputDtype = "backprops") -> None:
     Raises:
         InputError: another ``output_dtype``.
 
+    >>> install()
+    >>> model = OpacusModule(nn.Linear(3, 2))  # Opacus's own; its per-sample gradients are dpfast's
+    >>> model(torch.ones(4, 3)).sum(1).mean().backward()
+    >>> next(model.parameters()).grad_sample.shape
+    torch.Size([4, 2, 3])
+    >>> uninstall()
+
     Numerics:
         Norm samples are fp32 (fp64 for fp64 backprops) whatever ``output_dtype``, and the proven upper ends of the
         norms (docs/bounds.md), so rounding never lets a sample through that is larger than Opacus's clip factor takes

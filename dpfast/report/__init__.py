@@ -2,8 +2,15 @@
 
 from dpfast.report.explain import explain
 from dpfast.report.info import info
+from dpfast.report.measure import Run
+from dpfast.report.timing import clock, copy_bandwidth, gemm_rate, milliseconds
 
 __all__ = [
+    "Run",
+    "clock",
+    "copy_bandwidth",
     "explain",
+    "gemm_rate",
     "info",
+    "milliseconds",
 ]

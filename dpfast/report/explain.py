@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
-from dpfast.arithmetic import cost, ops
-from dpfast.errors import InputError
+from dpfast.arithmetic import cost
 from dpfast.factors import Blocks, Factor, Lookup, OuterProduct, PatchProduct, Reshaped
-from dpfast.modes import GradSampleModule, Step, TappedModel
+from dpfast.modes import GradSampleModule, TappedModel
+from dpfast.report.measure import Loss, Measured, Run, sum_of
+from dpfast.report.page import Fallback, page
+from dpfast.report.takes import Caught, way_of
 from dpfast.taps import Record, find_forward
 
 FALLBACK = "functorch (vmap; no rule)"
@@ -46,12 +47,21 @@ class Use:
     samples: str = ""
 
 
+class _Of(NamedTuple):
+    """What was explained."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
 @dataclass(frozen=True)
 class Explanation:
     """Every use of every trainable parameter, in the order of the backward pass; ``str()`` is a table."""
 
     uses: tuple[Use, ...]
     num_samples: int
+    _of: _Of | None = field(default=None, repr=False, compare=False)  # what :meth:`measure` runs again
 
     @property
     def fallbacks(self) -> tuple[str, ...]:
@@ -67,6 +77,53 @@ class Explanation:
     def kept_bytes(self) -> int:
         """Of one sample, over all uses."""
         return sum(u.kept_bytes for u in self.uses)
+
+    def measure(self, loss: Loss | None = None, done: Callable[[], None] = lambda: None) -> Measured:
+        """What a plain and a private step of this model take on this machine, layer by layer and way by way.
+
+        Takes some thirty steps. Gradients, random numbers and buffers are left as they were; on a GPU the statistics of
+        peak memory are not. A prediction is made of what the parts took; whole steps are measured beside it.
+
+        Args:
+            loss: gives one number for the model's output; None: the sum of the outputs.
+            done: called after each of ``report.Run.STEPS`` parts.
+
+        Raises:
+            InputError: the loss is not one number.
+        """
+        assert self._of is not None  # as explain() makes it
+        return Run(self._of.model, self._of.args, self._of.kwargs, loss).measure(done)
+
+    def html(self, loss: Loss | None = None, done: Callable[[], None] = lambda: None) -> str:
+        """A page of what a step costs and why, in one file: :meth:`measure`, drawn. Arguments as there."""
+        assert self._of is not None
+        model = self._of.model
+        name = type(model._module if isinstance(model, GradSampleModule) else model).__name__
+        return page(name, self.num_samples, self._mended(), self.measure(loss, done))
+
+    def _mended(self) -> list[Fallback]:
+        found = []
+        for layer in self.fallbacks:
+            kind = layer.rpartition("(")[2].rstrip(")")
+            why = "has no rule of its own: its gradients come from torch.func, sample by sample (vmap)."
+            found.append(Fallback(layer, why, f"@dpfast.register_rule({kind})  # docs/writing-a-rule.md; or freeze it"))
+        for use in {u.layer: u for u in self.uses if u.samples.endswith("?")}.values():
+            name = use.layer.rpartition(" (")[0]
+            why = (
+                f"is assumed to have its samples in {use.samples.rstrip('?')}: the model could not be run to find out."
+            )
+            found.append(Fallback(use.layer, why, f'layout={{"{name}": {use.samples.rstrip("?")}}}'))
+        return found
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "num_samples": self.num_samples,
+            "flops": self.flops,
+            "kept_bytes": self.kept_bytes,
+            "fallbacks": list(self.fallbacks),
+            "uses": [asdict(use) for use in self.uses],
+        }
 
     def __str__(self) -> str:
         header = ("layer", "parameter", "rule", "way", "shape", "FLOPs", "kept bytes", "samples")
@@ -108,28 +165,12 @@ def explain(model: nn.Module, *batch: Any, **inputs: Any) -> Explanation:
     """
     if isinstance(model, GradSampleModule) and model._tapped is not None:
         return _explained(model._tapped, model, batch, inputs)
-    tapped = TappedModel(model, _Nothing())
+    tapped = TappedModel(model, Caught())
     tapped.add()
     try:
         return _explained(tapped, model, batch, inputs)
     finally:
         tapped.remove()
-
-
-class _Nothing:
-    """A mode that leaves nothing behind."""
-
-    passes = 1
-    defers = False
-
-    def on_forward(self, inputs: Sequence[Tensor]) -> None:
-        pass
-
-    def on_factor(self, step: Step, parameter: nn.Parameter, factor: Factor, only_use: bool) -> None:
-        pass
-
-    def on_finish(self, step: Step) -> None:
-        pass
 
 
 def _explained(tapped: TappedModel, model: nn.Module, batch: tuple[Any, ...], inputs: dict[str, Any]) -> Explanation:
@@ -144,18 +185,14 @@ def _explained(tapped: TappedModel, model: nn.Module, batch: tuple[Any, ...], in
         uses.extend(replace(use, samples=record.where()) for use in found)
 
     before = tapped.mode, tapped.enabled, tapped.observe
-    tapped.mode, tapped.enabled, tapped.observe = _Nothing(), True, observe
+    tapped.mode, tapped.enabled, tapped.observe = Caught(), True, observe
     try:
         with torch.random.fork_rng(), torch.enable_grad():
-            outputs = [x for x in tree_leaves(model(*batch, **inputs)) if isinstance(x, Tensor) and x.requires_grad]
-            if not outputs:
-                raise InputError("the model's output depends on no trainable parameter")
-            total = sum(x.float().sum() for x in outputs)
-            total.backward(inputs=_trainable(tapped.model))  # type: ignore[union-attr]  # there are outputs
+            sum_of(model(*batch, **inputs)).backward(inputs=_trainable(tapped.model))
     finally:
         tapped.mode, tapped.enabled, tapped.observe = before
         tapped.drop_guards()  # the next forward pass sets those again that its mode needs
-    return Explanation(tuple(uses), max(sizes, default=0))
+    return Explanation(tuple(uses), max(sizes, default=0), _Of(model, batch, inputs))
 
 
 def _trainable(model: nn.Module) -> list[nn.Parameter]:
@@ -183,15 +220,10 @@ def _use(layer: str, parameter: str, rule: str, factor: Factor) -> Use:
     if isinstance(factor, (OuterProduct, PatchProduct)):
         groups = 1
         if isinstance(factor, PatchProduct):
-            (t, d, p), groups, device = factor.matrix_shape, factor.groups, factor.rows.device
+            (t, d, p), groups = factor.matrix_shape, factor.groups
         else:
-            (_, t, d), p, device = factor.activations.shape, factor.shape[0], factor.activations.device
-        if factor.keeps:
-            way: cost.Way = "keep"
-        elif isinstance(factor, OuterProduct):
-            way = ops.norm_way(factor.activations, factor.backprops)
-        else:
-            way = cost.norm_way(t, d, p, device)
+            (_, t, d), p = factor.activations.shape, factor.shape[0]
+        way: Any = way_of(factor)
         kept = _BYTES * factor.shape.numel() if factor.keeps else factor.nbytes // max(1, factor.num_samples)
         return Use(layer, parameter, rule, way, (t, d, p), groups * cost.norm_flops(way, t, d, p), kept)
     if isinstance(factor, Lookup):

@@ -21,11 +21,9 @@ def group_norm_of_copies(layer: nn.GroupNorm, piece: Pieces, input: Tensor) -> T
 
     Copies in 16 bits would have gradients in 16 bits, and other memory formats would be copied: there the rule answers.
     """
-    n, channels = input.shape[:2]
+    n = input.shape[0]
     parameters = [layer.weight, layer.bias]
-    exact = all(p is None or p.dtype in (torch.float32, torch.float64) for p in parameters)
-    values_a_group = input[0].numel() // layer.num_groups if n else 0
-    if not exact or values_a_group < 2 or not input.is_contiguous():
+    if not can_be_one(input, layer.num_groups, parameters):
 
         def by_rule(parameters: Any, activations: Activations, backprops: Tensor) -> Mapping[Any, Factor]:
             return group_norm(layer, activations, backprops)
@@ -34,8 +32,21 @@ def group_norm_of_copies(layer: nn.GroupNorm, piece: Pieces, input: Tensor) -> T
     own = [p for p in parameters if p is not None]
     copies = piece(_of_copies, lambda *own: tuple(p.repeat(n) for p in own), own)
     weight, bias = (dict(zip(own, copies, strict=True)).get(p) for p in parameters)
+    return group_norm_as_one(input, layer.num_groups, weight, bias, layer.eps)
+
+
+def can_be_one(input: Tensor, num_groups: int, parameters: Sequence[Tensor | None]) -> bool:
+    """Whether :func:`group_norm_as_one` gives what the samples' own group norm gives."""
+    exact = all(p is None or p.dtype in (torch.float32, torch.float64) for p in parameters)
+    values_a_group = input[0].numel() // num_groups if len(input) else 0
+    return exact and values_a_group >= 2 and input.is_contiguous()
+
+
+def group_norm_as_one(input: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """The group norm of (N, C, *spatial) with weights and biases (N·C,)."""
+    n, channels = input.shape[:2]
     as_one = input.view(1, n * channels, *input.shape[2:])
-    return F.group_norm(as_one, n * layer.num_groups, weight, bias, layer.eps).view(input.shape)
+    return F.group_norm(as_one, n * num_groups, weight, bias, eps).view(input.shape)
 
 
 def _of_copies(

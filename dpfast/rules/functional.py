@@ -15,14 +15,15 @@ from torch import Tensor
 from torch.nn.modules.utils import _ntuple
 
 from dpfast.errors import UnsupportedModuleError
-from dpfast.factors import OuterProduct
+from dpfast.factors import OuterProduct, is_standardised, keeps_gradients
 from dpfast.rules.convolution import convolution, transposed_convolution
+from dpfast.rules.copies import can_be_one, group_norm_as_one
 from dpfast.rules.embedding import embedding as embedding_rule
 from dpfast.rules.linear import linear as linear_rule
 from dpfast.rules.normalization import group_norm as group_norm_rule
 from dpfast.rules.normalization import layer_norm as layer_norm_rule
 from dpfast.rules.normalization import rms_norm as rms_norm_rule
-from dpfast.taps import Meeting, Shared, register_function
+from dpfast.taps import Held, Meeting, Shared, register_function
 
 
 def _of(*names: str) -> list[Any]:
@@ -173,8 +174,11 @@ def rms_norm(meeting: Meeting, input: Tensor, normalized_shape: Any, weight: Any
 def group_norm(
     meeting: Meeting, input: Tensor, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5
 ) -> Any:
-    """The rule of nn.GroupNorm."""
+    """With copies of the parameters, or the rule, as nn.GroupNorm."""
     _samples_first(meeting)
+    if len(input) == meeting.n and can_be_one(input, num_groups, (weight, bias)):
+        of_weight, of_bias = (_copies_in_a_row(x, meeting.n) for x in (weight, bias))
+        return group_norm_as_one(input, num_groups, of_weight, of_bias, eps)
 
     def factors(values: Any, activations: Any, backprops: Tensor) -> Any:
         return group_norm_rule(_layer(values, num_groups=num_groups, eps=eps), activations, backprops)
@@ -196,14 +200,22 @@ def convolve(
     """The rule of nn.Conv1d, nn.Conv2d and nn.Conv3d."""
     numbers, function = _geometry(meeting, input, weight, stride, dilation), meeting.operation.func
     sides = padding if isinstance(padding, str) else _ntuple(weight.dim() - 2)(padding)
+    held = Held()
 
     def factors(values: Any, activations: Any, backprops: Tensor) -> Any:
         layer = _layer(values, **numbers, padding=sides, padding_mode="zeros", groups=groups)
-        return convolution(layer, activations, backprops)
+        found = convolution(layer, activations, backprops)
+        if values[0] is not None:
+            found[values[0]].output = held.take(activations[0])  # type: ignore[attr-defined]  # a PatchProduct
+        return found
 
-    return meeting(
+    output = meeting(
         lambda x, w, b: function(x, w, b, stride, padding, dilation, groups), factors, [input], [weight, bias]
     )
+    of_use = bias is None and isinstance(weight, Shared) and is_standardised(weight.value)
+    if of_use and not keeps_gradients(input, output, weight.shape, groups):
+        held.hold(output, input)
+    return output
 
 
 @register_function(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
@@ -230,6 +242,11 @@ def convolve_transposed(
         lambda x, w, b: function(x, w, b, stride, padding, output_padding, groups, dilation),
         *(factors, [input], [weight, bias]),
     )
+
+
+def _copies_in_a_row(x: Tensor | None, n: int) -> Tensor | None:
+    """(N·C,), of parameters (C,)."""
+    return x.copies(-1, n).flatten() if isinstance(x, Shared) else x if x is None else x.repeat(n)
 
 
 def _geometry(meeting: Meeting, input: Tensor, weight: Tensor, stride: Any, dilation: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from dpfast.taps.detached import DetachableParameters
 from dpfast.taps.documents import Documents, Told
 from dpfast.taps.followed import Source
 from dpfast.taps.gathered import end_model, experts_of, follow_model
+from dpfast.taps.held import Held
 from dpfast.taps.inputs import leaves_of
 from dpfast.taps.layout import Rows, batch_in_front, batch_to_front, given_layout, layouts, tokens_in, unfolded
 from dpfast.taps.node import Record
@@ -46,6 +47,7 @@ __all__ = [
     "BroadcastMethod",
     "DetachableParameters",
     "Documents",
+    "Held",
     "Meeting",
     "Pieces",
     "Probe",

@@ -122,6 +122,17 @@ def register_rule(
 
     Raises:
         InputError: ``target`` is not a class, or classes, of nn.Module.
+
+    >>> from dpfast.factors import OuterProduct
+    >>> import torch
+    >>> from dpfast.testing import check_rule
+    >>> class Doubled(nn.Linear):
+    ...     def forward(self, x):
+    ...         return 2.0 * nn.functional.linear(x, self.weight)
+    >>> @register_rule(Doubled)
+    ... def doubled(layer, activations, backprops):
+    ...     return {layer.weight: OuterProduct(activations[0], 2.0 * backprops)}
+    >>> check_rule(Doubled(3, 2, bias=False), torch.ones(4, 3))
     """
 
     classes = _classes(target)

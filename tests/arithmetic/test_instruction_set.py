@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dpfast.arithmetic import instruction_set, products
-from dpfast.arithmetic.instruction_set import AVX2, AVX512, UNKNOWN
+from dpfast.arithmetic.instruction_set import AVX2, AVX512, AVX512_IN_HALVES, UNKNOWN
 
 WIDE = "fma avx2 avx512f avx512bw avx512dq avx512vl"
 
@@ -18,8 +18,9 @@ def machine(monkeypatch):
     for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS"):
         monkeypatch.delenv(name, raising=False)
 
-    def pretend(vendor, flags):
-        monkeypatch.setattr(instruction_set, "_cpuinfo", {"vendor_id": vendor, "flags": flags}.get)
+    def pretend(vendor, flags, family="26"):
+        said = {"vendor_id": vendor, "flags": flags, "cpu family": family}
+        monkeypatch.setattr(instruction_set, "_cpuinfo", said.get)
         instruction_set.of_processor.cache_clear()
         products.onednn_is_faster.cache_clear()
 
@@ -60,6 +61,16 @@ def test_by_environment(machine, monkeypatch, variable, value, onednn, mkl):
     machine("GenuineIntel", WIDE)
     monkeypatch.setenv(variable, value)
     assert (instruction_set.of_onednn(), instruction_set.of_mkl()) == (onednn, mkl)
+
+
+def test_avx512_in_halves_has_a_name_of_its_own(machine, monkeypatch):
+    machine("AuthenticAMD", WIDE, family="25")
+    assert (instruction_set.of_onednn(), instruction_set.of_mkl()) == (AVX512_IN_HALVES, AVX2)
+    assert not products.onednn_is_faster()
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    assert instruction_set.of_onednn() == AVX2
+    machine("AuthenticAMD", "fma avx2", family="25")
+    assert instruction_set.of_processor() == AVX2
 
 
 def test_onednn_only_where_a_row_shows_that_it_is_faster(machine, monkeypatch):

@@ -6,12 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import dpfast
 from dpfast.factors import Dense, PatchProduct, standardised
 from dpfast.factors.standardised import Standardised
 from dpfast.taps import Activations, find_rule
-from dpfast.testing import check_rule
+from dpfast.testing import check_rule, loop_over_samples
 
 
 class StdConv(nn.Conv2d):
@@ -35,10 +36,13 @@ CASES = {  # layer, image: kept, not kept, in groups, of rows of three entries
 }
 
 
-def own_factor(layer, x, backprops):
+def own_factor(layer, x, backprops, *, seen=False):
+    """Its factor; ``seen``: with what the convolution gave."""
     value = layer.standardised()
     inner = find_rule(nn.Conv2d(1, 1, 1))(layer, Activations([x]), backprops)[layer.weight]
     assert isinstance(inner, PatchProduct)
+    if seen:
+        inner.output = F.conv2d(x, value.detach(), None, layer.stride, layer.padding, layer.dilation, layer.groups)
     factor = standardised(inner, value, layer.weight)
     assert isinstance(factor, Standardised)
     return factor
@@ -58,11 +62,12 @@ def case(name, n=5, mean=0.5):
     return layer, x, torch.randn_like(layer(x)) + 0.5
 
 
+@pytest.mark.parametrize("seen", [False, True], ids=["", "output at hand"])
 @pytest.mark.parametrize("mean", [0.0, 0.5, 30.0])
 @pytest.mark.parametrize("name", CASES)
-def test_verbs(name, mean):
+def test_verbs(name, mean, seen):
     layer, x, backprops = case(name, mean=mean)
-    factor, truth = own_factor(layer, x, backprops), exact(layer, x, backprops)
+    factor, truth = own_factor(layer, x, backprops, seen=seen), exact(layer, x, backprops)
     assert (factor.kept() is factor) == (name in ("not kept", "1x1", "one position"))
     size = truth.flatten(1).norm(dim=1)
     coefficients = torch.tensor([1.0, 0.5, 0.0, 2.0, 0.1])
@@ -91,14 +96,22 @@ def test_one_samples_share_is_no_more_than_the_bound(name):
             assert form.weighted_sum(alone).double().norm() <= upper[n]
 
 
+@pytest.mark.parametrize("seen", [False, True], ids=["", "output at hand"])
 @pytest.mark.parametrize("name", CASES)
-def test_same_bits_in_every_batch(name):
+def test_same_bits_in_every_batch(name, seen):
     layer, x, backprops = case(name, n=19)
-    factor = own_factor(layer, x, backprops)
+    output, weight = layer(x) - layer.bias.view(-1, 1, 1) if layer.bias is not None else layer(x), layer.weight
+
+    def of(samples):
+        inner = find_rule(nn.Conv2d(1, 1, 1))(layer, Activations([x[samples]]), backprops[samples])[weight]
+        inner.output = output[samples] if seen else None
+        return standardised(inner, layer.standardised(), weight)
+
+    factor = of(torch.arange(19))
     whole = [form.sq_norm() for form in (factor, factor.kept())]
     for n in (1, 2, 3, 8, 17):
         order = torch.randperm(len(x))[:n]
-        part = own_factor(layer, x[order], backprops[order])
+        part = of(order)
         for norms, form in zip(whole, (part, part.kept()), strict=True):
             for before, now in zip(norms, form.sq_norm(), strict=True):
                 assert torch.equal(before[order], now), n
@@ -144,6 +157,64 @@ def test_what_is_something_else_is_left_alone(value):
 def test_layers(name):
     layer, x, _ = case(name)
     check_rule(layer, x)
+
+
+class Block(nn.Module):
+    """A convolution and what stands behind it."""
+
+    def __init__(self, layer, behind=nn.Identity(), *, recompute=False):  # noqa: B008
+        super().__init__()
+        self.layer, self.behind, self.recompute = layer, behind, recompute
+
+    def forward(self, x):
+        def run(x):
+            return self.behind(self.layer(x))
+
+        return checkpoint(run, x, use_reentrant=False) if self.recompute else run(x)
+
+
+@pytest.mark.parametrize(
+    ("block", "at_hand"),
+    [
+        (lambda layer: Block(layer), True),
+        (lambda layer: Block(layer, nn.GroupNorm(4, 40)), True),
+        (lambda layer: Block(layer, nn.ReLU(inplace=True)), False),
+        (lambda layer: Block(layer, recompute=True), False),
+    ],
+    ids=["alone", "group norm", "written to", "checkpoint"],
+)
+def test_the_forwards_own_output_saves_products_of_patches(block, at_hand, monkeypatch):
+    """Where nobody wrote to it, and where holding it is not somebody else's affair; the norms are right everywhere."""
+    taken, row_products = [], PatchProduct.row_products
+    monkeypatch.setattr(PatchProduct, "row_products", lambda self, v: taken.append(v.shape) or row_products(self, v))
+    layer, x, _ = case("not kept")
+    model, x = block(layer), x.requires_grad_()
+    truth = loop_over_samples(model, lambda m, x: m(x).square().sum(), x, dtype=torch.float64)
+    norms = sum(g.flatten(1).square().sum(1) for g in truth.values()).sqrt()
+    wrapped = dpfast.GradSampleModuleFastGradientClipping(model, max_grad_norm=1.0, loss_reduction="sum")
+    for _ in range(2):
+        loss = wrapped(x).square().sum()
+        loss.backward(retain_graph=True)
+        assert bool(taken) != at_hand
+        upper = wrapped.get_norm_sample() * (1 + wrapped.norm_slack)
+        assert (upper >= norms * (1 - 1e-6)).all() and (upper <= norms * (1 + 1e-3)).all()
+        before = upper
+        wrapped.zero_grad()
+        loss.backward()  # of the same graph
+        assert torch.equal(wrapped.get_norm_sample() * (1 + wrapped.norm_slack), before) and bool(taken) != at_hand
+        wrapped.zero_grad()
+
+
+def test_an_output_of_a_weight_that_is_not_standardised_alone_is_not_used(monkeypatch):
+    layer, x, backprops = case("not kept")
+    monkeypatch.setattr(PatchProduct, "row_products", None)
+    own_factor(layer, x, backprops, seen=True).sq_norm()
+    bias = torch.full((40,), 0.25)  # frozen, so autograd's graph does not tell of it
+    layer.standardised = lambda: F.batch_norm(
+        layer.weight.reshape(1, 40, -1), None, None, None, bias, training=True, momentum=0.0, eps=1e-6
+    ).reshape_as(layer.weight)
+    with pytest.raises(TypeError):
+        own_factor(layer, x, backprops, seen=True).sq_norm()
 
 
 def test_the_clipped_sum_goes_through_the_standardisation_once(monkeypatch):

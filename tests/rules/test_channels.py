@@ -4,10 +4,12 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import dpfast
 from dpfast.factors.patch_product import CHAIN, TOGETHER
+from dpfast.rules import functional
 from dpfast.taps import Activations, find_rule
 
 CONVOLUTIONS = {
@@ -146,6 +148,50 @@ def test_group_norm_that_has_no_copies(change):
     output.backward(backprops)
     for name, p in layer.named_parameters():
         assert (p.grad_sample.double() - truth[name]).norm() <= 1e-5 * truth[name].norm(), name
+
+
+@pytest.mark.parametrize("layer", [nn.Conv2d(128, 128, 3, padding=1), nn.Conv2d(130, 128, 1, stride=2)], ids=str)
+def test_clipped_sums_of_few_positions(layer):
+    torch.manual_seed(0)
+    x = torch.randn(5, layer.in_channels, 4, 4)
+    backprops = torch.randn_like(layer(x))
+    truth, c = exact(layer, x, backprops)["weight"], torch.tensor([1.0, 0.5, 0.0, 2.0, 0.1])
+    x[2], truth[2] = float("nan"), 0.0
+    for some in (torch.arange(5), torch.tensor([0, 1, 3]), torch.tensor([2])):
+        factor = find_rule(layer)(layer, Activations([x[some]]), backprops[some])[layer.weight]
+        assert factor._has_few_positions
+        total = (truth[some] * c[some].double().view(-1, 1, 1, 1, 1)).sum(0)
+        assert (factor.weighted_sum(c[some]) - total).norm() <= 1e-6 * total.norm()
+
+
+class OwnGroupNorm(nn.GroupNorm):
+    """As timm's GroupNormAct computes it."""
+
+    def forward(self, x):
+        return F.group_norm(x, self.num_groups, self.weight, self.bias, self.eps).relu_()
+
+
+@pytest.mark.parametrize("frozen", ["", "weight", "bias"])
+@pytest.mark.parametrize("shape", [(6, 16, 16), (6, 101), (6, 1)])
+def test_a_group_norm_used_as_a_function_has_the_bits_of_the_layer(shape, frozen, monkeypatch):
+    torch.manual_seed(0)
+    monkeypatch.setattr(functional, "group_norm_rule", None)  # copies answer
+    layer, x = OwnGroupNorm(2, 6), torch.randn(5, *shape)
+    torch.nn.init.normal_(layer.weight)
+    if frozen:
+        getattr(layer, frozen).requires_grad_(False)
+    found = []
+    for own in (layer, nn.Sequential(as_layer := nn.GroupNorm(2, 6), nn.ReLU(inplace=True))):
+        as_layer.load_state_dict(layer.state_dict())
+        as_layer.weight.requires_grad_(frozen != "weight")
+        as_layer.bias.requires_grad_(frozen != "bias")
+        wrapped = dpfast.GradSampleModuleFastGradientClipping(own, max_grad_norm=1.0, loss_reduction="sum")
+        own_x = x.clone().requires_grad_()
+        wrapped(own_x).square().sum().backward()
+        gradients = [p.grad for p in own.parameters() if p.requires_grad]
+        found.append([own_x.grad, wrapped.get_norm_sample(), *gradients])
+    for of_function, of_layer in zip(*found, strict=True):
+        assert torch.equal(of_function, of_layer)
 
 
 @pytest.mark.parametrize("case", ["1x1", "1x1, more positions than one call adds", "depthwise"])

@@ -1,4 +1,4 @@
-"""Milliseconds of a call on a device, and what the device can do at most."""
+"""How long a call takes on a device, and what the device can do at most."""
 
 from __future__ import annotations
 
@@ -7,9 +7,21 @@ import time
 from collections.abc import Callable
 
 import torch
-import triton.testing
 
 REPEAT_MS = 60.0  # time spent on a figure; the median of what fits
+
+
+def clock(device: str) -> Callable[[], float]:
+    """Gives seconds. On a CPU with one thread the processor's, so that what else runs there is not counted; where
+    several work together, and on a GPU once it has finished, those that have passed."""
+    if device == "cuda":
+
+        def finished() -> float:
+            torch.cuda.synchronize()
+            return time.perf_counter()
+
+        return finished
+    return time.process_time if torch.get_num_threads() == 1 else time.perf_counter
 
 
 def milliseconds(call: Callable[[], object], device: str) -> float:
@@ -20,13 +32,16 @@ def milliseconds(call: Callable[[], object], device: str) -> float:
     measurement under the same name.
     """
     if device == "cuda":
-        return float(triton.testing.do_bench(captured(call).replay, warmup=20, rep=REPEAT_MS, return_mode="median"))
+        from triton.testing import do_bench
+
+        return float(do_bench(captured(call).replay, warmup=20, rep=REPEAT_MS, return_mode="median"))
+    now = clock(device)
     call()
-    seconds = []
+    seconds: list[float] = []
     while sum(seconds) < REPEAT_MS / 1e3 and len(seconds) < 7:
-        start = time.perf_counter()
+        start = now()
         call()
-        seconds.append(time.perf_counter() - start)
+        seconds.append(now() - start)
     return 1e3 * statistics.median(seconds)
 
 
@@ -44,15 +59,16 @@ def captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def copy_bandwidth(device: str) -> float:
+def copy_bandwidth(device: str, nbytes: int | None = None) -> float:
     """Bytes per second of a device-to-device copy, read and written ones counted."""
-    source = torch.ones(2**30 if device == "cuda" else 2**18, dtype=torch.float32, device=device)
+    numel = (nbytes or (2**32 if device == "cuda" else 2**20)) // 4
+    source = torch.ones(numel, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / (1e-3 * milliseconds(lambda: target.copy_(source), device))
 
 
-def gemm_rate(device: str, dtype: torch.dtype = torch.bfloat16) -> float:
+def gemm_rate(device: str, dtype: torch.dtype = torch.bfloat16, size: int | None = None) -> float:
     """FLOP per second of one square product through torch; random data, which a GPU clocks lower for than zeros."""
-    size = 8192 if device == "cuda" else 64
+    size = size or (8192 if device == "cuda" else 64)
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return 2 * size**3 / (1e-3 * milliseconds(lambda: left @ right, device))

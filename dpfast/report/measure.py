@@ -1,0 +1,336 @@
+"""What a plain and a private step take, layer by layer, and what the private one would take in other ways.
+
+Everything is measured here and now, nothing comes from constants: a prediction is the time of the step whose taps only
+catch, plus what norms and clipped sums took by themselves.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from dpfast.errors import InputError
+from dpfast.modes import GradSampleModule, GradSampleModuleFastGradientClipping, TappedModel
+from dpfast.report.memory import segments_between_marks
+from dpfast.report.takes import Caught, Held, Takes
+from dpfast.report.timing import clock
+
+Loss = Callable[[Any], Tensor]
+
+ROUNDS = 3
+WAYS = ("direct", "gram", "keep")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What a layer takes in the plain step, by itself: seconds, and bytes that autograd keeps for its backward."""
+
+    name: str
+    forward: float
+    input_gradient: float
+    weight_gradient: float
+    saved: int
+
+
+@dataclass(frozen=True)
+class Way:
+    """Seconds of the norm and of the clipped sum, and bytes held from the one to the other."""
+
+    norm: float
+    sum: float
+    held: int
+
+    @property
+    def seconds(self) -> float:
+        """Of both."""
+        return self.norm + self.sum
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one use of one parameter takes in each way that it has."""
+
+    layer: str
+    parameter: str
+    taken: str
+    ways: Mapping[str, Way]
+
+    @property
+    def way(self) -> Way:
+        """The one taken."""
+        return self.ways[self.taken]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One batch of one model on one machine; seconds and bytes.
+
+    Attributes:
+        layers: in the order of the forward pass.
+        costs: in the order of the backward pass.
+        plain, private: whole steps (forward and backward; with clipping), as they took.
+        caught: a step whose taps catch, and whose rules run, but which takes no norm and no sum.
+        plain_peak, private_peak: the most bytes of tensors in them; caught_peak: what was predicted.
+    """
+
+    layers: Sequence[Layer]
+    costs: Sequence[Cost]
+    plain: float
+    caught: float
+    private: float
+    plain_peak: int
+    private_peak: int
+    predicted_peak: int
+
+    @property
+    def predicted(self) -> float:
+        """Seconds of the private step, by its parts."""
+        return self.caught + sum(c.way.seconds for c in self.costs)
+
+
+class Run:
+    """Steps of a model on one batch. Gradients, random numbers and buffers are left as they were.
+
+    Args:
+        model: wrapped by dpfast or not.
+        loss: gives one number for the model's output; None: the sum of its outputs.
+    """
+
+    STEPS = 4 + ROUNDS * (1 + len(WAYS))
+
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Loss | None):
+        self._wrapped = model if isinstance(model, GradSampleModule) else None
+        self.model = model._module if isinstance(model, GradSampleModule) else model
+        self._args, self._kwargs, self._loss = args, kwargs, loss
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.held = [*self.model.parameters(), *self.model.buffers(), *tensors]
+        self.device = "cuda" if any(x.is_cuda for x in self.held) else "cpu"
+        self._now = clock(self.device)
+
+    def measure(self, done: Callable[[], None] = lambda: None) -> Measured:
+        """Takes some thirty steps; ``done`` is called after each of :attr:`STEPS` parts."""
+        with self._left_as_it_was():
+            plain = [self.seconds() for _ in range(ROUNDS + 1)][1:]
+            done()
+            with self._tapped() as tapped:
+                names = self._look(tapped)
+                costs, caught = self._costs(tapped, names, done)
+                predicted_peak = self._predicted_peak(tapped)
+            layers = self._layers(names)
+            done()
+            private, private_peak = self._private()
+            done()
+            plain += [self.seconds() for _ in range(ROUNDS)]
+            plain_peak = self._peak()
+            self._clear()
+            done()
+        return Measured(layers, costs, median(plain), caught, private, plain_peak, private_peak, predicted_peak)
+
+    # --- steps ---
+
+    def step(self) -> None:
+        """Forward and backward; gradients stay."""
+        output = self.model(*self._args, **self._kwargs)
+        if self._loss is not None:
+            total = self._loss(output)
+            if not isinstance(total, Tensor) or total.dim() != 0:
+                raise InputError("the loss is not one number; reduce it by mean or sum")
+        else:
+            total = sum_of(output)
+        total.backward()
+
+    def seconds(self) -> float:
+        """Of a step; its gradients are dropped."""
+        start = self._now()
+        self.step()
+        found = self._now() - start
+        self._clear()
+        return found
+
+    def _peak(self) -> int:
+        found = segments_between_marks(lambda mark: self.step(), self.held, self.device)
+        return max(most for _, most in found)
+
+    def _clear(self) -> None:
+        for p in self.parameters:
+            p.grad = None
+
+    @contextmanager
+    def _left_as_it_was(self) -> Iterator[None]:
+        gradients = [p.grad for p in self.parameters]
+        buffers = [(b, b.clone()) for b in self.model.buffers()]
+        tapped = None if self._wrapped is None else self._wrapped._tapped
+        if tapped is not None:
+            tapped.remove()
+        self._clear()
+        try:
+            with torch.random.fork_rng(), torch.enable_grad():
+                yield
+        finally:
+            for p, gradient in zip(self.parameters, gradients, strict=True):
+                p.grad = gradient
+            for b, before in buffers:
+                b.copy_(before)
+            if tapped is not None:
+                tapped.add()
+
+    def _options(self) -> dict[str, Any]:
+        tapped = None if self._wrapped is None else self._wrapped._tapped
+        if tapped is None:
+            return {}
+        return {
+            "batch_first": tapped.batch_dim == 0,
+            "force_functorch": tapped.force_functorch,
+            "layout": tapped.layout,
+        }
+
+    @contextmanager
+    def _tapped(self) -> Iterator[TappedModel]:
+        tapped = TappedModel(self.model, Caught(), **self._options())
+        tapped.add()
+        try:
+            yield tapped
+        finally:
+            tapped.remove()
+
+    def _private(self) -> tuple[float, int]:
+        """A real one."""
+        wrapped = GradSampleModuleFastGradientClipping(self.model, strict=False, **self._options())
+        whole, self.model = self.model, wrapped
+        try:
+            found = [self.seconds() for _ in range(2 * ROUNDS + 1)][1:]
+            wrapped._norms = wrapped._clip_factors = None  # the last step's are not this one's
+            peak = self._peak()
+        finally:
+            self.model = whole
+            wrapped.remove_hooks()
+            self._clear()
+        return median(found), peak
+
+    # --- layers of the plain step ---
+
+    def _look(self, tapped: TappedModel) -> dict[str, nn.Module]:
+        """The layers that taps are on, by name; their first step, which learns where samples are, is taken."""
+        found: dict[str, nn.Module] = {}
+        tapped.observe = lambda record, parameter, factor: found.update({record.tap.layer: record.tap.module})
+        self.seconds()
+        tapped.observe = None
+        return found
+
+    def _layers(self, names: Mapping[str, nn.Module]) -> list[Layer]:
+        modules = {id(m): name for name, m in names.items()}
+        inner = {id(m): any(id(c) in modules for c in m.modules() if c is not m) for m in names.values()}
+        alone = {name: m for name, m in names.items() if not inner[id(m)]}  # a parent's time is its children's too
+        found: dict[str, list[list[float]]] = {}
+        saved: dict[str, int] = defaultdict(int)
+        handles = []
+
+        def hook(name: str) -> Callable[..., None]:
+            def measure(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+                times, nbytes = self._alone(module, args, kwargs)
+                now[name].append(times)
+                saved[name] = max(saved[name], nbytes)
+
+            return measure
+
+        for _ in range(ROUNDS):
+            now: dict[str, list[list[float]]] = defaultdict(list)
+            handles = [m.register_forward_hook(hook(name), with_kwargs=True) for name, m in alone.items()]
+            try:
+                self.model(*self._args, **self._kwargs)
+            finally:
+                for handle in handles:
+                    handle.remove()
+            for name, calls in now.items():
+                found.setdefault(name, []).append([sum(x) for x in zip(*calls, strict=True)])
+        layers = []
+        for name, rounds in found.items():
+            forward, input_gradient, weight_gradient = map(median, zip(*rounds, strict=True))
+            layers.append(Layer(name, forward, input_gradient, weight_gradient, saved[name]))
+        return layers
+
+    def _alone(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[list[float], int]:
+        """Seconds of a layer's forward, of the gradients of its inputs and of those of its parameters."""
+        leaves, structure = tree_flatten((args, kwargs))
+        leaves = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in leaves]
+        args, kwargs = tree_unflatten(leaves, structure)
+        inputs = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
+        own = {p.untyped_storage().data_ptr() for p in module.parameters()}
+        kept: dict[int, int] = {}
+
+        def pack(x: Tensor) -> Tensor:
+            storage = x.untyped_storage()
+            if storage.data_ptr() not in own:
+                kept[storage.data_ptr()] = storage.nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            type(module).forward(module, *args, **kwargs)
+        start = self._now()
+        output = type(module).forward(module, *args, **kwargs)
+        times = [self._now() - start]
+        outputs = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
+        gradients = [torch.randn_like(x) for x in outputs]
+        for of in (inputs, [p for p in module.parameters() if p.requires_grad]):
+            start = self._now()
+            if of and outputs:
+                torch.autograd.grad(outputs, of, gradients, retain_graph=True, allow_unused=True)
+            times.append(self._now() - start)
+        return times, sum(kept.values())
+
+    # --- ways of the private step ---
+
+    def _costs(
+        self, tapped: TappedModel, names: Mapping[str, nn.Module], done: Callable[[], None]
+    ) -> tuple[list[Cost], float]:
+        caught: list[float] = []
+        found: list[dict[str, list[Way]]] = []
+        parameters = {p: name for name, p in self.model.named_parameters()}
+        takes = Takes(self._now)
+        for _ in range(ROUNDS):
+            tapped.mode, tapped.observe = Caught(), None
+            caught += [self.seconds(), self.seconds()]
+            done()
+            for way in WAYS:
+                takes.begin(way)
+                tapped.mode, tapped.observe = takes, takes.observe
+                self.seconds()
+                found = found or [defaultdict(list) for _ in takes.uses]
+                for times, use in zip(found, takes.uses, strict=True):
+                    times[use.way].append(Way(*use.seconds, use.held))
+                done()
+        costs: list[Cost] = []
+        for times, use in zip(found, takes.uses, strict=True):
+            ways = {
+                way: Way(median(w.norm for w in each), median(w.sum for w in each), each[0].held)
+                for way, each in times.items()
+            }
+            costs.append(Cost(use.layer, parameters.get(use.parameter, "?"), use.taken, ways))
+        tapped.mode, tapped.observe = Caught(), None
+        return costs, median(caught)
+
+    def _predicted_peak(self, tapped: TappedModel) -> int:
+        """What tensors of the step would hold, plus what the factors would keep alive that this step lets go of."""
+        held = Held()
+        tapped.mode = held
+        segments = segments_between_marks(lambda mark: held.run(mark, self.step), self.held, self.device)
+        self._clear()
+        return held.peak(segments, {p: i for i, p in enumerate(self.parameters)})
+
+
+def sum_of(output: Any) -> Tensor:
+    """The sum of all that a model returns and that has a gradient."""
+    outputs = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
+    if not outputs:
+        raise InputError("the model's output depends on no trainable parameter")
+    total: Any = sum(x.float().sum() for x in outputs)
+    return total

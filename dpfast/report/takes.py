@@ -1,0 +1,213 @@
+"""Modes that leave nothing behind: what a step's taps catch is timed, or weighed, and let go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from dpfast.arithmetic import cost, ops
+from dpfast.factors import Blocks, Factor, OuterProduct, PatchProduct, Reshaped, merge
+from dpfast.modes import Step
+from dpfast.report.memory import storages
+from dpfast.taps import Record
+
+
+class Caught:
+    """Rules run, and that is all."""
+
+    passes = 1
+    defers = False
+
+    def on_forward(self, inputs: Sequence[Tensor]) -> None:
+        pass
+
+    def on_factor(self, step: Step, parameter: nn.Parameter, factor: Factor, only_use: bool) -> None:
+        pass
+
+    def on_finish(self, step: Step) -> None:
+        pass
+
+
+def way_of(factor: Factor) -> str:
+    """The one that is taken: of ``cost``, "lookup", or "dense" for gradients as they are."""
+    if isinstance(factor, Reshaped):
+        return way_of(factor.factor)
+    if isinstance(factor, Blocks):
+        return " and ".join(dict.fromkeys(map(way_of, factor.factors)))
+    if isinstance(factor, (OuterProduct, PatchProduct)) and factor.keeps:
+        return "keep"
+    if isinstance(factor, OuterProduct):
+        return ops.norm_way(factor.activations, factor.backprops)
+    if isinstance(factor, PatchProduct):
+        return cost.norm_way(*factor.matrix_shape, factor.rows.device)
+    return "lookup" if hasattr(factor, "indices") else "dense"
+
+
+def ways_of(factor: Factor) -> tuple[str, ...]:
+    """All that :func:`take_norm` can go."""
+    if isinstance(factor, Reshaped):
+        return ways_of(factor.factor)
+    if isinstance(factor, OuterProduct):
+        return ("rank_one",) if factor.activations.shape[1] == 1 else ("direct", "gram", "keep")
+    if isinstance(factor, PatchProduct):
+        return cost.norm_way(*factor.matrix_shape, factor.rows.device), "keep"
+    return (way_of(factor),)
+
+
+def take_norm(factor: Factor, way: str) -> Factor:
+    """Takes it; gives what the clipped sum is to be read from."""
+    if isinstance(factor, Reshaped):
+        return Reshaped(take_norm(factor.factor, way), factor.shape)
+    if isinstance(factor, (OuterProduct, PatchProduct)):
+        read = factor.written() if way == "keep" else factor
+        if isinstance(read, OuterProduct):
+            ops.certified_sq_norm(read.activations, read.backprops, way=way)
+            return read
+    else:
+        read = factor.kept()
+    read.sq_norm()
+    return read
+
+
+def _ones(factor: Factor, parameter: nn.Parameter) -> Tensor:
+    return torch.ones(factor.num_samples, device=parameter.device)
+
+
+@dataclass
+class Taken:
+    """One use of a parameter, and what it took in the way of this step."""
+
+    layer: str
+    parameter: nn.Parameter
+    taken: str
+    way: str
+    ways: tuple[str, ...]
+    seconds: tuple[float, float] = (0.0, 0.0)
+    held: int = 0
+
+
+class Takes(Caught):
+    """Takes norm and clipped sum of each factor at once, and their times; all in one way, where a factor has it."""
+
+    def __init__(self, now: Callable[[], float]):
+        self._now = now
+        self.uses: list[Taken] = []
+
+    def begin(self, way: str) -> None:
+        """The next step goes this way."""
+        self._way = way
+        self.uses = []
+        self._layer = ""
+        self._several: dict[nn.Parameter, list[tuple[Taken, Factor]]] = {}
+
+    def observe(self, record: Record, parameter: nn.Parameter, factor: Factor) -> None:
+        """Comes before the same factor's :meth:`on_factor`."""
+        self._layer = record.tap.layer
+
+    def on_factor(self, step: Step, parameter: nn.Parameter, factor: Factor, only_use: bool) -> None:
+        taken, ways = way_of(factor), ways_of(factor)
+        use = Taken(self._layer, parameter, taken, self._way if self._way in ways else taken, ways)
+        self.uses.append(use)
+        if only_use:
+            self._take(use, factor)
+        else:
+            self._several.setdefault(parameter, []).append((use, factor))
+
+    def on_finish(self, step: Step) -> None:
+        for uses in self._several.values():
+            factor = merge([factor for _, factor in uses])
+            first = uses[0][0]
+            for use, _ in uses:
+                use.taken = use.way = way_of(factor) if len(uses) > 1 else use.way
+                use.ways = (use.way,)
+            self._take(first, factor)
+        self._several.clear()
+
+    def _take(self, use: Taken, factor: Factor) -> None:
+        ones = _ones(factor, use.parameter)
+        start = self._now()
+        read = take_norm(factor, use.way)
+        between = self._now()
+        read.weighted_sum(ones)
+        use.seconds = (between - start, self._now() - between)
+        use.held = sum(nbytes for _, nbytes in storages(read))
+
+
+@dataclass
+class _Held:
+    parameter: nn.Parameter
+    storages: list[int]
+
+
+class Held(Caught):
+    """Keeps nothing, but knows what a private step would keep, and how much more the step would hold for it.
+
+    Each use has four segments between marks: what autograd does before it, writing what is kept, the norm, the sum.
+    """
+
+    def __init__(self) -> None:
+        self._entries: list[Any] = []
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._gone: list[int] = []  # bytes let go before each use, and before the end
+        self._mark: Callable[[], None] = lambda: None
+
+    def run(self, mark: Callable[[], None], step: Callable[[], None]) -> None:
+        """``step()`` of a model in this mode."""
+        self._mark = mark
+        step()
+
+    def on_factor(self, step: Step, parameter: nn.Parameter, factor: Factor, only_use: bool) -> None:
+        self._note()
+        self._mark()
+        kept = factor.kept()
+        self._mark()
+        kept.sq_norm()
+        self._mark()
+        kept.weighted_sum(_ones(factor, parameter))
+        self._mark()
+        keys = []
+        for storage, nbytes in storages(kept):
+            key = storage.cdata
+            self._storages.setdefault(key, (storage, nbytes))
+            keys.append(key)
+        self._entries.append(_Held(parameter, keys))
+
+    def on_finish(self, step: Step) -> None:
+        self._note()
+        self._mark()
+
+    def _note(self) -> None:
+        self._gone.append(sum(nbytes for storage, nbytes in self._storages.values() if storage.expired()))
+
+    def peak(self, segments: Sequence[tuple[int, int]], order: Mapping[nn.Parameter, int]) -> int:
+        """The most bytes of the private step.
+
+        Args:
+            segments: the bytes at the start of each, and the most within it.
+            order: in which sums are taken.
+        """
+        uses = len(self._entries)
+        before = [segments[4 * i + j][1] + self._gone[i] for i in range(uses) for j in (0, 1)]
+        before.append(segments[4 * uses][1] + self._gone[uses])
+        more = [[peak - start for start, peak in segments[4 * i + 2 : 4 * i + 4]] for i in range(uses)]
+        level = segments[4 * uses + 1][0] + self._gone[uses]
+        most = max([*before, level + max((norm for norm, _ in more), default=0)])
+        readers: dict[int, int] = {}
+        for entry in self._entries:
+            for key in entry.storages:
+                readers[key] = readers.get(key, 0) + 1
+        for i in sorted(range(uses), key=lambda i: order.get(self._entries[i].parameter, 0)):
+            entry = self._entries[i]
+            most = max(most, level + more[i][1])
+            level += entry.parameter.nbytes
+            for key in entry.storages:
+                readers[key] -= 1
+                storage, nbytes = self._storages[key]
+                if not readers[key] and storage.expired():
+                    level -= nbytes
+        return most
