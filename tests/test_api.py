@@ -17,7 +17,7 @@ MEMBERS = {
     for name, names in re.findall(r"^::: ([\w.]+)\n    options:\n      members: \[(.*)\]$", PAGE, flags=re.MULTILINE)
 }
 ELSEWHERE = {  # public, and documented on a page of its own or made by the engine alone
-    "DpfastError",  # errors.md, which shows all of dpfast.errors
+    "DpfastError",  # errors.md, which is made of all of dpfast.errors
     "rules",  # writing-a-rule.md
     "ClippedLoss",
     "ClippedLossTensor",
