@@ -15,7 +15,7 @@ of 128×128 and less are too small there for a count of FLOPs to tell.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -78,10 +78,31 @@ def norm_report() -> str:
     return f"by their FLOPs alone: nothing is measured with {who} instructions"
 
 
-def keeps(t: int, gradient_bytes: int, input_bytes: int) -> bool:
+def keeps(t: int, gradient_bytes: int, input_bytes: int, ratio: float | None = None) -> bool:
     """Whether to write G_n once, with its norm, and to read it for the clipped sum instead of a second GEMM.
 
     Args:
         gradient_bytes, input_bytes: of one sample; what is kept, and what it is kept in the place of.
+        ratio: of this factor, where a plan for all of them has one (``modes/memory_budget.py``); :data:`KEEP_RATIO`.
     """
-    return t > 1 and gradient_bytes <= KEEP_RATIO * input_bytes
+    return t > 1 and gradient_bytes <= (KEEP_RATIO if ratio is None else ratio) * input_bytes
+
+
+FLOPS_A_BYTE = {"cpu": 4, "cuda": 150}
+"""What a device multiplies and adds while it moves a byte, about (``python -m dpfast bench`` measures both rates). It
+only orders plans."""
+
+
+class Size(NamedTuple):
+    """Of one factor, a sample: positions, FLOPs of its norm, bytes of its gradient and of the inputs."""
+
+    t: int
+    flops: int
+    gradient: int
+    inputs: int
+    device: str
+
+    @property
+    def saves(self) -> float:
+        """FLOPs that a written gradient saves: the norm, less its being written and read once more."""
+        return self.flops - FLOPS_A_BYTE.get(self.device, 4) * 2 * self.gradient if self.t > 1 else 0.0

@@ -17,6 +17,8 @@ class OuterProduct:
         activations: (N, ..., D); backprops: (N, ..., P). Kept, not copied; never written to.
     """
 
+    keep_ratio: float | None = None  # see ``cost.keeps``
+
     def __init__(self, activations: Tensor, backprops: Tensor, *, where: object = "OuterProduct"):
         self.activations, self.backprops = ops.as_rows(activations, backprops, where)
         self.shape = torch.Size((self.backprops.shape[-1], self.activations.shape[-1]))
@@ -83,7 +85,7 @@ class OuterProduct:
     def keeps_together(self, k: int) -> bool:
         """The same of a sample made of k of these."""
         gradient, inputs = self.shape.numel() * self.dtype.itemsize, self.nbytes // max(1, self.num_samples)
-        return cost.keeps(k * self.activations.shape[1], gradient, k * inputs)
+        return cost.keeps(k * self.activations.shape[1], gradient, k * inputs, self.keep_ratio)
 
     @property
     def nbytes(self) -> int:

@@ -59,6 +59,8 @@ class PatchProduct:
 
     output: Tensor | None = None
 
+    keep_ratio: float | None = None  # see ``cost.keeps``
+
     def __init__(
         self,
         image: Tensor,
@@ -353,7 +355,7 @@ class PatchProduct:
     @property
     def keeps(self) -> bool:
         """Whether :meth:`kept` writes the gradients."""
-        return keeps_gradients(self.image, self.rows, self.shape, self.groups)
+        return keeps_gradients(self.image, self.rows, self.shape, self.groups, self.keep_ratio)
 
     @property
     def nbytes(self) -> int:
@@ -361,13 +363,13 @@ class PatchProduct:
         return self.image.nbytes + self.rows.nbytes
 
 
-def keeps_gradients(image: Tensor, rows: Tensor, shape: torch.Size, groups: int) -> bool:
+def keeps_gradients(image: Tensor, rows: Tensor, shape: torch.Size, groups: int, ratio: float | None = None) -> bool:
     """Whether gradients of that shape are better written than kept as image and rows, or tensors such as these.
     Patches count as inputs: a norm would cut them out."""
     t = rows[0:1, 0].numel() if len(rows) else 0
     gradient = shape.numel() * accumulating_dtype(image, rows).itemsize
     patches = t * (groups * shape[1:].numel() * image.element_size() + shape[0] * rows.element_size())
-    return cost.keeps(t, gradient, patches)
+    return cost.keeps(t, gradient, patches, ratio)
 
 
 def _norm(x: Tensor) -> Tensor:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dpfast.arithmetic import SquaredNorm, is_traced
-from dpfast.distributed import Sums, local, not_in, parts_of, sums_of, told_to_all
+from dpfast.distributed import Sums, not_in, parts_of, sums_of, told_to_all
 from dpfast.errors import InputError, StateError
 from dpfast.factors import Factor, Ragged, Waiting, pin
-from dpfast.modes.accumulation import Left, check_ranks, leave, left_in, noise_of
+from dpfast.modes.accumulation import Left, left_in
 from dpfast.modes.clipped import Clipped, clip
 from dpfast.modes.clippers import (
     ClipFactors,
@@ -25,8 +24,10 @@ from dpfast.modes.clippers import (
     safe_factors,
 )
 from dpfast.modes.escaped_gradients import trainable_parameters
-from dpfast.modes.gathered import Gathered, added, clipped_totals, rounding, take_norms
+from dpfast.modes.gathered import Gathered, clipped_totals, rounding, take_norms
 from dpfast.modes.grad_sample_module import GradSampleModule
+from dpfast.modes.leave_sums import LeavesSums
+from dpfast.modes.memory_budget import MemoryBudget
 from dpfast.modes.nonfinite_samples import DroppedSamples
 from dpfast.modes.norm_samples import leave_norm_samples
 from dpfast.modes.second_pass import FirstPass, SecondPass
@@ -40,7 +41,7 @@ _SUMS_OF_ZEROS = (
 )
 
 
-class GradSampleModuleFastGradientClipping(PerUnit, GradSampleModule):
+class GradSampleModuleFastGradientClipping(LeavesSums, PerUnit, GradSampleModule):
     """Wraps a module; a plain ``loss.backward()`` leaves ``p.grad = Σ_n c_n g_n`` with ``c_n = min(1, C / ‖g_n‖)``.
 
     Book-keeping (Bu et al. 2023, "Differentially Private Optimization on Large Model at Small Cost"): one
@@ -65,9 +66,14 @@ class GradSampleModuleFastGradientClipping(PerUnit, GradSampleModule):
             After the first, each trainable parameter has its norms in ``p._norm_sample`` (N,), as in Opacus's protocol,
             also in a pickle of the model; one pass leaves nothing private on a parameter.
         norm_clipper: takes the place of ``ConstantFlatClipper(max_grad_norm)``.
+        memory_budget: what one pass may hold of all layers between norms and clipped sums: bytes a sample (an int), or
+            a multiple of the layers' inputs and output gradients (a float). Which layers write their gradients is then
+            planned for the fastest step that fits, from the shapes of the first step of each kind, which holds the
+            least. None: each layer writes gradients of up to 1.5 times the bytes of its own.
 
     Raises:
-        as :class:`GradSampleModule`; InputError for ``max_grad_norm``.
+        as :class:`GradSampleModule`; InputError for ``max_grad_norm``, and in a backward pass for a budget that cannot
+        be met, with the smallest that can.
 
     The sum is not divided by N, also with ``loss_reduction="mean"``: Opacus's optimizers divide by the expected
     batch size. A trainable parameter that the step did not use gets zeros, because noise must reach it all the same.
@@ -81,6 +87,7 @@ class GradSampleModuleFastGradientClipping(PerUnit, GradSampleModule):
     _over_ranks: Sums | None = None  # where ranks have other samples
     _parts: Any = None  # a TensorParallel, where they have other parameters
     _left: Left | None = None  # what was in p.grad, where there are other ranks
+    _budget: MemoryBudget | None = None  # what plans which layers write their gradients
 
     def __init__(
         self,
@@ -95,11 +102,14 @@ class GradSampleModuleFastGradientClipping(PerUnit, GradSampleModule):
         passes: int = 1,
         norm_clipper: NormClipper | None = None,
         layout: Mapping[str, Any] | None = None,
+        memory_budget: float | None = None,
     ):
         check_threshold(max_grad_norm)
         if passes not in (1, 2):
             raise InputError(f"passes={passes} must be 1 (book-keeping) or 2 (ghost clipping)")
         check_clipper(norm_clipper, m, passes)
+        if memory_budget is not None and passes == 2:
+            raise InputError("memory_budget is for passes=1; two passes hold one layer at a time")
         super().__init__(
             m,
             batch_first=batch_first,
@@ -118,6 +128,8 @@ class GradSampleModuleFastGradientClipping(PerUnit, GradSampleModule):
         self._norms: SquaredNorm | None = None
         self._clip_factors: Any = None  # a Tensor, from the first norms on
         self._first = FirstPass()
+        if memory_budget is not None:
+            self._budget = MemoryBudget(memory_budget)
 
     # --- what the last backward pass left ---
 
@@ -198,6 +210,8 @@ class GradSampleModuleFastGradientClipping(PerUnit, GradSampleModule):
                 UnsupportedModuleError: a DDP, or shards, that cannot carry them.
         """
         wrapper = self._wrapper()
+        if wrapper is not None and self._budget is not None:
+            raise StateError("memory_budget is for one process; leave it out")
         if wrapper is not None and wrapper.kind not in ("DDP", "FSDP2", "DTensor"):
             raise StateError(not_in(wrapper, type(self).__name__))
         assert self._tapped is not None
@@ -215,7 +229,7 @@ class GradSampleModuleFastGradientClipping(PerUnit, GradSampleModule):
     def defers(self) -> bool:
         """With one factor a sample, and here alone."""
         plain = self.passes == 1 and self.use_ghost_clipping and self._over_ranks is None and self._parts is None
-        return plain and not is_traced() and not self._clipper().is_per_layer
+        return plain and self._budget is None and not is_traced() and not self._clipper().is_per_layer
 
     def on_factor(self, step: Step, parameter: nn.Parameter, factor: Factor, only_use: bool) -> None:
         if not step.gathered:
@@ -241,6 +255,8 @@ class GradSampleModuleFastGradientClipping(PerUnit, GradSampleModule):
         # A subclass may need all norms; in a graph all factors come from one place.
         clips_alone = type(self._norm_clipper) is ConstantPerLayerClipper and not is_traced()
         entry.closed = only_use and (clips_alone or self.passes == 2)
+        if self._budget is not None and not entry.closed:
+            self._budget.tell(self._places[parameter], factor)
         if step.waiting is None:
             step.waiting = Waiting(keep=self.passes == 1)
         if only_use and not clips_alone and step.waiting.wants(factor):
@@ -263,6 +279,8 @@ class GradSampleModuleFastGradientClipping(PerUnit, GradSampleModule):
         if step.second is not None:
             self._finish_second(step, step.second)
             return
+        if self._budget is not None:
+            self._budget.end()
         deferred = step.deferred.take() if step.deferred else []
         check_own(self._places, step.gathered, *(parameters for parameters, _ in deferred))
         if step.waiting is not None:
@@ -319,6 +337,8 @@ class GradSampleModuleFastGradientClipping(PerUnit, GradSampleModule):
 
     def _start_step(self, step: Step) -> None:
         """What is trainable may change between steps; a second pass has the first's."""
+        if self._budget is not None:
+            self._budget.begin(step.units)
         if step.second is None or self._over_ranks is not None:
             tapped, parameters = self._tapped, trainable_parameters(self._module)
             trainable = dict.fromkeys(map(tapped.own, parameters) if tapped else parameters)  # None: removed since
@@ -333,67 +353,3 @@ class GradSampleModuleFastGradientClipping(PerUnit, GradSampleModule):
 
     def _name(self, parameter: nn.Parameter) -> str:
         return next((n for n, p in self._module.named_parameters() if p is parameter), "?")
-
-    def _leave_sums(self, total: Callable[[nn.Parameter], Tensor | None]) -> None:
-        """``p.grad += Σ_n c_n g_n`` for every trainable parameter, over the samples of all ranks where there are some.
-
-        Args:
-            total: the sum over this rank's samples, None where the step has not used the parameter; asked once.
-        """
-        before = self._left_before()
-        ranks = self._over_ranks
-        if ranks is None or not ranks.crosses:
-            totals = {p: total(p) for p in self._places}  # all of them first, so that none is half done
-            held = ranks is not None and ranks.hold(totals, add=before is not None)
-            for p, own in () if held else totals.items():
-                if own is not None and self._parts is not None:
-                    p.grad = self._parts.placed(p, added(local(p.grad), own, p.dtype))
-                elif own is not None:
-                    p.grad = added(p.grad, own, p.dtype)
-                elif p.grad is None and p.requires_grad:
-                    p.grad = torch.zeros_like(p)
-            self._note(before, of_rank=ranks is not None, ranks=self._number_of_ranks())
-            return
-        add_first = before is not None and before.of_rank
-        if not add_first:
-            ranks.hold({}, add=False)
-        of_all = {p: local(p.grad).clone() for p in self._places if p.grad is not None and not add_first}
-
-        def of_rank(p: nn.Parameter) -> Tensor | None:
-            some = [x for x in (ranks.held(p) if add_first else None, total(p)) if x is not None]
-            return some[0] + some[1] if len(some) == 2 else some[0] if some else None
-
-        ranks.reduce(
-            list(self._places),
-            of_rank,
-            lambda p, over_ranks: added(of_all.get(p), over_ranks, p.dtype),
-            lambda: self._note(before, ranks=self._number_of_ranks()),
-            *self._settings(before),
-        )
-
-    def _settings(self, before: Left | None) -> tuple[object, ...]:
-        """What all ranks must have alike."""
-        clipper, passes = self._clipper(), 0 if before is None else before.passes
-        return clipper.sensitivity, type(clipper).__name__, *self._of_what, passes, noise_of(self._places)
-
-    def _left_before(self) -> Left | None:
-        """What earlier passes have left in ``p.grad``, to which another sum may be added."""
-        before = self._noted()
-        if before is not None:
-            self.check_accumulation()
-            crosses = self._parts is not None or (self._over_ranks is not None and self._over_ranks.crosses)
-            check_ranks(before, self._number_of_ranks(), crosses=crosses)
-        return before
-
-    def _noted(self) -> Left | None:
-        return left_in(self._places) if self._over_ranks is None else self._left
-
-    def _number_of_ranks(self) -> int:
-        """That a step is taken by together; 0 where it knows of no others."""
-        together = [ranks.number for ranks in (self._over_ranks, self._parts) if ranks is not None]
-        return math.prod(together) if together else 0
-
-    def _note(self, before: Left | None, **of: Any) -> None:
-        """One sum more is in ``p.grad``."""
-        passes, sensitivity = (before.passes, before.sensitivity) if before is not None else (0, 0.0)
-        leave(self._places, Left(passes + 1, max(sensitivity, self.sensitivity), **of))

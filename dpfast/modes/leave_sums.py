@@ -1,0 +1,91 @@
+"""The end of a step: clipped sums go to ``p.grad``, and on every gradient stands what it holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpfast.distributed import local
+from dpfast.modes.accumulation import Left, check_ranks, leave, left_in, noise_of
+from dpfast.modes.clippers import NormClipper
+from dpfast.modes.gathered import added
+
+
+class LeavesSums(nn.Module):
+    """The part of a mode that leaves the sums."""
+
+    _places: dict[nn.Parameter, int]
+    _over_ranks: Any  # a Sums, where ranks have other samples
+    _parts: Any  # a TensorParallel, where they have other parameters
+    _left: Left | None  # what was in p.grad, where there are other ranks
+    _of_what: tuple[object, ...]
+    _clipper: Callable[[], NormClipper]
+    check_accumulation: Callable[[], None]
+
+    def _leave_sums(self, total: Callable[[nn.Parameter], Tensor | None]) -> None:
+        """``p.grad += Σ_n c_n g_n`` for every trainable parameter, over the samples of all ranks where there are some.
+
+        Args:
+            total: the sum over this rank's samples, None where the step has not used the parameter; asked once.
+        """
+        before = self._left_before()
+        ranks = self._over_ranks
+        if ranks is None or not ranks.crosses:
+            totals = {p: total(p) for p in self._places}  # all of them first, so that none is half done
+            held = ranks is not None and ranks.hold(totals, add=before is not None)
+            for p, own in () if held else totals.items():
+                if own is not None and self._parts is not None:
+                    p.grad = self._parts.placed(p, added(local(p.grad), own, p.dtype))
+                elif own is not None:
+                    p.grad = added(p.grad, own, p.dtype)
+                elif p.grad is None and p.requires_grad:
+                    p.grad = torch.zeros_like(p)
+            self._note(before, of_rank=ranks is not None, ranks=self._number_of_ranks())
+            return
+        add_first = before is not None and before.of_rank
+        if not add_first:
+            ranks.hold({}, add=False)
+        of_all = {p: local(p.grad).clone() for p in self._places if p.grad is not None and not add_first}
+
+        def of_rank(p: nn.Parameter) -> Tensor | None:
+            some = [x for x in (ranks.held(p) if add_first else None, total(p)) if x is not None]
+            return some[0] + some[1] if len(some) == 2 else some[0] if some else None
+
+        ranks.reduce(
+            list(self._places),
+            of_rank,
+            lambda p, over_ranks: added(of_all.get(p), over_ranks, p.dtype),
+            lambda: self._note(before, ranks=self._number_of_ranks()),
+            *self._settings(before),
+        )
+
+    def _settings(self, before: Left | None) -> tuple[object, ...]:
+        """What all ranks must have alike."""
+        clipper, passes = self._clipper(), 0 if before is None else before.passes
+        return clipper.sensitivity, type(clipper).__name__, *self._of_what, passes, noise_of(self._places)
+
+    def _left_before(self) -> Left | None:
+        """What earlier passes have left in ``p.grad``, to which another sum may be added."""
+        before = self._noted()
+        if before is not None:
+            self.check_accumulation()
+            crosses = self._parts is not None or (self._over_ranks is not None and self._over_ranks.crosses)
+            check_ranks(before, self._number_of_ranks(), crosses=crosses)
+        return before
+
+    def _noted(self) -> Left | None:
+        return left_in(self._places) if self._over_ranks is None else self._left
+
+    def _number_of_ranks(self) -> int:
+        """That a step is taken by together; 0 where it knows of no others."""
+        together = [ranks.number for ranks in (self._over_ranks, self._parts) if ranks is not None]
+        return math.prod(together) if together else 0
+
+    def _note(self, before: Left | None, **of: Any) -> None:
+        """One sum more is in ``p.grad``."""
+        passes, sensitivity = (before.passes, before.sensitivity) if before is not None else (0, 0.0)
+        leave(self._places, Left(passes + 1, max(sensitivity, self._clipper().sensitivity), **of))
