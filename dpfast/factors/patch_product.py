@@ -31,8 +31,8 @@ from dpfast.factors.outer_product import OuterProduct
 from dpfast.factors.runs import take
 
 TOGETHER = 16
-"""Samples whose gradients one call of torch's convolution takes, each a group of channels of its own. Fewer left over
-are filled up to 2 or 4: a group has the same bits in calls of 2, 4 and 8 (the tests watch it), not in one of 1."""
+"""Samples whose gradients one call of torch's convolution takes mostly, each a group of channels of its own. Fewer left
+over are filled up to 2 or 4: a group has the same bits in calls of 2, 4 and 8 (the tests watch it), not in one of 1."""
 
 CHAIN = 1024
 """Positions that such a call adds up, if a row of the image is no longer, before it starts a new partial sum."""
@@ -179,9 +179,9 @@ class PatchProduct:
     def _convolved(self) -> Iterator[Tensor]:
         """The gradients (n, *shape) of so many samples, until there are no more."""
         dtype, span = accumulating_dtype(self.image, self.rows), self.dilation[0] * (self.kernel[0] - 1) + 1
-        for image, rows in zip(self.image.split(TOGETHER), self.rows.split(TOGETHER), strict=True):
+        for image, rows in zip(self.image.split(self._together), self.rows.split(self._together), strict=True):
             n, image, rows = len(rows), image.to(dtype), rows.to(dtype)
-            missing = next(size for size in (2, 4, 8, TOGETHER) if n <= size) - n
+            missing = 0 if self._together == 1 else next(size for size in (2, 4, 8, TOGETHER) if n <= size) - n
             if missing:
                 image, rows = (torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) for x in (image, rows))
             if self._is_depthwise:
@@ -209,6 +209,13 @@ class PatchProduct:
         """Whether there are few channels, of which torch's convolution would make 16, and patches are small."""
         few = self.groups == 1 and self.shape[1] <= 4 and self.shape[1:].numel() <= 64
         return few and reduced_products() == 0.0
+
+    @property
+    def _together(self) -> int:
+        """Samples in a call. One alone takes 0.6 of the time where gradients are large (128×128×3×3), and 0.5 where few
+        channels have large patches (3 of 7×7; AMD EPYC)."""
+        large = self.shape.numel() >= 2**17 or (self.shape[1] <= 4 and not self._is_narrow)
+        return 1 if self.groups == 1 and large and not self._is_pointwise else TOGETHER
 
     @property
     def _is_pointwise(self) -> bool:
@@ -255,7 +262,7 @@ class PatchProduct:
             patches, rows = self._cut_out(self._padded(image) if any(padding) else image, rows)
             return products.batched(patches, rows.mT).mT.reshape(n, *self.shape)
         rows = rows.reshape(1, -1, *rows.shape[2:])
-        weight = rows.new_empty(1).expand(rows.shape[1], *self.shape[1:])
+        weight = rows.new_empty(rows.shape[1], *self.shape[1:])  # of which nothing but the shape is used
         return self._weight_gradient(
             image.reshape(1, -1, *image.shape[2:]), rows, weight, padding, n * self.groups
         ).view(n, *self.shape)
@@ -291,7 +298,7 @@ class PatchProduct:
         dtype = accumulating_dtype(self.image, self.rows)
         if self._by_convolution:
             values = buffers.empty((self.num_samples, *self.shape), dtype, self.rows.device)
-            for block, gradients in zip(values.split(TOGETHER), self._convolved(), strict=True):
+            for block, gradients in zip(values.split(self._together), self._convolved(), strict=True):
                 block.copy_(gradients)
             return Dense(values, error=self._error())
         parts = [self._outer_product(i, j).materialized() for i, j in self._outer_products()]

@@ -198,8 +198,9 @@ def convolve(
     groups: int = 1,
 ) -> Any:
     """The rule of nn.Conv1d, nn.Conv2d and nn.Conv3d."""
-    numbers, function = _geometry(meeting, input, weight, stride, dilation), meeting.operation.func
-    sides = padding if isinstance(padding, str) else _ntuple(weight.dim() - 2)(padding)
+    value = weight.value if isinstance(weight, Shared) else weight
+    numbers, function = _geometry(meeting, input, value, stride, dilation), meeting.operation.func
+    sides = padding if isinstance(padding, str) else _ntuple(value.dim() - 2)(padding)
     held = Held()
 
     def factors(values: Any, activations: Any, backprops: Tensor) -> Any:
@@ -212,8 +213,8 @@ def convolve(
     output = meeting(
         lambda x, w, b: function(x, w, b, stride, padding, dilation, groups), factors, [input], [weight, bias]
     )
-    of_use = bias is None and isinstance(weight, Shared) and is_standardised(weight.value)
-    if of_use and not keeps_gradients(input, output, weight.shape, groups):
+    of_use = bias is None and value is not weight and is_standardised(value)
+    if of_use and not keeps_gradients(input, output, value.shape, groups):
         held.hold(output, input)
     return output
 

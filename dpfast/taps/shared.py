@@ -29,6 +29,15 @@ Way = tuple[Any, ...]
 """The operations that made a tensor, from the parameter or layer on."""
 
 
+_ASKS = frozenset(
+    (
+        *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device", "is_cuda")),
+        *(getattr(Tensor, name) for name in ("dim", "size", "numel", "is_floating_point", "is_contiguous")),
+    )
+)
+"""What makes no tensor of one."""
+
+
 class Owner(Protocol):
     """Of whom a tensor without samples comes: a tap."""
 
@@ -95,6 +104,8 @@ class Shared(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _ASKS and type(args[0]) is cls:
+            return func(args[0].value, *args[1:], **(kwargs or {}))
         operation = Operation(func, args, kwargs or {})
         return operation.shared[0].tap.follow(operation)
 

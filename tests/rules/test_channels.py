@@ -16,6 +16,8 @@ CONVOLUTIONS = {
     "3x3": (lambda: nn.Conv2d(3, 32, 3, padding=1), (3, 12, 12)),
     "strided, dilated, leftovers": (lambda: nn.Conv2d(5, 7, 3, padding=2, stride=2, dilation=2), (5, 14, 11)),
     "few channels, large kernel": (lambda: nn.Conv2d(4, 20, 4, padding=1, stride=3), (4, 14, 12)),
+    "few channels, a call each": (lambda: nn.Conv2d(3, 20, 7, padding=3, stride=2), (3, 18, 20)),
+    "large, a call each": (lambda: nn.Conv2d(128, 128, 3, padding=1), (128, 5, 4)),
     "groups": (lambda: nn.Conv2d(8, 16, 3, padding=1, groups=4), (8, 9, 7)),
     "1x1": (lambda: nn.Conv2d(32, 16, 1), (32, 6, 6)),
     "1x1, strided, padded": (lambda: nn.Conv2d(18, 20, 1, stride=(2, 3), padding=(1, 0)), (18, 9, 70)),
