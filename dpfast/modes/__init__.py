@@ -19,6 +19,7 @@ from dpfast.modes.clippers import (
 )
 from dpfast.modes.fast_gradient_clipping import GradSampleModuleFastGradientClipping
 from dpfast.modes.grad_sample_module import GradSampleModule, Hooks
+from dpfast.modes.memory_budget import plans, size_of, way_unwritten
 from dpfast.modes.mixed_losses import expect_loss
 from dpfast.modes.nonfinite_samples import DroppedSamples
 from dpfast.modes.norm_samples import create_norm_sample
@@ -51,6 +52,9 @@ __all__ = [
     "expect_loss",
     "held_by",
     "left_in",
+    "plans",
     "safe_factors",
     "shares_noise",
+    "size_of",
+    "way_unwritten",
 ]

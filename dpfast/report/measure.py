@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from dpfast.arithmetic import cost
 from dpfast.errors import InputError
 from dpfast.modes import GradSampleModule, GradSampleModuleFastGradientClipping, TappedModel
 from dpfast.report.memory import segments_between_marks
@@ -56,12 +57,14 @@ class Way:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one use of one parameter takes in each way that it has."""
+    """What one use of one parameter takes in each way that it has; ``unwritten``: the one where gradients are not."""
 
     layer: str
     parameter: str
     taken: str
     ways: Mapping[str, Way]
+    size: cost.Size
+    unwritten: str
 
     @property
     def way(self) -> Way:
@@ -78,7 +81,7 @@ class Measured:
         costs: in the order of the backward pass.
         plain, private: whole steps (forward and backward; with clipping), as they took.
         caught: a step whose taps catch, and whose rules run, but which takes no norm and no sum.
-        plain_peak, private_peak: the most bytes of tensors in them; caught_peak: what was predicted.
+        plain_peak, private_peak: the most bytes of tensors in them; predicted_peak: what was predicted.
     """
 
     layers: Sequence[Layer]
@@ -89,6 +92,7 @@ class Measured:
     plain_peak: int
     private_peak: int
     predicted_peak: int
+    num_samples: int
 
     @property
     def predicted(self) -> float:
@@ -123,7 +127,7 @@ class Run:
             done()
             with self._tapped() as tapped:
                 names = self._look(tapped)
-                costs, caught = self._costs(tapped, names, done)
+                costs, caught, num_samples = self._costs(tapped, done)
                 predicted_peak = self._predicted_peak(tapped)
             layers = self._layers(names)
             done()
@@ -133,7 +137,9 @@ class Run:
             plain_peak = self._peak()
             self._clear()
             done()
-        return Measured(layers, costs, median(plain), caught, private, plain_peak, private_peak, predicted_peak)
+        return Measured(
+            layers, costs, median(plain), caught, private, plain_peak, private_peak, predicted_peak, num_samples
+        )
 
     # --- steps ---
 
@@ -289,9 +295,7 @@ class Run:
 
     # --- ways of the private step ---
 
-    def _costs(
-        self, tapped: TappedModel, names: Mapping[str, nn.Module], done: Callable[[], None]
-    ) -> tuple[list[Cost], float]:
+    def _costs(self, tapped: TappedModel, done: Callable[[], None]) -> tuple[list[Cost], float, int]:
         caught: list[float] = []
         found: list[dict[str, list[Way]]] = []
         parameters = {p: name for name, p in self.model.named_parameters()}
@@ -314,9 +318,10 @@ class Run:
                 way: Way(median(w.norm for w in each), median(w.sum for w in each), each[0].held)
                 for way, each in times.items()
             }
-            costs.append(Cost(use.layer, parameters.get(use.parameter, "?"), use.taken, ways))
+            name = parameters.get(use.parameter, "?")
+            costs.append(Cost(use.layer, name, use.taken, ways, use.size, use.unwritten or use.taken))
         tapped.mode, tapped.observe = Caught(), None
-        return costs, median(caught)
+        return costs, median(caught), max((use.num_samples for use in takes.uses), default=0)
 
     def _predicted_peak(self, tapped: TappedModel) -> int:
         """What tensors of the step would hold, plus what the factors would keep alive that this step lets go of."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -46,6 +47,7 @@ def segments_between_marks(
         mark()
         return segments
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler says on stderr that it starts and stops
+    gc.collect()  # what it would free meanwhile was not seen to be allocated
     with _seen_by_the_profiler(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         run(_mark)
     now = sum(x.nbytes for x in held)

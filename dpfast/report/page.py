@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from dpfast.report.frontier import picture
 from dpfast.report.measure import Cost, Measured, Way
 
 _STYLE = """
@@ -43,6 +44,9 @@ th, td { text-align: left; padding: 5px 14px 5px 0; vertical-align: top;
 td.slow::after { content: " ▾"; color: var(--good) } .forward { background: var(--forward) }
 .input { background: var(--input) } .weight { background: var(--weight) } .norm { background: var(--norm) }
 .sum { background: var(--sum) } .saved { background: var(--saved) } .held { background: var(--held) }
+svg { width: 100%; display: block } svg text { font-size: 13px; fill: var(--soft) } .end { text-anchor: end }
+.middle { text-anchor: middle } .grid { stroke: var(--line); fill: none } .now { fill: var(--weight) }
+polyline { fill: none; stroke: var(--sum); stroke-width: 2 } circle { fill: var(--sum); stroke: var(--card) }
 .rest { background: var(--rest) } .taps { background: var(--taps) }
 """
 
@@ -83,6 +87,10 @@ def page(title: str, num_samples: int, fallbacks: Sequence[Fallback], measured: 
         f"<div class=card>{_key(_TIME)}{_times(measured)}</div>",
         "<h2>Memory by layer</h2><p class=soft>A tensor that several layers keep is counted at each.</p>",
         f"<div class=card>{_key(_MEMORY)}{_memory(measured)}</div>",
+        "<h2>Time against memory</h2><p class=soft>What a private step would take, and what its layers would hold "
+        "between norms and clipped sums, with each plan that memory_budget=(bytes a sample) makes: more memory, more "
+        "layers that write their gradients.</p>",
+        f"<div class=card>{picture(measured)}</div>",
         "<h2>Ways</h2><p class=soft>Norm and clipped sum of each parameter, in every way that it has, as measured: "
         f"milliseconds, and what is held. The way taken is bold; ▾ where another took less than {_NOTABLY:.0%} of its "
         "time.</p>",

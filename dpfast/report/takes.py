@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from dpfast.arithmetic import cost, ops
 from dpfast.factors import Blocks, Factor, OuterProduct, PatchProduct, Reshaped, merge
-from dpfast.modes import Step
+from dpfast.modes import Step, size_of, way_unwritten
 from dpfast.report.memory import storages
 from dpfast.taps import Record
 
@@ -39,12 +39,8 @@ def way_of(factor: Factor) -> str:
         return way_of(factor.factor)
     if isinstance(factor, Blocks):
         return " and ".join(dict.fromkeys(map(way_of, factor.factors)))
-    if isinstance(factor, (OuterProduct, PatchProduct)) and factor.keeps:
-        return "keep"
-    if isinstance(factor, OuterProduct):
-        return ops.norm_way(factor.activations, factor.backprops)
-    if isinstance(factor, PatchProduct):
-        return cost.norm_way(*factor.matrix_shape, factor.rows.device)
+    if isinstance(factor, (OuterProduct, PatchProduct)):
+        return "keep" if factor.keeps else way_unwritten(factor)
     return "lookup" if hasattr(factor, "indices") else "dense"
 
 
@@ -55,7 +51,7 @@ def ways_of(factor: Factor) -> tuple[str, ...]:
     if isinstance(factor, OuterProduct):
         return ("rank_one",) if factor.activations.shape[1] == 1 else ("direct", "gram", "keep")
     if isinstance(factor, PatchProduct):
-        return cost.norm_way(*factor.matrix_shape, factor.rows.device), "keep"
+        return way_unwritten(factor), "keep"
     return (way_of(factor),)
 
 
@@ -74,8 +70,24 @@ def take_norm(factor: Factor, way: str) -> Factor:
     return read
 
 
+def planned(factor: Factor) -> tuple[cost.Size, str]:
+    """What a ``memory_budget`` knows of it, and its way where its gradients are not written."""
+    if isinstance(factor, Reshaped):
+        return planned(factor.factor)
+    if isinstance(factor, (OuterProduct, PatchProduct)):
+        return size_of(factor), way_unwritten(factor)
+    if isinstance(factor, Blocks):
+        sizes = [(planned(block)[0], way_of(block)) for block in factor.factors]
+        held = sum(size.gradient if way == "keep" else size.inputs for size, way in sizes)
+        return _NOTHING._replace(gradient=held, inputs=held), way_of(factor)
+    return size_of(factor), way_of(factor)
+
+
 def _ones(factor: Factor, parameter: nn.Parameter) -> Tensor:
     return torch.ones(factor.num_samples, device=parameter.device)
+
+
+_NOTHING = cost.Size(1, 0, 0, 0, "cpu")
 
 
 @dataclass
@@ -89,6 +101,9 @@ class Taken:
     ways: tuple[str, ...]
     seconds: tuple[float, float] = (0.0, 0.0)
     held: int = 0
+    size: cost.Size = _NOTHING
+    unwritten: str = ""
+    num_samples: int = 0
 
 
 class Takes(Caught):
@@ -130,6 +145,10 @@ class Takes(Caught):
 
     def _take(self, use: Taken, factor: Factor) -> None:
         ones = _ones(factor, use.parameter)
+        use.size, use.unwritten = planned(factor)
+        use.num_samples = factor.num_samples
+        if use.unwritten not in use.ways:
+            use.unwritten = use.way
         start = self._now()
         read = take_norm(factor, use.way)
         between = self._now()

@@ -11,6 +11,7 @@ from workloads import WORKLOADS
 
 import dpfast
 from dpfast.errors import InputError
+from dpfast.report.frontier import picture, points
 from dpfast.report.measure import Run
 from dpfast.report.memory import segments_between_marks
 
@@ -174,3 +175,31 @@ def test_segments_between_marks():
     held = torch.ones(2**18)
     mb = [(start >> 20, most >> 20) for start, most in segments_between_marks(run, [held], "cpu")]
     assert mb[:2] == [(1, 5), (5, 13)] and mb[2][0] == 5
+
+
+def test_the_frontier_goes_from_the_least_memory_to_the_most_and_its_budgets_work(odd):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 96), nn.Conv1d(64, 64, 3), nn.Linear(94, 24))
+    x = torch.randn(3, 64, 24)
+    explanation = dpfast.explain(net, x)
+    found, now = points(explanation.measure())
+    held = [p.held for p in found]
+    assert held == sorted(held) and len(set(held)) == len(held) > 1
+    assert all(p.seconds > 0 and p.held == 3 * p.budget for p in (*found, now))
+    for p in (found[0], found[-1]):
+        model = dpfast.GradSampleModuleFastGradientClipping(net, memory_budget=p.budget)
+        for _ in range(2):
+            model(x).square().sum().backward()
+            model.zero_grad(set_to_none=True)
+        assert sum(model._budget._written.values()) == p.written
+        model.remove_hooks()
+    with pytest.raises(InputError, match="cannot be met"):
+        dpfast.GradSampleModuleFastGradientClipping(net, memory_budget=found[0].budget - 1)(x).sum().backward()
+
+
+def test_the_frontier_is_drawn(odd):
+    model, x = odd
+    measured = dpfast.explain(model, x).measure()
+    drawn = picture(measured)
+    assert drawn.count("<circle") == len(points(measured)[0]) and "class=now" in drawn
+    assert f"memory_budget={points(measured)[0][0].budget}" in drawn and "nan" not in drawn

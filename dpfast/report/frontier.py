@@ -1,0 +1,79 @@
+"""Time against memory: what each plan that a ``memory_budget`` makes would take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from dpfast.modes import plans
+from dpfast.report.measure import Measured
+
+_WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM, _RIGHT = 1000, 300, 62, 32, 44, 30
+
+
+class Point(NamedTuple):
+    """A private step: bytes that all layers hold a sample and together, seconds, and how many write their gradients."""
+
+    budget: int
+    held: int
+    seconds: float
+    written: int
+
+
+def points(m: Measured) -> tuple[list[Point], Point]:
+    """Of every plan, from the least memory to the most; and of the step without a budget."""
+    found = []
+    for plan in plans([c.size for c in m.costs]):
+        seconds = m.caught
+        for cost, written in zip(m.costs, plan.written, strict=True):
+            seconds += cost.ways["keep" if written and "keep" in cost.ways else cost.unwritten].seconds
+        found.append(Point(plan.held, plan.held * m.num_samples, seconds, sum(plan.written)))
+    taken = [c.taken == "keep" for c in m.costs]
+    held = sum(c.size.gradient if w else c.size.inputs for c, w in zip(m.costs, taken, strict=True))
+    return found, Point(held, held * m.num_samples, m.predicted, sum(taken))
+
+
+def picture(m: Measured) -> str:
+    """An SVG, and a line about its ends."""
+    found, now = points(m)
+    best = min(found, key=lambda p: (p.seconds, p.held))
+    x0, x1 = _range([p.held / 2**20 for p in (*found, now)])
+    y0, y1 = _range([1e3 * p.seconds for p in (*found, now)], least=0.05)
+
+    def at(p: Point) -> tuple[float, float]:
+        x = _LEFT + (p.held / 2**20 - x0) / (x1 - x0) * (_WIDTH - _LEFT - _RIGHT)
+        y = _TOP + (y1 - 1e3 * p.seconds) / (y1 - y0) * (_HEIGHT - _TOP - _BOTTOM)
+        return x, y
+
+    drawn = [f"<svg viewBox='0 0 {_WIDTH} {_HEIGHT}' role=img aria-label='time against memory'>"]
+    for i in range(5):
+        x = _LEFT + i / 4 * (_WIDTH - _LEFT - _RIGHT)
+        y = _HEIGHT - _BOTTOM - i / 4 * (_HEIGHT - _TOP - _BOTTOM)
+        drawn.append(f"<path class=grid d='M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}M{x:.1f} {_TOP}V{_HEIGHT - _BOTTOM}'/>")
+        drawn.append(f"<text x={_LEFT - 8} y={y + 4:.1f} class=end>{y0 + i / 4 * (y1 - y0):.4g}</text>")
+        drawn.append(f"<text x={x:.1f} y={_HEIGHT - _BOTTOM + 18} class=middle>{x0 + i / 4 * (x1 - x0):.3g}</text>")
+    drawn.append(f"<text x={_WIDTH - _RIGHT} y={_HEIGHT - 6} class=end>MB held by all layers</text>")
+    drawn.append("<text x=4 y=14>ms a step</text>")
+    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in map(at, found))
+    drawn.append(f"<polyline points='{line}'/>")
+    for p in found:
+        x, y = at(p)
+        drawn.append(f"<circle cx={x:.1f} cy={y:.1f} r=5><title>{_said(p)}</title></circle>")
+    x, y = at(now)
+    drawn.append(
+        f"<path class=now d='M{x:.1f} {y - 9:.1f}l9 9l-9 9l-9 -9z'><title>no budget: {_said(now)}</title></path>"
+    )
+    drawn.append("</svg>")
+    ends = f"Least: memory_budget={found[0].budget}. Fastest here: memory_budget={best.budget}."
+    return f"{''.join(drawn)}<p class=soft>{ends} The diamond is the step without a budget.</p>"
+
+
+def _said(p: Point) -> str:
+    return f"memory_budget={p.budget}: {1e3 * p.seconds:.4g} ms, {p.held / 2**20:.3g} MB, {p.written} written"
+
+
+def _range(values: Sequence[float], least: float = 0.01) -> tuple[float, float]:
+    """With some room around; ``least``: a share of the values, so that noise is not drawn as if it were much."""
+    low, high = min(values), max(values)
+    room = max(0.08 * (high - low), least * high) or 1.0
+    return max(0.0, low - room), high + room
