@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from dpfast.taps.inputs import tensors_in
 
 _SHAPES_ALONE = ("_like", "new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided")
 
@@ -50,12 +52,16 @@ class Dependence(TorchDispatchMode):
             self._of_samples.add(storage._cdata)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
-        took = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x in self]
+        with torch._C.DisableTorchFunction():  # fake tensors ask for a hundred shapes each time
+            return self._noted(func, args, kwargs or {})
+
+    def _noted(self, func: Any, args: Any, kwargs: Any) -> Any:
+        output = func(*args, **kwargs)
+        took = [x for x in tensors_in((args, kwargs)) if x in self]
         name = func._schema.name.rpartition("::")[2]
         if not took or name.endswith(_SHAPES_ALONE):
             return output
-        made = [x for x in tree_leaves(output) if isinstance(x, Tensor)]
+        made = tensors_in(output)
         made += [args[0]] if name.endswith("_") else []  # what it changes
         samples = [x for x in took if x.untyped_storage()._cdata in self._of_samples]
         for x in made:

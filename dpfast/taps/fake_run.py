@@ -6,7 +6,6 @@ drawn.
 
 from __future__ import annotations
 
-import copy
 import functools
 import gc
 import random
@@ -19,19 +18,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from dpfast.errors import InputError
+from dpfast.taps.copies import copy_of
 from dpfast.taps.dependence import Dependence
 from dpfast.taps.detached import detached_parameters
+from dpfast.taps.inputs import tensors_in
 from dpfast.taps.layout import Call
 from dpfast.taps.passes import taps_suspended
 from dpfast.taps.registry import find_forward, find_function, find_rule, owned_modules
 from dpfast.taps.shared import Meeting, Operation, Shared, without_samples
-from dpfast.taps.tap import ALONE, ELSEWHERE, OWN, Pieces, Tap, TappedForward
+from dpfast.taps.tap import ALONE, ELSEWHERE, OWN, Pieces, Tap
 from dpfast.taps.unsharded import copied_whole
 
 
@@ -41,21 +41,39 @@ def _remembering(modules: int) -> list[Any]:
     return [f for f in gc.get_objects() if type(f) is functools._lru_cache_wrapper]
 
 
+def fake_parameters(model: nn.Module, mode: FakeTensorMode) -> dict[int, Tensor]:
+    """Those of copies, by the ids of the model's."""
+    found: dict[int, Tensor] = {}
+    for p in model.parameters():
+        if type(p) is nn.Parameter and p.layout == torch.strided and not (p.is_meta or p.is_quantized):
+            shape = torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta")
+            fake: Any = FakeTensor(mode, shape, p.device)
+            fake._is_param = True  # all that makes a tensor of another class a parameter
+            found[id(p)] = fake.requires_grad_(p.requires_grad)
+    return found
+
+
 def calls_in_forward(
-    model: nn.Module, taps: Sequence[Tap], leaves: list[Any], structure: Any, dims: list[int | None], size: int
+    mode: FakeTensorMode,
+    parameters: dict[int, Tensor],
+    model: nn.Module,
+    taps: Sequence[Tap],
+    leaves: list[Any],
+    structure: Any,
+    dims: list[int | None],
+    size: int,
 ) -> list[list[tuple[Any, Call | bool]]]:
     """What each tap's module takes and gives in one forward, each time that it runs, with the rank of its output; what
     operations on what has no samples give, with their way; and what came of it (``_Probe.told``).
 
     Args:
+        mode, parameters: of the fake tensors; several forwards may share them.
         leaves, structure: the inputs, flattened.
         dims: the dimension of each of them that is set to ``size``, if any.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    memo: dict[int, Any] = {id(taps[0].taps): Nobody()}
+    memo: dict[int, Any] = {id(taps[0].taps): Nobody(), **parameters}
     with copied_whole(model, memo, mode), FakeCopyMode(mode):
-        model, taps = copy.deepcopy((model, list(taps)), memo)
-    drop_hooks(model)
+        model, taps = copy_of(model, taps, memo)
     with mode:
         inputs = [_of_size(x, dim, size) if isinstance(x, Tensor) else x for x, dim in zip(leaves, dims, strict=True)]
         tensors = [x for x in inputs if isinstance(x, Tensor)]
@@ -66,17 +84,6 @@ def calls_in_forward(
         with dependence:
             model(*args, **kwargs)
     return [probe.told() for probe in probes]
-
-
-def drop_hooks(model: nn.Module) -> None:
-    """Of a copy: hooks are not copied with what they hold. Hugging Face's models hang up theirs again, which collect
-    what they give (router logits, hidden states)."""
-    for module in model.modules():
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            hooks.clear()
-        if isinstance(module.__dict__.get("forward"), TappedForward):
-            module.__dict__["forward"].around = None
-        module.__dict__.pop("_output_capturing_hooks_installed", None)
 
 
 def _of_size(x: Tensor, dim: int | None, size: int) -> Tensor:
@@ -109,7 +116,7 @@ class _Probe(Tap):
         return [*self.calls, *self.fine.items()]
 
     def caught(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        took = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        took = tensors_in((args, kwargs))
         if isinstance(self.module, nn.Embedding) and any(x in self.dependence for x in took):
             args, kwargs, _ = self.with_whole_batch(args, kwargs, self.size)
         if isinstance(self.module, nn.EmbeddingBag) and args and args[0].dim() == 1:
@@ -122,10 +129,10 @@ class _Probe(Tap):
         else:
             with detached_parameters(owned, self.as_it_is if rule is not None else self.own):
                 output = forward(*args, **kwargs)
-        found = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]
+        found = [x for x in tensors_in(output) if x.is_floating_point()]
         outputs = [x.shape for x in found]
         rank = len(outputs[0]) if outputs and substitute is None else None
-        inputs = [x.shape for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        inputs = [x.shape for x in tensors_in((args, kwargs))]
         if isinstance(output, Shared):  # which tells by itself
             self.fine[(ALONE, rank, "too")] = True
         else:
@@ -157,7 +164,7 @@ class _Probe(Tap):
     def follow(self, operation: Operation) -> Any:
         with torch.enable_grad():  # which tells what comes of parameters
             output = operation.plain()
-        found = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point() and x.requires_grad]
+        found = [x for x in tensors_in(output) if x.is_floating_point() and x.requires_grad]
         if not found:
             return output
         follows = any(map(self.dependence.follows, found))
@@ -227,10 +234,12 @@ class Values(WithoutGradients):
 
 @contextmanager
 def nothing_left_behind() -> Iterator[None]:
-    """Random numbers, warnings, taps outside of the copy and what functions remember are as if nothing had run."""
-    before = random.getstate()
+    """Random numbers, warnings, taps outside of the copy and what functions remember are as if nothing had run. The
+    garbage collector waits: so many small objects come and go that it would look at everything many times."""
+    before, collects = random.getstate(), gc.isenabled()
     missed = [(f, f.cache_info().misses) for f in _remembering(len(sys.modules))]
     try:
+        gc.disable()
         with (
             torch.random.fork_rng(devices=[]),
             warnings.catch_warnings(),
@@ -240,6 +249,8 @@ def nothing_left_behind() -> Iterator[None]:
             warnings.simplefilter("ignore")
             yield
     finally:
+        if collects:
+            gc.enable()
         random.setstate(before)
         for f, misses in missed:  # a fake tensor that one remembered would turn up in the model's own forward
             if f.cache_info().misses != misses:

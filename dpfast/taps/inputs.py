@@ -23,6 +23,23 @@ def leaves_of(inputs: Any) -> list[Any]:
     return Structure(inputs).leaves
 
 
+def tensors_in(x: Any) -> list[Tensor]:
+    """The tensors among a pytree's leaves, found sooner where it is of tuples, lists and dicts."""
+    if isinstance(x, Tensor):
+        return [x]
+    if isinstance(x, dict):
+        x = x.values()
+    elif not isinstance(x, (tuple, list)):
+        return [] if isinstance(x, WITHOUT_TENSORS) else [y for y in tree_leaves(x) if isinstance(y, Tensor)]
+    found: list[Tensor] = []
+    for y in x:
+        if isinstance(y, Tensor):
+            found.append(y)
+        elif not isinstance(y, WITHOUT_TENSORS):
+            found += tensors_in(y)
+    return found
+
+
 class Structure:
     """Inputs taken apart.
 

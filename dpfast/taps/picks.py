@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
+from dpfast.taps.fake_run import WithoutGradients
 from dpfast.taps.followed import WHOLE_ROWS
+from dpfast.taps.inputs import tensors_in
 
 _SHAPES_ALONE = ("_like", "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor", "empty_strided")
 _FIRST_ALONE = ("expand_as", "view_as", "reshape_as", "type_as", "to")
@@ -59,7 +59,7 @@ class _Mark(NamedTuple):
 _WHOLE = _Mark()
 
 
-class Picks(TorchFunctionMode):
+class Picks(WithoutGradients):
     """Notes what picks rows in one forward pass.
 
     Args:
@@ -90,6 +90,11 @@ class Picks(TorchFunctionMode):
         found = self._marks.get(x.untyped_storage()._cdata)
         return None if found is None else found[1]
 
+    def _picked_in(self, *inputs: Any) -> _Mark | None:
+        with torch._C.DisableTorchFunction():
+            marks = [self._mark(x) for x in tensors_in(inputs)]
+        return next((mark for mark in marks if mark is not None and mark.sender is not None), None)
+
     # --- modules ---
 
     @contextmanager
@@ -112,8 +117,7 @@ class Picks(TorchFunctionMode):
             self._ran.add(name)
             self._running.append(name)
             if self._receiver is None and not _says_whose(module, args, kwargs):
-                marks = (self._mark(x) for x in tree_leaves((args, kwargs)))
-                mark = next((mark for mark in marks if mark is not None and mark.sender is not None), None)
+                mark = self._picked_in(args, kwargs)
                 if mark is not None and mark.sender is not None:
                     self._receiver = name, mark._replace(as_picked=False)
                     self._receivers[name] = mark.sender
@@ -127,8 +131,8 @@ class Picks(TorchFunctionMode):
             if self._receiver is None and _says_whose(module, args, kwargs):
                 self._set(output, _WHOLE)
             if self._receiver is not None and self._receiver[0] == name:
-                for x in tree_leaves(output):  # whatever has been picked, or put somewhere, in it
-                    if isinstance(x, Tensor):
+                with torch._C.DisableTorchFunction():
+                    for x in tensors_in(output):  # whatever has been picked, or put somewhere, in it
                         self._set(x, self._receiver[1])
                 self._receiver = None
 
@@ -153,19 +157,20 @@ class Picks(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        result = super().__torch_function__(func, types, args, kwargs)
         name = getattr(func, "__name__", "")
-        if name.endswith(_SHAPES_ALONE):
+        if name == "__get__" and not isinstance(result, Tensor):  # a shape, most often
             return result
         name = name if name.startswith("__") else name.rstrip("_")
-        took = tree_leaves(args[:1] if name in _FIRST_ALONE else (args, kwargs))
-        marks = [mark for x in took if (mark := self._mark(x)) is not None]
-        if not marks:
+        made = [args[0]] if name == "__setitem__" else tensors_in(result)
+        if name.endswith(_SHAPES_ALONE) or not (made or name in _READ):
             return result
-        self._read |= name in _READ
-        mark = self._of_result(func, name, args, kwargs, marks, result)
-        for x in [args[0]] if name == "__setitem__" else tree_leaves(result):
-            if isinstance(x, Tensor):
+        took = tensors_in(args[:1] if name in _FIRST_ALONE else (args, kwargs))
+        marks = [mark for x in took if (mark := self._mark(x)) is not None]
+        if marks:
+            self._read |= name in _READ
+            mark = self._of_result(func, name, args, kwargs, marks, result)
+            for x in made:
                 self._set(x, mark)
         return result
 

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dpfast.taps.exchange import calls_on_data, told_by_exchange
-from dpfast.taps.fake_run import Values, calls_in_forward, nothing_left_behind
+from dpfast.taps.fake_run import Values, calls_in_forward, fake_parameters, nothing_left_behind
 from dpfast.taps.inputs import WITHOUT_TENSORS, Structure
 from dpfast.taps.layout import Mixed, Place, Places, kind_here, note_kind, place_of, place_of_result
 from dpfast.taps.passes import in_backward
@@ -233,11 +234,16 @@ def _found(
     """The places, with these dimensions of the inputs following the batch; several where the forward asks for values,
     which may be true or false; none where it does not run."""
     found = []
+    with nothing_left_behind():
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        parameters = fake_parameters(model, mode)
     for truth in (False, True):
         values = Values(truth)
         try:
             with nothing_left_behind(), values:
-                first, second = (calls_in_forward(model, taps, leaves, structure, dims, size) for size in primes)
+                first, second = (
+                    calls_in_forward(mode, parameters, model, taps, leaves, structure, dims, size) for size in primes
+                )
             found.append(_compared(taps, first, second, primes))
         except Exception:  # whatever a model raises that meets no values, or sizes that do not fit
             pass

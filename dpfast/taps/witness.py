@@ -7,7 +7,7 @@ are zeros have other numbers in the copy, and each tap's output is given noise, 
 
 from __future__ import annotations
 
-import copy
+import functools
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -20,9 +20,11 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from dpfast.errors import InputError
-from dpfast.taps.fake_run import Nobody, WithoutGradients, drop_hooks, nothing_left_behind
+from dpfast.taps.copies import copy_of
+from dpfast.taps.fake_run import Nobody, nothing_left_behind
 from dpfast.taps.followed import Picked
 from dpfast.taps.gathered import following_model
+from dpfast.taps.inputs import tensors_in
 from dpfast.taps.layout import Call, Place, Rows
 from dpfast.taps.passes import in_backward
 from dpfast.taps.picks import Picks, Routes
@@ -132,39 +134,52 @@ class Witness(OfCopy):
             raise InputError("bags in one row, by offsets: the batch is not that of the first input")
         by_row = find_by_row(self.module)
         output = forward(*args, **kwargs) if by_row is None else by_row(self.module, *args, **kwargs)
+        with torch._C.DisableTorchFunction():  # nobody is to follow what is done here
+            noted = self._noted(args, kwargs, output)
+        if noted is None:
+            return output
+        key, dim, x, noise = noted
+        noisy = x if noise is None else x + noise
+        if noisy.requires_grad and in_backward() is None:
+            self.seen.caught.append((key, dim, noisy))
+        return _replaced(output, x, noisy)
+
+    def _noted(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> tuple[Key, int, Tensor, Tensor | None] | None:
+        """Notes what the module took and gave. Returns what may be given noise: its first output, and that noise."""
         if any(isinstance(x, PackedSequence) for x in args):  # it knows itself where its samples are
             self.seen.packed.append(self.layer)
-            return output
-        outputs = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]
+            return None
+        outputs = [x for x in tensors_in(output) if x.is_floating_point()]
         rank = outputs[0].dim() if outputs and find_forward(self.module) is None else None
-        inputs = [x.shape for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        inputs = [x.shape for x in tensors_in((args, kwargs))]
         self.took_and_gave.append((rank, (inputs, [x.shape for x in outputs])))
         key, place = (self.number, rank), self.at.get((self.number, rank))
         self.seen.order.setdefault(key, len(self.seen.order))
-        if outputs and isinstance(place, (int, Rows)):
-            x, dim = outputs[0], place.dim if isinstance(place, Rows) else place
-            size = x.shape[dim] if dim < x.dim() else 0
-            fits = size % self.size == 0 if isinstance(place, Rows) else size == self.size
-            calls = self.seen.calls.setdefault(key, [])
-            calls.append(fingerprints(x, dim) if fits else tuple(x.shape))
-            if self.noisy and fits and size:
-                noisy = self._with_noise(x, place, len(calls))
-                output = _replaced(output, x, noisy)
-                if noisy.requires_grad and in_backward() is None:
-                    self.seen.caught.append((key, dim, noisy))
-        return output
+        if not outputs or not isinstance(place, (int, Rows)):
+            return None
+        x, dim = outputs[0], place.dim if isinstance(place, Rows) else place
+        size = x.shape[dim] if dim < x.dim() else 0
+        fits = size % self.size == 0 if isinstance(place, Rows) else size == self.size
+        calls = self.seen.calls.setdefault(key, [])
+        calls.append(fingerprints(x, dim) if fits else tuple(x.shape))
+        if not (self.noisy and fits and size):
+            return None
+        return key, dim, x, self._noise_for(x, place, len(calls))
 
-    def _with_noise(self, x: Tensor, place: int | Rows, call: int) -> Tensor:
-        """A tap's output with noise that is each sample's own; as it is, where it is not known whose its rows are."""
-        dim = place.dim if isinstance(place, Rows) else place
-        whose = whose_rows(x.shape[dim], self.size, place, x.device)
-        if whose is None:
-            return x
-        noise = _noise(x.movedim(dim, 0), 2 * hash((self.number, call)))
+    def _noise_for(self, x: Tensor, place: int | Rows, call: int) -> Tensor | None:
+        """Noise for a tap's output that is each sample's own; None where it is not known whose its rows are."""
+        dim, together = (place.dim, place.together) if isinstance(place, Rows) else (place, True)
+        if together is None:
+            return None
+        x = x.movedim(dim, 0)
+        noise = _noise(x, hash((self.number, call)))
         if self.other is not None:
-            another = _noise(noise, 2 * hash((self.number, call)) + 1)
-            noise = torch.where((whose == self.other).view(-1, *[1] * (noise.dim() - 1)), another, noise)
-        return x + (x + 1.0) * noise.movedim(0, dim)
+            k = len(x) // self.size
+            own = noise[self.other * k : (self.other + 1) * k] if together else noise[self.other :: self.size]
+            torch.sub(_NOISE, own, out=own)
+        return torch.addcmul(noise, x, noise).movedim(0, dim)
 
 
 def whose_rows(rows: int, size: int, place: int | Rows, device: torch.device) -> Tensor | None:
@@ -207,7 +222,6 @@ def run_on(
         following_model(witnesses[0].taps, model, leaves),
         Picks(model, leaves, size).watching() as picks,
         torch.set_grad_enabled(noisy),
-        WithoutGradients(),
     ):
         outputs = tree_leaves(model(*args, **kwargs))
     run.routes.append(picks.routes())
@@ -249,9 +263,7 @@ def copied(
     memo[id(taps[0].taps)] = nobody = Nobody()
     nobody.picks_rows, nobody.batch_dim = taps[0].taps.picks_rows, taps[0].taps.batch_dim
     with copied_whole(model, memo):
-        model, copies = copy.deepcopy((model, list(taps)), memo)
-    drop_hooks(model)
-    return model, copies
+        return copy_of(model, taps, memo)
 
 
 def stand_ins(model: nn.Module) -> dict[int, Any]:
@@ -303,22 +315,29 @@ def first_samples(x: Any, dim: int | None, size: int) -> Any:
 def fingerprints(x: Tensor, dim: int) -> Tensor:
     """One number for the bits of each row along the dimension."""
     rows = x.detach().movedim(dim, 0).reshape(x.shape[dim], -1)
-    found = torch.zeros(len(rows), dtype=torch.int64, device=x.device)
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
     step = max(1, _AT_ONCE // max(1, len(rows)))
+    found = []
     for start in range(0, rows.shape[1], step):
         part = rows[:, start : start + step] + 0.0  # a zero has a sign, which may come of zero times another row
-        factors = torch.arange(start + 1, start + part.shape[1] + 1, device=x.device) * _ODD
-        factors = (factors ^ (factors >> 29)) * _ODD | 1
-        found += (part.contiguous().view(bits).to(torch.int64) * factors).sum(1)
-    return found
+        found.append((part.contiguous().view(bits) * _factors(start, part.shape[1], x.device)).sum(1))
+    return sum(found[1:], found[0]) if found else torch.zeros(len(rows), dtype=torch.int64, device=x.device)
+
+
+@functools.lru_cache(maxsize=8)
+def _factors(start: int, number: int, device: torch.device) -> Tensor:
+    """Odd numbers, one for each place in a row."""
+    factors = torch.arange(start + 1, start + number + 1, device=device) * _ODD
+    return (factors ^ (factors >> 29)) * _ODD | 1
 
 
 def _noise(like: Tensor, seed: int) -> Tensor:
     """Noise of that shape; the same wherever and whenever it is asked for."""
-    numbers = torch.randn(_NUMBERS, generator=torch.Generator().manual_seed(seed % 2**32)) * _NOISE
     numel = like.numel()
-    noise = numbers.to(like).repeat(-(-numel // _NUMBERS))[:numel]
+    numbers = torch.randn(min(numel, _NUMBERS), generator=torch.Generator().manual_seed(seed % 2**32)) * _NOISE
+    noise = numbers.to(like)
+    if numel > _NUMBERS:
+        noise = noise.repeat(-(-numel // _NUMBERS))[:numel]
     return noise.view(like.shape)
 
 

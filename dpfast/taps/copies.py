@@ -1,0 +1,85 @@
+"""Copies of a tapped model, in which a look runs forward passes.
+
+A deep copy of a small module takes longer than the module: each has a dozen empty dicts, our forward and a tap. So
+modules, forwards and taps are copied attribute by attribute, and what these hold as deep copies.
+"""
+
+from __future__ import annotations
+
+import copy
+import copyreg
+import types
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from dpfast.taps.detached import DetachableParameters
+from dpfast.taps.tap import Tap, TappedForward
+
+_AS_THEY_ARE = frozenset(
+    {type(None), bool, int, float, complex, str, bytes, type, types.FunctionType, types.BuiltinFunctionType}
+)
+_HOOKS = frozenset(name for name in vars(nn.Module()) if name.endswith(("_hooks", "_with_kwargs", "_always_called")))
+
+_COMPILED = "_compiled_call_impl"  # which modules leave out
+_STATES = [getattr(cls, "__getstate__", None) for cls in (object, nn.Module)]
+
+
+def copy_of(model: nn.Module, taps: Sequence[Tap], memo: dict[int, Any]) -> tuple[nn.Module, list[Tap]]:
+    """The model and its taps, as ``copy.deepcopy`` copies them.
+
+    Args:
+        memo: what stands in the copy for what in the model, by ids.
+    """
+    modules = list(model.modules())
+    if not all(map(_is_plain, modules)):
+        copied, copies = copy.deepcopy((model, list(taps)), memo)
+        drop_hooks(copied)
+        return copied, copies
+    forwards = [x for m in modules if type(x := m.__dict__.get("forward")) is TappedForward]
+    shells = [x for x in (*modules, *forwards, *taps) if id(x) not in memo]
+    memo.update({id(x): type(x).__new__(type(x)) for x in shells})
+    for x in reversed(shells):  # a module's children before itself
+        state = {name: _copied(name, value, memo) for name, value in vars(x).items() if name != _COMPILED}
+        if isinstance(x, nn.Module):
+            memo[id(x)].__setstate__(state)
+        else:
+            vars(memo[id(x)]).update(state)
+    drop_hooks(memo[id(model)])
+    return memo[id(model)], [memo[id(tap)] for tap in taps]
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether it is copied as any object is."""
+    cls = type(module)
+    return (
+        not hasattr(cls, "__deepcopy__")
+        and cls not in copyreg.dispatch_table
+        and cls.__reduce_ex__ is object.__reduce_ex__
+        and cls.__reduce__ is object.__reduce__
+        and getattr(cls, "__getstate__", None) in _STATES
+        and not any(getattr(c, "__slots__", ()) for c in cls.__mro__)
+    )
+
+
+def _copied(name: str, value: Any, memo: dict[int, Any]) -> Any:
+    kind = type(value)
+    if kind in _AS_THEY_ARE:
+        return value
+    if not value and name in _HOOKS:
+        return kind()
+    if kind in (dict, DetachableParameters) and name in ("_parameters", "_modules"):
+        return kind({k: None if x is None else copy.deepcopy(x, memo) for k, x in value.items()})
+    return copy.deepcopy(value, memo)
+
+
+def drop_hooks(model: nn.Module) -> None:
+    """Of a copy: hooks are not copied with what they hold. Hugging Face's models hang up theirs again, which collect
+    what they give (router logits, hidden states)."""
+    for module in model.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            hooks.clear()
+        if isinstance(module.__dict__.get("forward"), TappedForward):
+            module.__dict__["forward"].around = None
+        module.__dict__.pop("_output_capturing_hooks_installed", None)
