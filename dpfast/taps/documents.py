@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dpfast.errors import DpfastError, InputError, UnsupportedModuleError
+from dpfast.taps.fingerprints import fingerprints
 from dpfast.taps.gathered import following_model, picked_here
 from dpfast.taps.inputs import Structure, leaves_of
 from dpfast.taps.layout import Place, Rows, kind_here, tokens_in
 from dpfast.taps.registry import find_by_row, find_forward
 from dpfast.taps.tap import Tap
-from dpfast.taps.witness import OfCopy, copied, fingerprints, same_random_numbers, stand_ins
+from dpfast.taps.witness import OfCopy, copied, same_random_numbers, stand_ins
 
 _SAME = 0.02
 """How far, in norm, a layer's rows may be from those of its tokens in another order: rounding, in 16 bits too."""

@@ -28,6 +28,13 @@ _IN_BACKWARD = (
     "backward of its own, that looks at the whole batch: make it look at each sample)"
 )
 
+_IN_LOSS = (
+    "a sample's gradient in it changes with another sample (statistics or distances over the batch, or a mean over all "
+    "samples' tokens where these have different numbers of them)"
+)
+
+Grads = dict[Key, list[Tensor]]
+
 
 class Told(NamedTuple):
     """What the runs tell.
@@ -147,13 +154,17 @@ class _Exchange:
                 wrong.append(key)
             found[key] = told
         outputs = {i: m for i in range(len(base.outputs)) if (m := self._output(i, base, runs, which))}
-        met = [] if wrong or outputs else self._met_in_backward(found, base, runs, which)
-        if wrong or outputs or met:  # is it the exchange that it comes from?
+        met = [] if wrong or outputs else self._met_in_backward(found, base.grads, [run.grads for run in runs], which)
+        losses = {
+            i: _IN_LOSS for i in base.losses if not (wrong or met) and self._meet_in_loss(i, found, base, runs, which)
+        }
+        if wrong or outputs or met or losses:  # is it the exchange that it comes from?
             repeated = self._run(None, noisy)
             if not _alike(base, repeated):
                 return Told({}, {}, changed=True)
             if outputs:
                 outputs = self._of_batch(outputs, base, noisy)
+        outputs |= losses
         mixed = [key for key in wrong if isinstance(found[key], Mixed)]
         if mixed:
             # Those whose shapes did not part the samples are before those that see what came of it.
@@ -231,14 +242,14 @@ class _Exchange:
             return Mixed("a row of its output changes with a sample that is not its own")
         return "its samples are folded into rows in an order that is neither sample by sample nor over and over"
 
-    def _met_in_backward(self, places: dict[Key, Place], base: Run, runs: list[Run], which: list[int]) -> list[Key]:
+    def _met_in_backward(self, places: dict[Key, Place], base: Grads, runs: list[Grads], which: list[int]) -> list[Key]:
         """Taps at whose outputs gradients change with a sample that is not theirs, and nothing else does."""
         met = []
-        for key, grads in base.grads.items():
+        for key, grads in base.items():
             place = places.get(key)
             for number, rows in enumerate(grads) if isinstance(place, (int, Rows)) else ():
                 whose = whose_rows(len(rows), self.size, place, rows.device)  # type: ignore[arg-type]  # as above
-                others = [run.grads.get(key, [])[number : number + 1] for run in runs]
+                others = [run.get(key, [])[number : number + 1] for run in runs]
                 if whose is not None and any(
                     bool(((other[0] != rows) & (whose != j)).any())
                     for other, j in zip(others, which, strict=True)
@@ -247,6 +258,10 @@ class _Exchange:
                     met.append(key)
                     break
         return met
+
+    def _meet_in_loss(self, i: int, places: dict[Key, Place], base: Run, runs: list[Run], which: list[int]) -> bool:
+        """Whether samples meet in an output of the model that is one number."""
+        return bool(self._met_in_backward(places, base.losses[i], [run.losses.get(i, {}) for run in runs], which))
 
     def _output(self, i: int, base: Run, runs: list[Run], which: list[int]) -> str | None:
         """What is wrong with an output of the model: in no dimension as long as the batch it is parted by samples."""
@@ -298,13 +313,11 @@ def _equal(x: Any, y: Any) -> bool:
 
 def _alike(one: Run, two: Run) -> bool:
     """Whether two runs gave the same."""
-    if one.calls.keys() != two.calls.keys():
+    noted = [(one.calls, two.calls), (one.grads, two.grads)]
+    noted += [(grads, two.losses.get(i, {})) for i, grads in one.losses.items()]
+    if any(x.keys() != y.keys() for x, y in noted):
         return False
-    if one.grads.keys() != two.grads.keys():
-        return False
-    pairs = [
-        (x, noted[key]) for some, noted in ((one.calls, two.calls), (one.grads, two.grads)) for key, x in some.items()
-    ]
+    pairs = [(x, there[key]) for some, there in noted for key, x in some.items()]
     return all(len(x) == len(y) and all(map(_equal, x, y)) for x, y in pairs) and all(
         x.keys() == y.keys() and all(_equal(x[d], y[d]) for d in x)
         for x, y in zip(one.outputs, two.outputs, strict=True)

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from dpfast.errors import InputError
 from dpfast.taps.copies import copy_of
 from dpfast.taps.fake_run import Nobody, nothing_left_behind
+from dpfast.taps.fingerprints import fingerprints
 from dpfast.taps.followed import Picked
 from dpfast.taps.gathered import following_model
 from dpfast.taps.inputs import tensors_in
@@ -32,8 +33,6 @@ from dpfast.taps.registry import find_by_row, find_forward
 from dpfast.taps.tap import Tap
 from dpfast.taps.unsharded import copied_whole, whole_stand_in
 
-_AT_ONCE = 2**22
-_ODD = -7046029254386353131  # 2^64 over the golden ratio
 _NUMBERS = 1021  # of noise, over and over: a prime, so that no two rows are likely to have the same
 _NOISE = 0.125
 _ZERO = 2.0**-10
@@ -51,8 +50,9 @@ class Run(NamedTuple):
         order: of the taps. packed: layers that took packed sequences.
         outputs: fingerprints of the model's outputs, along every dimension as long as the batch.
         routes: where rows were picked.
-        grads: as calls, of the gradients at the taps' outputs in a backward pass; empty where none ran. caught: those
-            outputs, until then.
+        grads: as calls, of the gradients at the taps' outputs in a backward pass; empty where none ran. losses: the
+            same of each of the model's outputs that is one number, by the output's number. caught: the taps' outputs,
+            until then. arrived: gradients, in a pass that leaves some in parameters.
     """
 
     calls: dict[Key, list[Any]]
@@ -61,7 +61,13 @@ class Run(NamedTuple):
     packed: list[str]
     routes: list[Routes]
     grads: dict[Key, list[Tensor]]
+    losses: dict[int, dict[Key, list[Tensor]]]
     caught: list[tuple[Key, int, Tensor]]
+    arrived: dict[Key, list[Tensor]]
+
+    def note_grad(self, key: Key, dim: int, grad: Tensor) -> None:
+        """A hook on a tap's output."""
+        self.arrived.setdefault(key, []).append(fingerprints(grad, dim))
 
 
 class OfCopy(Tap):
@@ -142,6 +148,8 @@ class Witness(OfCopy):
         noisy = x if noise is None else x + noise
         if noisy.requires_grad and in_backward() is None:
             self.seen.caught.append((key, dim, noisy))
+        elif noisy.requires_grad:
+            noisy.register_hook(functools.partial(self.seen.note_grad, key, dim))
         return _replaced(output, x, noisy)
 
     def _noted(
@@ -211,8 +219,9 @@ def run_on(
     """
     # A backward pass within that one (reentrant checkpoints) must not come to the parameters themselves.
     leaves_here = {id(p): _leaf(p) for p in model.parameters()} if noisy else {}
+    to_leaves = all(leaves_here.get(id(p)) is not p for p in model.parameters() if p.requires_grad)
     model, copies = copied(model, taps, leaves_here | stand_ins)
-    run = Run({}, {}, [], [], [], {}, [])
+    run = Run({}, {}, [], [], [], {}, {}, [], {})
     witnesses = [Witness.of(tap, i, run, places, size, noisy=noisy, other=other) for i, tap in enumerate(copies)]
     leaves = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
     for witness in witnesses:
@@ -229,8 +238,14 @@ def run_on(
         floats = isinstance(x, Tensor) and x.is_floating_point()
         run.outputs.append({d: fingerprints(x, d) for d, s in enumerate(x.shape) if s == size} if floats else {})
     if noisy:
-        _backwards(run, [x for x, prints in zip(outputs, run.outputs, strict=True) if prints and x.requires_grad])
+        by_sample = [x for x, prints in zip(outputs, run.outputs, strict=True) if prints and x.requires_grad]
+        losses = {i: x for i, x in enumerate(outputs) if _is_loss(x)}
+        _backwards(run, by_sample, losses, to_leaves)
     return run, witnesses
+
+
+def _is_loss(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad and x.is_floating_point() and x.numel() == 1
 
 
 def _leaf(parameter: nn.Parameter) -> nn.Parameter:
@@ -240,18 +255,51 @@ def _leaf(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
 
 
-def _backwards(run: Run, outputs: Sequence[Tensor]) -> None:
-    """A backward pass from what the model returns by samples, where it has one, of a loss whose gradient at each entry
-    depends on that entry alone."""
+def _backwards(run: Run, outputs: Sequence[Tensor], losses: dict[int, Tensor], to_leaves: bool) -> None:
+    """Backward passes: from what the model returns by samples, where it returns that, of a loss whose gradient at each
+    entry depends on that entry alone; and from each output that is one number.
+
+    Args:
+        to_leaves: gradients may come to the copy's parameters.
+    """
     tensors = [x for _, _, x in run.caught]
+    own = [torch.where(x.isfinite(), x.cos(), 0.0) for x in outputs]
+    passes: list[tuple[int | None, Any, Any]] = [(None, outputs, own)] if outputs else []
+    passes += [(i, [x], None) for i, x in losses.items()]
+    leaves_some = to_leaves and _in_reentrant_checkpoint([*outputs, *losses.values()])
+    if leaves_some:
+        for key, dim, x in run.caught:
+            x.register_hook(functools.partial(run.note_grad, key, dim))
     try:
-        own = [torch.where(x.isfinite(), x.cos(), 0.0) for x in outputs]
-        grads = torch.autograd.grad(outputs, tensors, own, allow_unused=True) if outputs and tensors else ()
-        for (key, dim, _), grad in zip(run.caught, grads, strict=bool(grads)):
-            run.grads.setdefault(key, []).append(torch.zeros(0) if grad is None else fingerprints(grad, dim))
-    except Exception:  # whatever somebody's functions raise (reentrant checkpoints, no second use)
+        for i, some, grads in passes if tensors or leaves_some else ():
+            again = i != passes[-1][0]
+            if leaves_some:
+                run.arrived.clear()
+                torch.autograd.backward(some, grads, retain_graph=again)
+                found = dict(run.arrived)
+            else:
+                found = {}
+                given = torch.autograd.grad(some, tensors, grads, allow_unused=True, retain_graph=again)
+                for (key, dim, _), grad in zip(run.caught, given, strict=True):
+                    found.setdefault(key, []).append(torch.zeros(0) if grad is None else fingerprints(grad, dim))
+            (run.grads if i is None else run.losses.setdefault(i, {})).update(found)
+    except Exception:  # whatever somebody's functions raise
         run.grads.clear()
+        run.losses.clear()
     run.caught.clear()
+
+
+def _in_reentrant_checkpoint(outputs: Sequence[Tensor]) -> bool:
+    """Whether some of what was computed was, whose gradients ``torch.autograd.grad`` does not give."""
+    nodes, seen = [x.grad_fn for x in outputs], set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            if type(node).__name__ == "CheckpointFunctionBackward":
+                return True
+            nodes.extend(following for following, _ in node.next_functions)
+    return False
 
 
 def copied(
@@ -310,25 +358,6 @@ def first_samples(x: Any, dim: int | None, size: int) -> Any:
     if dim is None or not isinstance(x, Tensor):
         return x
     return x.detach().index_select(dim, torch.arange(size, device=x.device) % x.shape[dim])
-
-
-def fingerprints(x: Tensor, dim: int) -> Tensor:
-    """One number for the bits of each row along the dimension."""
-    rows = x.detach().movedim(dim, 0).reshape(x.shape[dim], -1)
-    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
-    step = max(1, _AT_ONCE // max(1, len(rows)))
-    found = []
-    for start in range(0, rows.shape[1], step):
-        part = rows[:, start : start + step] + 0.0  # a zero has a sign, which may come of zero times another row
-        found.append((part.contiguous().view(bits) * _factors(start, part.shape[1], x.device)).sum(1))
-    return sum(found[1:], found[0]) if found else torch.zeros(len(rows), dtype=torch.int64, device=x.device)
-
-
-@functools.lru_cache(maxsize=8)
-def _factors(start: int, number: int, device: torch.device) -> Tensor:
-    """Odd numbers, one for each place in a row."""
-    factors = torch.arange(start + 1, start + number + 1, device=device) * _ODD
-    return (factors ^ (factors >> 29)) * _ODD | 1
 
 
 def _noise(like: Tensor, seed: int) -> Tensor:
