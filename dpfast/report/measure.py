@@ -93,6 +93,7 @@ class Measured:
     private_peak: int
     predicted_peak: int
     num_samples: int
+    device: str
 
     @property
     def predicted(self) -> float:
@@ -138,7 +139,16 @@ class Run:
             self._clear()
             done()
         return Measured(
-            layers, costs, median(plain), caught, private, plain_peak, private_peak, predicted_peak, num_samples
+            layers,
+            costs,
+            median(plain),
+            caught,
+            private,
+            plain_peak,
+            private_peak,
+            predicted_peak,
+            num_samples,
+            self.device,
         )
 
     # --- steps ---

@@ -76,9 +76,10 @@ class Fallback(NamedTuple):
 
 def page(title: str, num_samples: int, fallbacks: Sequence[Fallback], measured: Measured) -> str:
     """The whole page."""
+    where = escape(_machine(measured.device))
     body = [
         f"<h1>{escape(title)}</h1>",
-        f"<p class=soft>What a step costs, plain and private, with {num_samples} samples on {escape(_machine())}. "
+        f"<p class=soft>What a step costs, plain and private, with {num_samples} samples on {where}. "
         "Forward and backward pass; noise and optimizer not counted.</p>",
         _tiles(measured),
         _fallbacks(fallbacks),
@@ -102,8 +103,8 @@ def page(title: str, num_samples: int, fallbacks: Sequence[Fallback], measured: 
     )
 
 
-def _machine() -> str:
-    if torch.cuda.is_available():
+def _machine(device: str) -> str:
+    if device == "cuda":
         return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
     threads = torch.get_num_threads()
     return f"{platform.machine()} CPU, {threads} thread{'s' * (threads > 1)}, torch {torch.__version__}"
