@@ -38,7 +38,7 @@ def share(row: dict | None) -> str:
 
 
 def summary(machines: dict[str, dict[Cell, dict]]) -> Iterator[str]:
-    """Percent of the limit, a line a layer and a column a verb: the README's table."""
+    """Percent of the limit, a line a layer and a column a verb, for docs/performance.md."""
     for machine, cells in machines.items():
         some = next(iter(cells.values()))
         yield (

@@ -1,4 +1,4 @@
-"""The measured rows as the README's tables, docs/step.md, host.md, scale.md and kernels.md, and as pictures.
+"""The measured rows as tables in docs/ (performance.md, step.md, host.md, scale.md, kernels.md), and as pictures.
 
 python benchmarks/report.py            # write them
 python benchmarks/report.py --check    # exit 1 where a table is not what the rows say
@@ -16,6 +16,7 @@ import kernel_report
 import loops_report
 import matplotlib
 import scale_report
+import why_report
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -163,7 +164,7 @@ def picture(rows: dict[Key, dict[str, dict]], path: Path) -> None:
     plt.close(figure)
 
 
-IN_README = {
+SUMMARISED = {
     "plain+noise": "plain + noise",
     "dpfast one-pass": "dpfast",
     "opacus hooks": "Opacus hooks",
@@ -172,7 +173,7 @@ IN_README = {
 }
 
 
-def readme_steps(rows: dict[Key, dict[str, dict]], cuda: bool) -> Iterator[str]:
+def summary_of_steps(rows: dict[Key, dict[str, dict]], cuda: bool) -> Iterator[str]:
     """For each machine, a line a workload: the private step over the plain one. On a CPU with the allocator as it
     comes; several threads first, one in brackets."""
     chosen = {key: legs for key, legs in rows.items() if (WORKLOADS[key[1]].device == "cuda") == cuda}
@@ -182,11 +183,11 @@ def readme_steps(rows: dict[Key, dict[str, dict]], cuda: bool) -> Iterator[str]:
         numbers = sorted({threads for _, threads, _ in own}, reverse=True)
         counts = [f"{n} thread{'s' * (n > 1)}" for n in numbers]
         told = "" if cuda else ", " + counts[0] + "".join(f" ({count})" for count in counts[1:])
-        yield f"| {machine}{told} | {' | '.join(IN_README.values())} |"
-        yield "|---|" + "---:|" * len(IN_README)
+        yield f"| {machine}{told} | {' | '.join(SUMMARISED.values())} |"
+        yield "|---|" + "---:|" * len(SUMMARISED)
         for workload in dict.fromkeys(workload for workload, _, _ in own):
             by_threads = {threads: legs for (name, threads, _), legs in own.items() if name == workload}
-            cells = (_ratios([by_threads.get(n, {}).get(leg) for n in numbers]) for leg in IN_README)
+            cells = (_ratios([by_threads.get(n, {}).get(leg) for n in numbers]) for leg in SUMMARISED)
             yield f"| {WORKLOADS[workload].title} | {' | '.join(cells)} |"
         yield ""
 
@@ -205,15 +206,15 @@ def _ratio(row: dict | None, of: str) -> str:
     return f"{row[of]:.2f}" if row[of] < 10 else f"{row[of]:.0f}"
 
 
-def readme_gpu(results: Path, rows: dict[Key, dict[str, dict]]) -> Iterator[str]:
+def summary_of_gpu(results: Path, rows: dict[Key, dict[str, dict]]) -> Iterator[str]:
     machines = kernel_report.newest(results)
     if machines:
         yield from kernel_report.summary(machines)
-        yield "[docs/kernels.md](docs/kernels.md) has every contender, error and tile."
+        yield "[The kernels](kernels.md) has every contender, error and tile."
         yield ""
-        yield "![Roofline](docs/roofline.png)"
+        yield "![Roofline](roofline.png)"
         yield ""
-    steps = list(readme_steps(rows, cuda=True))
+    steps = list(summary_of_steps(rows, cuda=True))
     yield from steps
     if not machines and not steps:
         yield "On a GPU nothing has been measured yet; `make bench-gpu` does it."
@@ -258,14 +259,15 @@ def scale_page(results: Path = RESULTS) -> str:
 
 
 def documents(results: Path = RESULTS, root: Path = ROOT) -> dict[Path, str]:
-    """{file: what it must hold}; of the README, what stands between its markers is replaced."""
-    rows, readme = latest_rows(results), (root / "README.md").read_text()
-    for name, lines in (("steps", readme_steps(rows, cuda=False)), ("gpu", readme_gpu(results, rows))):
-        before, rest = readme.split(f"<!-- {name}: made by benchmarks/report.py -->\n")
+    """{file: what it must hold}; of docs/performance.md, what stands between its markers is replaced."""
+    rows, summary = latest_rows(results), root / "docs" / "performance.md"
+    written = summary.read_text()
+    for name, lines in (("steps", summary_of_steps(rows, cuda=False)), ("gpu", summary_of_gpu(results, rows))):
+        before, rest = written.split(f"<!-- {name}: made by benchmarks/report.py -->\n")
         _, after = rest.split(f"<!-- /{name} -->")
         text = "\n".join(lines).strip()
-        readme = f"{before}<!-- {name}: made by benchmarks/report.py -->\n{text}\n<!-- /{name} -->{after}"
-    made = {root / "README.md": readme}
+        written = f"{before}<!-- {name}: made by benchmarks/report.py -->\n{text}\n<!-- /{name} -->{after}"
+    made = {summary: written}
     cores = "".join(f"{line}\n" for line in loops_report.lines(results))
     made[root / "docs" / "step.md"] = f"{markdown(rows)}{cores}\n![step / plain step with noise](step.png)\n"
     if models := host_report.newest(results):
@@ -291,6 +293,7 @@ def main() -> None:
     for path, text in documents().items():
         path.write_text(text)
     picture(latest_rows(), ROOT / "docs" / "step.png")
+    why_report.picture(latest_rows(), ROOT / "docs" / "why.png")
     if machines := kernel_report.newest():
         kernel_report.roofline(machines, ROOT / "docs" / "roofline.png")
 

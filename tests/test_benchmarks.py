@@ -221,12 +221,12 @@ def test_candidates_start_with_the_own_tile_and_fit_the_device(arch):
 
 
 def results(folder, **row):
-    """A README and kernel rows of an invented device."""
+    """A page of summaries and kernel rows of an invented device."""
     (folder / "docs").mkdir()
     marks = "".join(
         f"<!-- {name}: made by benchmarks/report.py -->\nold\n<!-- /{name} -->\n" for name in ("steps", "gpu")
     )
-    (folder / "README.md").write_text(marks)
+    (folder / "docs" / "performance.md").write_text(marks)
     with (folder / "kernels.jsonl").open("w") as file:
         for layer in layers.LAYERS[:3]:
             for verb, name in kernel_table.cells(layer):
@@ -240,10 +240,10 @@ def results(folder, **row):
 def test_the_report_writes_tables_and_a_roofline(tmp_path):
     results(tmp_path)
     made = report.documents(tmp_path, tmp_path)
-    readme = made[tmp_path / "README.md"]
-    assert "old" not in readme
-    assert "| GPT-2 qkv (8, 1024, 768, 2304) | 75 % | 75 % | 75 % | 75 % | – |" in readme
-    assert "nothing has been measured" not in readme
+    summary = made[tmp_path / "docs" / "performance.md"]
+    assert "old" not in summary
+    assert "| GPT-2 qkv (8, 1024, 768, 2304) | 75 % | 75 % | 75 % | 75 % | – |" in summary
+    assert "nothing has been measured" not in summary
     assert "1.5 | 75 % | 2 (1e-06) |" in made[tmp_path / "docs" / "kernels.md"]
     assert set(report.stale(tmp_path, tmp_path)) == set(made)
     for path, text in made.items():
@@ -258,7 +258,7 @@ def test_without_rows_the_report_says_that_nothing_was_measured(tmp_path):
     results(tmp_path)
     (tmp_path / "kernels.jsonl").unlink()
     made = report.documents(tmp_path, tmp_path)
-    assert "nothing has been measured yet" in made[tmp_path / "README.md"]
+    assert "nothing has been measured yet" in made[tmp_path / "docs" / "performance.md"]
     assert tmp_path / "docs" / "kernels.md" not in made
 
 
@@ -335,7 +335,7 @@ def test_tables_of_several_machines(tmp_path):
     text = report.markdown(latest)
     assert "AMD EPYC" not in text
     assert "| dpfast one-pass | 2.25 | 3.25 | 2.50 | 3.50 |" in text
-    assert "| a CPU, AVX2, 2 threads (1 thread) |" in (lines := "\n".join(report.readme_steps(latest, cuda=False)))
+    assert "| a CPU, AVX2, 2 threads (1 thread) |" in (lines := "\n".join(report.summary_of_steps(latest, cuda=False)))
     assert f"| {workloads.WORKLOADS['mlp'].title} | – | 3.50 (2.50) | – | – | – |" in lines
 
 

@@ -21,7 +21,7 @@ def test_doctests(name):
     assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/getting-started.md", "docs/explain.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/getting-started.md", "docs/explain.md", "docs/migration.md"])
 def test_python_examples_run(page, tmp_path):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
     assert blocks

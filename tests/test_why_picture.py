@@ -1,0 +1,41 @@
+"""The README's picture shows what the newest rows say, and nothing that was not measured."""
+
+import pytest
+import why_report
+
+MACHINES = ("an old CPU", "a CPU")
+
+
+def rows():
+    found = {}
+    for machine, date, ratio in zip(MACHINES, ("2026-01-01", "2026-02-01"), (9.0, 1.5), strict=True):
+        found[machine, "mlp", 1, "glibc"] = {
+            "plain": {"date": date, "ratio_plain": 1.0, "tensors_mb": 10.0},
+            "dpfast one-pass": {"date": date, "ratio_plain": ratio, "tensors_mb": 12.0},
+            "opacus hooks": {"date": date, "ratio_plain": 70.0},
+            "opacus ghost": {"date": date, "note": "does not fit memory"},
+        }
+    found["a CPU", "mlp", 2, "glibc"] = {"dpfast one-pass": {"date": "2026-03-01", "ratio_plain": 8.0}}
+    found["a CPU", "cnn", 1, "tuned"] = {"dpfast one-pass": {"date": "2026-03-01", "ratio_plain": 7.0}}
+    return found
+
+
+def test_bars_are_the_newest_machines_ratios():
+    found = why_report.newest(rows())
+    assert list(found) == ["mlp"]
+    assert why_report.bars(found, why_report.times) == {
+        "dpfast one-pass": {"mlp": 1.5},
+        "opacus ghost": {},
+        "opacus hooks": {"mlp": 70.0},
+        "fastDP": {},
+    }
+    memory = why_report.bars(found, why_report.tensors)
+    assert memory.pop("dpfast one-pass") == {"mlp": pytest.approx(1.2)}
+    assert not any(memory.values())
+
+
+def test_it_is_drawn(tmp_path):
+    why_report.picture(rows(), tmp_path / "why.png")
+    assert (tmp_path / "why.png").read_bytes().startswith(b"\x89PNG")
+    why_report.picture({}, tmp_path / "none.png")
+    assert not (tmp_path / "none.png").exists()
