@@ -22,7 +22,7 @@ class Held:
     """
 
     def __init__(self) -> None:
-        self._held: tuple[Tensor, int, Tensor] | None = None
+        self._held: tuple[Tensor, int, Tensor, Tensor] | None = None
 
     def hold(self, output: Tensor, made_of: Tensor) -> None:
         """Holds the output, if it is known to be of fp32's or fp64's precision."""
@@ -30,13 +30,13 @@ class Held:
         exact = not reduced_convolutions() and reduced_products() == 0.0
         here = not is_traced() and in_backward() is None and _keeps_graph is not None
         if plain and exact and here and _hooks is not None and _hooks(True) is None:
-            self._held = output.detach(), output._version, made_of.detach()
+            self._held = output.detach(), output._version, _seal(output), made_of.detach()
 
     def take(self, made_of: Tensor) -> Tensor | None:
         """The output, unless it has been written to since, or is of other rows than these."""
         if self._held is None:
             return None
-        output, version, before = self._held
+        output, version, seal, before = self._held
         if not _keeps_graph():
             self._held = None
         same = (made_of.data_ptr(), made_of.shape, made_of.stride()) == (
@@ -44,4 +44,12 @@ class Held:
             before.shape,
             before.stride(),
         )
-        return output if same and output._version == version else None
+        untouched = output._version == version and torch.equal(_seal(output), seal)
+        return output if same and untouched else None
+
+
+def _seal(x: Tensor) -> Tensor:
+    """Two numbers, as bits, by which a write is seen that torch does not count (``.data``): a norm rests on it."""
+    x = x.detach()
+    numbers = torch.stack((x.sum(), torch.linalg.vector_norm(x)))
+    return numbers.view(torch.int64 if x.dtype is torch.float64 else torch.int32)

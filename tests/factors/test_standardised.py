@@ -173,15 +173,24 @@ class Block(nn.Module):
         return checkpoint(run, x, use_reentrant=False) if self.recompute else run(x)
 
 
+class Uncounted(nn.Module):
+    """Writes to its input so that torch does not count it."""
+
+    def forward(self, x):
+        x.data.clamp_(-0.1, 0.1)
+        return x
+
+
 @pytest.mark.parametrize(
     ("block", "at_hand"),
     [
         (lambda layer: Block(layer), True),
         (lambda layer: Block(layer, nn.GroupNorm(4, 40)), True),
         (lambda layer: Block(layer, nn.ReLU(inplace=True)), False),
+        (lambda layer: Block(layer, Uncounted()), False),
         (lambda layer: Block(layer, recompute=True), False),
     ],
-    ids=["alone", "group norm", "written to", "checkpoint"],
+    ids=["alone", "group norm", "written to", "written to, not counted", "checkpoint"],
 )
 def test_the_forwards_own_output_saves_products_of_patches(block, at_hand, monkeypatch):
     """Where nobody wrote to it, and where holding it is not somebody else's affair; the norms are right everywhere."""
