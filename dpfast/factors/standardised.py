@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dpfast.arithmetic import SquaredNorm, bounds, dense_sq_norm, smallest_normal, sums
+from dpfast.arithmetic import SquaredNorm, bounds, dense_sq_norm, is_traced, smallest_normal, sums
 from dpfast.factors.dense import Dense, Factor, InBlocks
 from dpfast.factors.patch_product import PatchProduct
 
@@ -42,12 +42,24 @@ def standardised(factor: Factor, value: Tensor, source: Tensor) -> Factor | None
         return None
     rows, mean, rstd, gain = source.shape[0], node._saved_result1, node._saved_result2, node._saved_weight
     with torch.no_grad():
-        normal = (source.reshape(rows, -1) - mean[:, None]).mul_(rstd[:, None])
         scaled = factor.with_scaled_rows(rstd if gain is None else rstd * gain)
-        seen = None
-        if gain is None and factor.output is not None:
-            seen = _from_output(scaled, factor.output, value.reshape(rows, -1)[:, 0], normal[:, 0], mean * rstd)
-        return Standardised(scaled, normal, seen=seen)
+        own, normal = source.reshape(rows, -1), value.detach().reshape(rows, -1)
+        if gain is not None or not _is_normal(normal, own, mean, rstd):
+            return Standardised(scaled, (own - mean[:, None]).mul_(rstd[:, None]))
+        with_normal = None
+        if factor.output is not None:
+            with_normal = (scaled.rows * factor.output).flatten(2).sum(-1).double()
+        return Standardised(scaled, normal, with_normal=with_normal)
+
+
+def _is_normal(value: Tensor, source: Tensor, mean: Tensor, rstd: Tensor) -> bool:
+    """Whether (P, D) is x̂ up to rounding: it may be x̂ and a number a row, which an entry of each tells. A GPU is not
+    waited for."""
+    if value.device.type != "cpu" or is_traced() or not value.is_contiguous():
+        return False
+    first = (source[:, 0] - mean) * rstd
+    rounded = bounds.gamma(16, value.dtype) * (1.0 + (mean * rstd).abs() + first.abs())
+    return bool(((value[:, 0] - first).abs() <= rounded).all())
 
 
 def is_standardised(value: Tensor) -> bool:
@@ -56,32 +68,10 @@ def is_standardised(value: Tensor) -> bool:
     return node is not None and node.name() == "NativeBatchNormBackward0"
 
 
-def _from_output(factor: PatchProduct, output: Tensor, of_v: Tensor, of_normal: Tensor, skew: Tensor) -> _Seen | None:
-    """``Q = Σ_t b_t (a_t·x̂)`` from what the convolution gave, ``a_t·v``; None where v is not x̂ up to rounding.
-
-    Args:
-        of_v, of_normal: an entry of each row of v and of x̂: v may be x̂ and a bias by channels.
-        skew: mean·rstd, in which v's entries were rounded.
-    """
-    rounded = bounds.gamma(16, output.dtype) * (1.0 + skew.abs().amax() + of_normal.abs().amax())
-    shift = (of_v - of_normal).abs().amax() + rounded
-    if not shift <= 1e-4:  # something was added to x̂
-        return None
-    return _Seen((factor.rows * output).flatten(2).sum(-1).double(), shift.double())
-
-
 def _before(node: Any) -> Any:
     while node is not None and node.name() in _SAME_ENTRIES:
         ((node, _),) = node.next_functions
     return node
-
-
-class _Seen(NamedTuple):
-    """Q of a sample's channels, (N, P) in fp64, taken with a v no entry of which is farther from x̂ than ``shift``, and
-    no further relative to its own size."""
-
-    with_normal: Tensor
-    shift: Tensor
 
 
 class _Sums(NamedTuple):
@@ -100,7 +90,7 @@ class Standardised:
         factor: of h, with as many rows as ``normal``.
         normal: x̂, (P, D).
         norm: of ``J h``, where it is known.
-        seen: Q, where that is.
+        with_normal: Q by sample and channel, (N, P) in fp64, where that is.
     """
 
     def __init__(
@@ -108,9 +98,9 @@ class Standardised:
         factor: PatchProduct | InBlocks,
         normal: Tensor,
         norm: SquaredNorm | None = None,
-        seen: _Seen | None = None,
+        with_normal: Tensor | None = None,
     ):
-        self.factor, self.normal, self.shape, self._seen = factor, normal, factor.shape, seen
+        self.factor, self.normal, self.shape, self._with_normal = factor, normal, factor.shape, with_normal
         self._norm, width = norm, normal.shape[1]
         self._block = max(1, sums.sum_block(width))
         self._mean = _in_blocks(normal, self._block) / width
@@ -178,17 +168,10 @@ class Standardised:
         """M and Q of gradients that are not written: ``Σ_t b_t (Σ a_t)`` and ``Σ_t b_t (a_t · x̂)``."""
         patches_norm, rows_norm = product.norms()
         positions, width = product.rows.shape[2:].numel(), self.normal.shape[1]
-        both, largest = width**0.5 * patches_norm * rows_norm, self._largest().sqrt()
-        gamma = bounds.gamma_matmul(width + positions + 2, self.normal.dtype)
-        underflow = self._underflow(width * positions) * (1.0 + rows_norm)
-        off = gamma * both + underflow
-        if self._seen is None:
-            with_normal, off_with_normal = product.row_products(self.normal), off * largest.clamp(min=1.0)
-        else:
-            with_normal, shift = self._seen
-            reached = largest.clamp(min=1.0) * (1.0 + shift) + shift
-            off_with_normal = off * reached + shift * (1.0 + largest) * both
-        return _Sums(product.row_sums(), with_normal, off, off_with_normal)
+        off = bounds.gamma_matmul(width + positions + 2, self.normal.dtype) * patches_norm * rows_norm
+        off = width**0.5 * off + self._underflow(width * positions) * (1.0 + rows_norm)
+        with_normal = product.row_products(self.normal) if self._with_normal is None else self._with_normal
+        return _Sums(product.row_sums(), with_normal, off, off * self._largest().sqrt().clamp(min=1.0))
 
     def _without_means(self, norm: SquaredNorm, found: _Sums, error: Tensor | float) -> SquaredNorm:
         """``‖J h‖²`` from ``‖h‖²``; derived in docs/bounds.md.
