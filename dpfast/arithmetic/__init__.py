@@ -19,8 +19,8 @@ from dpfast.arithmetic.precision import (
     towards_zero,
 )
 from dpfast.arithmetic.products import product_report
-from dpfast.arithmetic.reference_norms import gram_positions, gram_tile
-from dpfast.arithmetic.row_norms import RowNorms
+from dpfast.arithmetic.reference_norms import gram_positions, gram_tile, unfinished_of_products
+from dpfast.arithmetic.row_norms import RowNorms, taken_once
 from dpfast.arithmetic.stacked_norms import SumError, Unfinished, dense_sq_norm, finish_norms, finished, unfinished_norm
 from dpfast.arithmetic.tracing import capturing, is_traced, leave_pins_to_inductor, pinned
 
@@ -57,7 +57,9 @@ __all__ = [
     "reference",
     "smallest_normal",
     "sums",
+    "taken_once",
     "towards_zero",
     "unfinished_norm",
+    "unfinished_of_products",
     "unit_runs",
 ]

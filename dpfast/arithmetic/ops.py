@@ -5,6 +5,7 @@ backends. The backend is chosen by what can run where the tensors are (``backend
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from typing import Literal, overload
 
@@ -173,6 +174,11 @@ def unfinished_norm(activations: Tensor, backprops: Tensor) -> Unfinished | None
         return reference_norms.unfinished_direct(activations, backprops)
 
 
+def direct_norm(activations: Tensor, backprops: Tensor, error: SumError) -> Unfinished:
+    """:func:`unfinished_norm` of inputs that are known to go that way, with an error that is known."""
+    return reference_norms.unfinished_direct(activations, backprops, error)
+
+
 def certified_grad_sample(
     activations: Tensor, backprops: Tensor
 ) -> tuple[Tensor, Tensor | SumError, SquaredNorm | None]:
@@ -216,6 +222,11 @@ def raw_row_norm(x: Tensor) -> tuple[Tensor, float]:
     return taken_once(sums.raw_row_norm, x), sums.lost_to_underflow(x)
 
 
+def circumstances() -> tuple[object, ...]:
+    """What the way of a norm depends on beside shapes, dtypes and devices."""
+    return os.environ.get("DPFAST_BACKEND"), reduced_products()
+
+
 def runs_kernels(*tensors: Tensor) -> bool:
     """Whether "auto" takes the kernels for inputs such as these."""
     return choose_backend("auto", tensors[0].device, *(x.dtype for x in tensors)) == "triton"
@@ -226,6 +237,11 @@ def sum_excess(activations: Tensor, backprops: Tensor) -> float:
     with 16-bit rows in two pieces of 16 bits; fp32 products may run in less where a global switch says so."""
     if runs_kernels(activations, backprops):
         return 2.0**-17 if min(activations.itemsize, backprops.itemsize) == 2 else 0.0
+    return reference_excess(activations, backprops)
+
+
+def reference_excess(activations: Tensor, backprops: Tensor) -> float:
+    """:func:`sum_excess` where the reference sums."""
     return 0.0 if accumulating_dtype(activations, backprops) is torch.float64 else reduced_products()
 
 

@@ -15,9 +15,9 @@ _NOTHING = nullcontext()
 
 def exact_arithmetic() -> AbstractContextManager[object]:
     """Autocast off: our own arithmetic must not be rounded to 16 bits."""
-    on = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
-    if not on:  # asked for several times a layer
+    if not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):  # asked several times a layer
         return _NOTHING
+    on = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
     stack = ExitStack()
     for device in on:
         stack.enter_context(torch.autocast(device, enabled=False))

@@ -87,7 +87,7 @@ def weighted_sum(activations: Tensor, backprops: Tensor, coefficients: Tensor) -
     dtype = accumulating_dtype(activations, backprops)
     activations, backprops = activations.to(dtype), backprops.to(dtype)
     c = towards_zero(coefficients, dtype)
-    if _drops_samples(c):
+    if drops_samples(c):
         activations, backprops = (_without_dropped(x, c) for x in (activations, backprops))
     c = c[:, None, None]
     d, p = activations.shape[-1], backprops.shape[-1]
@@ -124,26 +124,29 @@ def _transposed_product(x: Tensor, y: Tensor, c: Tensor) -> Tensor:
     return total  # type: ignore[return-value]  # N·T > 0: the operands are large
 
 
-def weighted_sums(activations: Tensor, backprops: Tensor, coefficients: Tensor) -> Tensor:
-    """:func:`weighted_sum` of several layers, (L, N, T, ·) -> (L, P, D), in one product."""
+def weighted_sums(activations: Tensor, backprops: Tensor, coefficients: Tensor, layers: int) -> Tensor:
+    """:func:`weighted_sum` of several layers, one's N samples after the other's, (L·N, T, ·) -> (L, P, D), in one
+    product."""
     dtype = accumulating_dtype(activations, backprops)
     activations, backprops = activations.to(dtype), backprops.to(dtype)
     c = towards_zero(coefficients, dtype)
-    drops, c = _drops_samples(c), c.view(1, -1, 1, 1)
+    d, p, drops = activations.shape[-1], backprops.shape[-1], drops_samples(c)
+    by_sample = (layers, len(coefficients), -1)  # each sample's rows one after the other
     if drops:
-        activations, backprops = (x.masked_fill(c == 0, 0.0) for x in (activations, backprops))
-    if activations.shape[-1] <= backprops.shape[-1]:
-        activations = activations * c
+        dropped = (c == 0).view(-1, 1)
+        activations, backprops = (x.reshape(by_sample).masked_fill(dropped, 0.0) for x in (activations, backprops))
+    if d <= p:
+        activations = activations.reshape(by_sample) * c.view(-1, 1)
     else:
-        backprops = backprops * c
-    return torch.bmm(backprops.flatten(1, 2).mT, activations.flatten(1, 2))
+        backprops = backprops.reshape(by_sample) * c.view(-1, 1)
+    return torch.bmm(backprops.reshape(layers, -1, p).mT, activations.reshape(layers, -1, d))
 
 
 def weighted_values(values: Tensor, coefficients: Tensor) -> Tensor:
     """``Σ_n c_n v_n`` of several layers, (L, N, K) -> (L, 1, K); a sample with c_n = 0 adds exactly nothing."""
     dtype = accumulating_dtype(values)
     values, c = values.to(dtype), towards_zero(coefficients, dtype)
-    if _drops_samples(c):
+    if drops_samples(c):
         values = values.masked_fill((c == 0).unsqueeze(-1), 0.0)
     return torch.bmm(c.expand(len(values), 1, -1), values)
 
@@ -158,7 +161,7 @@ def weighted_rows(blocks: Sequence[Tensor], coefficients: Tensor) -> Tensor:
     nothing, whatever it holds."""
     dtype, total = accumulating_dtype(blocks[0]), None
     weights = towards_zero(coefficients, dtype)
-    masks = _drops_samples(weights)
+    masks = drops_samples(weights)
     for values, c in zip(blocks, weights.split([len(v) for v in blocks]), strict=True):
         values = values.to(dtype).reshape(len(values), values.shape[1:].numel())
         if masks:
@@ -179,7 +182,7 @@ def _slices(values: Tensor) -> int:
     return slices
 
 
-def _drops_samples(coefficients: Tensor) -> bool:
+def drops_samples(coefficients: Tensor) -> bool:
     """Whether a coefficient may be 0. Reading them back is free on a CPU; elsewhere it would wait for the device, so
     there we always mask."""
     return coefficients.device.type != "cpu" or is_traced() or 0.0 in coefficients.tolist()

@@ -27,11 +27,20 @@ def direct_sq_norm(activations: Tensor, backprops: Tensor) -> SquaredNorm:
     return finished(unfinished_direct(activations, backprops))
 
 
-def unfinished_direct(activations: Tensor, backprops: Tensor) -> Unfinished:
-    """What :func:`direct_sq_norm` follows from."""
+def unfinished_of_products(values: Tensor, error: SumError) -> Unfinished:
+    """:func:`unfinished_direct` from the products, (N, P, D), which may be used further."""
+    p, d = values.shape[1:]
+    norm = sums.norm_of_rows(sums.raw_row_norm(values))
+    return Unfinished(norm, min(d, sums.SUM_BLOCK), p * d, values.dtype, error)
+
+
+def unfinished_direct(activations: Tensor, backprops: Tensor, error: SumError | None = None) -> Unfinished:
+    """What :func:`direct_sq_norm` follows from; ``error`` where it is known."""
     dtype = accumulating_dtype(activations, backprops)
     n, _, d = activations.shape
     p = backprops.shape[-1]
+    if error is not None and 0 < n * p * d * dtype.itemsize <= reference.WORKSPACE_BYTES:
+        return unfinished_of_products(reference.grad_sample(activations, backprops), error)
     row_bytes = dtype.itemsize * max(1, d)
     rows = max(1, min(p, reference.WORKSPACE_BYTES // row_bytes))
     samples = max(1, reference.WORKSPACE_BYTES // (row_bytes * rows))
@@ -45,7 +54,7 @@ def unfinished_direct(activations: Tensor, backprops: Tensor) -> Unfinished:
         if norms:
             found.append(sums.norm_of_rows(torch.cat(norms, dim=-1) if len(norms) > 1 else norms[0]))
     norm = torch.cat(found) if len(found) > 1 else found[0] if found else activations.new_zeros(n, dtype=torch.float64)
-    error = SumError.of_products(activations, backprops)
+    error = error or SumError.of_products(activations, backprops)
     return Unfinished(norm, min(d, sums.SUM_BLOCK), p * d, dtype, error)
 
 

@@ -72,6 +72,12 @@ class Unfinished(NamedTuple):
     dtype: torch.dtype
     error: Tensor | SumError | None
 
+    @property
+    def kind(self) -> tuple[int, int] | None:
+        """Errors of one kind are worked out together, in fewest calls where they stand together; None: it is known."""
+        error = self.error
+        return (len(error.norms), error.norms[0].shape[1]) if isinstance(error, SumError) else None
+
 
 def finish_norms(parts: Sequence[Unfinished], n: int) -> SquaredNorm:
     """‖v‖² and its upper bound for all of them, (F, n) with n > 0: each part's M is one or several times n, and they
@@ -79,20 +85,26 @@ def finish_norms(parts: Sequence[Unfinished], n: int) -> SquaredNorm:
     norms = torch.cat([p.norm for p in parts]) if len(parts) > 1 else parts[0].norm
     value = norms.view(-1, n).square()
     layers = [len(p.norm) // n for p in parts]
-    terms = [bounds.dense_terms(width=p.width, numel=p.numel, dtype=p.dtype) for p in parts]
+    terms = [_dense_terms(p.width, p.numel, p.dtype) for p in parts]
     relative, least = _columns(terms, layers, norms)
     upper = torch.addcmul(least, value, relative).sqrt_().add_(_errors(parts, n)).square_()
     return SquaredNorm(value, upper.mul_(_SLOP))
+
+
+@lru_cache(maxsize=4096)
+def _dense_terms(width: int, numel: int, dtype: torch.dtype) -> tuple[float, float]:
+    return bounds.dense_terms(width=width, numel=numel, dtype=dtype)
 
 
 def unfinished_norm(blocks: Iterable[Tensor], error: Tensor | SumError | None = None) -> Unfinished:
     """Of values (M, ...) that come in blocks of samples, at least one, each used while it is in the cache."""
     found = []
     for block in blocks:
-        rows = sums.rows_of_entries(block)
+        rows = block if block.dim() == 2 else sums.rows_of_entries(block)
         found.append(_row_norm(rows))
-    norm = sums.norm_of_rows(found[0] if len(found) == 1 else torch.cat(found))
-    width, numel = min(rows.shape[-1], sums.SUM_BLOCK), rows.shape[1] * rows.shape[2]
+    row_norms = found[0] if len(found) == 1 else torch.cat(found)
+    norm = row_norms.double() if row_norms.dim() == 1 else sums.norm_of_rows(row_norms)
+    width, numel = min(rows.shape[-1], sums.SUM_BLOCK), rows.shape[1:].numel()
     return Unfinished(norm, width, numel, accumulating_dtype(rows), error)
 
 
@@ -111,23 +123,25 @@ def finished(part: Unfinished) -> SquaredNorm:
 
 def _errors(parts: Sequence[Unfinished], n: int) -> Tensor:
     """(F, n)"""
-    found: dict[int, Tensor] = {}
     alike: dict[Hashable, list[int]] = {}
     for i, part in enumerate(parts):
-        if isinstance(part.error, SumError):
-            alike.setdefault((len(part.error.norms), part.error.norms[0].shape[1]), []).append(i)
-        elif part.error is None:
-            found[i] = torch.zeros_like(part.norm).view(-1, n)
-        else:
-            found[i] = part.error.view(-1, n)
+        alike.setdefault(part.kind or i, []).append(i)
+    blocks: list[tuple[list[int], Tensor]] = []
     for members in alike.values():
-        all_errors: Any = [parts[i].error for i in members]
-        for some in _at_a_time(members, [e.norms[0].numel() for e in all_errors]):
-            errors: Any = [parts[i].error for i in some]
-            rows = _sum_errors(errors, n)
-            layers = [len(parts[i].norm) // n for i in some]
-            found.update(zip(some, rows.split(layers) if len(some) > 1 else [rows], strict=True))
-    return torch.cat([found[i] for i in range(len(parts))]) if len(parts) > 1 else found[0]
+        of_sums: list[Any] = [e for i in members if isinstance(e := parts[i].error, SumError)]
+        if of_sums:
+            for some in _at_a_time(members, [e.norms[0].numel() for e in of_sums]):
+                blocks.append((some, _sum_errors([of_sums[members.index(i)] for i in some], n)))
+        else:
+            error: Any = parts[members[0]].error
+            blocks.append((members, (torch.zeros_like(parts[members[0]].norm) if error is None else error).view(-1, n)))
+    if [i for members, _ in blocks for i in members] == list(range(len(parts))):
+        return torch.cat([rows for _, rows in blocks]) if len(blocks) > 1 else blocks[0][1]
+    found: dict[int, Tensor] = {}
+    for members, rows in blocks:
+        layers = [len(parts[i].norm) // n for i in members]
+        found.update(zip(members, rows.split(layers) if len(members) > 1 else [rows], strict=True))
+    return torch.cat([found[i] for i in range(len(parts))])
 
 
 def _at_a_time(members: Sequence[int], entries: Sequence[int]) -> list[list[int]]:

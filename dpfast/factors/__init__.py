@@ -6,7 +6,7 @@ makes one. Imports ``arithmetic`` and below.
 """
 
 from dpfast.factors import unit_ops  # noqa: F401  # its operations are found by name
-from dpfast.factors.alike import Alike
+from dpfast.factors.alike import Alike, weighted_sums
 from dpfast.factors.dense import Dense, Factor, channel_sum, row_sum, row_sum_in_blocks
 from dpfast.factors.folded import folded
 from dpfast.factors.lookup import Lookup
@@ -16,6 +16,7 @@ from dpfast.factors.outer_product import OuterProduct
 from dpfast.factors.patch_product import PatchProduct, keeps_gradients
 from dpfast.factors.pinned import pin
 from dpfast.factors.ragged import Ragged, by_unit
+from dpfast.factors.recipe import Recipe
 from dpfast.factors.reshaped import Blocks, Reshaped
 from dpfast.factors.runs import Runs
 from dpfast.factors.runs_in_graph import RunsInGraph
@@ -33,6 +34,7 @@ __all__ = [
     "OuterProduct",
     "PatchProduct",
     "Ragged",
+    "Recipe",
     "Reshaped",
     "Runs",
     "RunsInGraph",
@@ -51,4 +53,5 @@ __all__ = [
     "standardised",
     "total_sq_norm",
     "wait_as_factors",
+    "weighted_sums",
 ]

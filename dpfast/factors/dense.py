@@ -56,6 +56,9 @@ class Dense:
         error: how far ``values`` may be from the exact gradients, in L2 norm, (N,) fp64, or what it follows from, or
             what gives it: who wants neither a norm nor to keep the gradients does not need it. None: not at all.
         norm: their norms, where these are known already.
+
+    Attributes:
+        sum_of: the ``id`` of the tensor (N, T, P) whose rows it sums up, if it is that; nothing is held for it.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class Dense:
         self._error = error
         self._norm = norm
         self.shape = values.shape[1:]
+        self.sum_of = 0
 
     @property
     def num_samples(self) -> int:
@@ -78,7 +82,7 @@ class Dense:
         return values * scale if scale != 1.0 or values is self.values else values
 
     def sq_norm(self) -> SquaredNorm:
-        return self._norm or dense_sq_norm([self.values], self._settled())
+        return self._norm or dense_sq_norm([self.values], self.settled())
 
     def weighted_sum(self, coefficients: Tensor) -> Tensor:
         return reference.weighted_rows([self.values], coefficients)
@@ -91,12 +95,12 @@ class Dense:
     @property
     def error(self) -> Tensor | None:
         """(N,) fp64."""
-        error = self._settled()
+        error = self.settled()
         if isinstance(error, SumError):
             error = self._error = error.bound()
         return error
 
-    def _settled(self) -> Tensor | SumError | None:
+    def settled(self) -> Tensor | SumError | None:
         """The error, or what it follows from; nothing is held any longer for it to be given."""
         if self._error is not None and not isinstance(self._error, (Tensor, SumError)):
             self._error = self._error()
@@ -104,13 +108,13 @@ class Dense:
 
     def unfinished(self) -> Unfinished | None:
         """What the norm follows from; None where that is known."""
-        return None if self._norm is not None else unfinished_norm([self.values], self._settled())
+        return None if self._norm is not None else unfinished_norm([self.values], self.settled())
 
     def materialized(self) -> Dense:
         return self
 
     def kept(self) -> Factor:
-        self._settled()
+        self.settled()
         return self
 
 
@@ -174,7 +178,9 @@ def row_sum(backprops: Tensor) -> Dense:
         terms = bounds.chain_terms(terms=rows.shape[1], numel=rows.shape[2], dtype=accumulating_dtype(rows))
         return SumError((norms,), (lost,), *terms)
 
-    return Dense(reference.bias_grad_sample(rows), error=error)
+    found = Dense(reference.bias_grad_sample(rows), error=error)
+    found.sum_of = id(backprops) if backprops.dim() == 3 else 0
+    return found
 
 
 def channel_sum(backprops: Tensor, row_norms: Tensor, totals: Tensor | None = None) -> Dense:

@@ -15,6 +15,7 @@ from dpfast.arithmetic import (
     finished,
     lookup_sq_norm,
     ops,
+    reference,
     sums,
     towards_zero,
     unfinished_norm,
@@ -113,10 +114,13 @@ class Lookup:
 
     def weighted_sum(self, coefficients: Tensor) -> Tensor:
         rows = self.rows()
-        c = towards_zero(coefficients, rows.dtype)[:, None, None]
-        scaled = (rows * c).masked_fill(c == 0, 0.0)
+        weights = towards_zero(coefficients, rows.dtype)
+        c = weights.view(-1, 1, 1)
+        scaled = rows * c
+        if reference.drops_samples(weights):
+            scaled = scaled.masked_fill(c == 0, 0.0)
         padding = -1 if self.padding_idx is None else self.padding_idx
-        return torch.ops.aten.embedding_dense_backward(scaled, self.indices, self.shape[0], padding, False)
+        return torch.ops.aten.embedding_dense_backward.default(scaled, self.indices, self.shape[0], padding, False)
 
     def taken(self, rows: Tensor | slice) -> Lookup:
         """Those samples alone."""

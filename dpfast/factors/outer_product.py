@@ -23,6 +23,14 @@ class OuterProduct:
         self.activations, self.backprops = ops.as_rows(activations, backprops, where)
         self.shape = torch.Size((self.backprops.shape[-1], self.activations.shape[-1]))
 
+    @classmethod
+    def of_rows(cls, activations: Tensor, backprops: Tensor) -> OuterProduct:
+        """Of tensors (N, T, ·) that are known to fit."""
+        found = cls.__new__(cls)
+        found.activations, found.backprops = activations, backprops
+        found.shape = torch.Size((backprops.shape[-1], activations.shape[-1]))
+        return found
+
     @property
     def num_samples(self) -> int:
         return self.activations.shape[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -52,6 +53,7 @@ def total_sq_norm(norms: Sequence[SquaredNorm | Unfinished], n: int, places: Seq
             known.append(part)
             order += places[i]
     for which in unfinished.values():
+        which.sort(key=lambda i: norms[i].kind or (0, 0))  # type: ignore[union-attr]  # unfinished
         known.append(finish_norms([part for i in which if isinstance(part := norms[i], Unfinished)], n))
         order += [place for i in which for place in places[i]]
     if not n or not known:
@@ -68,5 +70,10 @@ def total_sq_norm(norms: Sequence[SquaredNorm | Unfinished], n: int, places: Seq
 def _rows_in_order(parts: list[Tensor], order: list[int]) -> Tensor:
     if order == list(range(len(order))):
         return torch.cat(parts) if len(parts) > 1 else parts[0]
-    rows = [row for part in parts for row in part.unbind()]
-    return torch.stack([rows[i] for i in order])
+    rows = torch.cat(parts) if len(parts) > 1 else parts[0]
+    return rows.index_select(0, _index(tuple(order), rows.device))
+
+
+@lru_cache(maxsize=256)
+def _index(order: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(order, device=device)  # a GPU would be waited for each time

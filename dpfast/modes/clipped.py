@@ -80,12 +80,14 @@ def clip(
     else:
         together = torch.stack(factors) if factors else upper.new_zeros(0, len(upper))
     weights = together * scale
+    both = towards_zero(torch.stack([together, weights]), torch.float32)
+    rounded = [x.clone() for x in both.unbind()]  # results of an operation share no memory
     return Clipped(
         value,
         upper,
-        towards_zero(together, torch.float32),
+        rounded[0],
         weights,
-        towards_zero(weights, torch.float32),
+        rounded[1],
         torch.stack(measured) if measured else upper.new_zeros(0, len(upper)),
     )
 

@@ -91,6 +91,12 @@ class ConstantFlatClipper(NormClipper):
     def thresholds(self) -> Tensor:
         return torch.tensor([self.flat_value], dtype=torch.float64)
 
+    @property
+    def sensitivity(self) -> float:
+        """C, unless a subclass has other thresholds."""
+        own = type(self).thresholds is ConstantFlatClipper.thresholds
+        return self.flat_value if own else super().sensitivity
+
     def calc_clipping_factors(self, norms: Sequence[Tensor]) -> list[Tensor]:
         if len(norms) != 1:
             raise InputError(f"{type(self).__name__} clips one norm over all parameters, not {len(norms)} norms")

@@ -19,12 +19,14 @@ def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
     modules: list[nn.Module | None] = [model]
     while modules:
         module = modules.pop()
-        if module is None or id(module) in seen:
+        number = id(module)
+        if module is None or number in seen:
             continue
-        seen.add(id(module))
+        seen.add(number)
         if module._modules:
             modules.extend(reversed(module._modules.values()))
-        found += [p for p in module._parameters.values() if p is not None and p.requires_grad]
+        if module._parameters:
+            found += [p for p in module._parameters.values() if p is not None and p.requires_grad]
     return found
 
 
@@ -38,21 +40,21 @@ class Guards:
     def __init__(self, model: nn.Module, is_fine: Callable[[nn.Parameter, Tensor], bool]):
         self._model = model
         self._is_fine = is_fine
-        self._handles: dict[nn.Parameter, RemovableHandle] = {}
+        self._handles: dict[int, tuple[nn.Parameter, RemovableHandle]] = {}  # by id, which the parameter itself keeps
 
     def set(self) -> None:
         """On every parameter that is trainable now; asked again before each step, because that may change."""
         for p in trainable_parameters(self._model):
-            if p not in self._handles:
+            if id(p) not in self._handles:
                 self.guard(p)
 
     def guard(self, parameter: nn.Parameter) -> None:
         """One that is not the model's own, but stands in for one while a pass runs."""
-        self._handles[parameter] = _register_first(parameter, partial(self._refuse, parameter))
+        self._handles[id(parameter)] = parameter, _register_first(parameter, partial(self._refuse, parameter))
 
     def drop(self) -> None:
         """Lets ordinary gradients reach the parameters."""
-        for handle in self._handles.values():
+        for _, handle in self._handles.values():
             handle.remove()
         self._handles.clear()
 

@@ -341,8 +341,8 @@ class GradSampleModuleFastGradientClipping(LeavesSums, PerUnit, GradSampleModule
             self._budget.begin(step.units)
         if step.second is None or self._over_ranks is not None:
             tapped, parameters = self._tapped, trainable_parameters(self._module)
-            trainable = dict.fromkeys(map(tapped.own, parameters) if tapped else parameters)  # None: removed since
-            self._places = {p: i for i, p in enumerate(trainable)}
+            trainable = dict.fromkeys(tapped.own_all(parameters) if tapped else parameters)  # None: removed since
+            self._places = dict(zip(trainable, range(len(trainable)), strict=True))
             self._clipper().for_parameters(len(trainable))
         if self._over_ranks is not None:  # by the end of the pass DDP may have put other tensors into p.grad
             self._left = left_in(self._places)

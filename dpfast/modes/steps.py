@@ -22,7 +22,7 @@ from dpfast.factors import Factor
 from dpfast.modes.deferred import Deferred
 from dpfast.modes.second_pass import FirstPass, SecondPass
 from dpfast.modes.units import Units
-from dpfast.taps import in_backward
+from dpfast.taps import Record, in_backward
 
 
 class Step:
@@ -64,6 +64,13 @@ class Step:
                 f"layer must see the same samples in dimension {dim} of its input; expand an input that the model "
                 "broadcasts, or set batch_first"
             )
+
+    def defers(self, record: Record, activations: Tensor, backprops: Tensor) -> bool:
+        """Whether a layer of one input and one output waits for others alike; then it does."""
+        if self.deferred is None or not self.deferred.takes(record, activations, backprops):
+            return False
+        self.saw(backprops.shape[0], record.tap.layer, record.tap.batch_dim)
+        return True
 
     def give(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """A tap gives it to the parameter, in the pass that runs in this thread."""

@@ -35,6 +35,10 @@ class SwappedParameters:
         found: nn.Parameter = self._own.get(parameter, parameter) if self._own else parameter
         return found
 
+    def own_all(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+        """:meth:`own` of each."""
+        return list(map(self.own, parameters)) if self._own else parameters
+
     def any_of(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Whether one of them stands in for another now, or has been parted from the whole one."""
         return any(is_shard(p) or (self._own and p in self._own) for p in parameters)

@@ -278,6 +278,9 @@ class TappedModel:
         """The model's own, where this one stands in for it (FSDP2)."""
         return self._swapped.own(parameter)
 
+    def own_all(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+        return self._swapped.own_all(parameters)
+
     def has_stand_ins(self) -> bool:
         """Whether parameters are parted, or others stand in for them."""
         return self._swapped.any_of(self.model.parameters())
@@ -354,13 +357,7 @@ class TappedModel:
         step = self._steps.here() if self.enabled else None
         if step is None or record.units is not step.units or units_here(self) is not None:
             return False
-        return self._deferred(step, record, activations, backprops)
-
-    def _deferred(self, step: Step, record: Record, activations: Tensor, backprops: Tensor) -> bool:
-        if step.deferred is None or not step.deferred.takes(record, activations, backprops):
-            return False
-        step.saw(backprops.shape[0], record.tap.layer, record.tap.batch_dim)
-        return True
+        return step.defers(record, activations, backprops)
 
     def receive(self, record: Record, activations: Activations, backprops: Any) -> Mapping[nn.Parameter, Tensor]:
         """Hands a module's factors to the mode; returns the ordinary gradients that it wants beside."""
@@ -371,7 +368,7 @@ class TappedModel:
             of_two.sketches.take(record, activations, backprops, whole=step.repeats)
             record.seen_by = step.first or record.seen_by
         one = len(activations) == 1 and len(backprops) == 1 and not activations.kwargs
-        if one and self._deferred(step, record, activations[0], backprops[0]):
+        if one and step.defers(record, activations[0], backprops[0]):
             return {}
         with step.row_norms:
             factors = self.factors(record, activations, backprops)

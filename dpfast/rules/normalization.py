@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dpfast.arithmetic import accumulating_dtype, bounds, smallest_normal, sums
 from dpfast.errors import UnsupportedModuleError
-from dpfast.factors import Dense, Factor, channel_sum
+from dpfast.factors import Dense, Factor, channel_sum, row_sum
 from dpfast.taps import Activations, register_rule
 
 _SMALL_EPS = 1e-6
@@ -46,17 +46,16 @@ def _is_constant(rows: Tensor) -> Tensor:
     return (low == high) & torch.isfinite(rows[..., :1])
 
 
-def _summed(values: Tensor, error_of_rows: Tensor | None = None) -> Dense:
+def _summed(values: Tensor, norms: Tensor, error_of_rows: Tensor) -> Dense:
     """(N, T, D) -> their sums over T.
 
     Args:
-        error_of_rows: how far each row of ``values`` may be from the exact one, (N, T).
+        norms: of the rows, (N, T) fp64. error_of_rows: how far each may be from the exact one; overwritten.
     """
     if values.shape[1] == 1:
-        return Dense(values.squeeze(1), error=None if error_of_rows is None else error_of_rows.sum(1))
-    norms = sums.row_norm(values).sum(-1)
-    error = bounds.chain_error(norms, terms=values.shape[1], numel=values.shape[2], dtype=values.dtype)
-    return Dense(values.sum(1), error=error if error_of_rows is None else error + error_of_rows.sum(1))
+        return Dense(values.squeeze(1), error=error_of_rows.sum(1))
+    relative, least = bounds.chain_terms(terms=values.shape[1], numel=values.shape[2], dtype=values.dtype)
+    return Dense(values.sum(1), error=error_of_rows.add_(norms, alpha=relative).sum(-1).add_(least))
 
 
 def _factors(layer: Any, normalized: Tensor, backprops: Tensor, relative_error: Tensor) -> dict[nn.Parameter, Factor]:
@@ -66,12 +65,13 @@ def _factors(layer: Any, normalized: Tensor, backprops: Tensor, relative_error: 
     weight, bias = layer.weight, getattr(layer, "bias", None)
     if weight is not None and weight.requires_grad:
         values = normalized * backprops
-        error = relative_error.double() * (sums.row_norm(backprops) + sums.row_norm(values))
-        summed = _summed(values, error)
+        norms = sums.row_norm(values)
+        error = (sums.row_norm(backprops, once=True) + norms).mul_(relative_error)
+        summed = _summed(values, norms, error)
         factors[weight] = Dense(summed.values.view(-1, *weight.shape), error=summed.error)
     if bias is not None and bias.requires_grad:
-        summed = _summed(backprops)
-        factors[bias] = Dense(summed.values.view(-1, *bias.shape), error=summed.error)
+        summed = row_sum(backprops)
+        factors[bias] = Dense(summed.values.view(-1, *bias.shape), error=summed.settled())
     return factors
 
 
