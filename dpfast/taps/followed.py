@@ -167,11 +167,11 @@ class Following(TorchFunctionMode):
         return result
 
     def _note_row_by_row(self, result: Tensor, sources: list[Picked]) -> None:
-        """What is made of rows that stand alike has these rows."""
-        one, *others = ((x.numbers, x.of) for x in sources if x.numbers is not None)
-        alike = all(numbers is one[0] or torch.equal(numbers, one[0]) for numbers, _ in others)
-        if alike and result.shape[:-1] == one[0].shape:
-            self._note(result, Picked(one[0], any(x.by_index for x in sources), one[1]))
+        """What is made of rows that stand alike has these rows, whatever is broadcast over them."""
+        lead = result.shape[:-1]
+        whole = [(x.numbers, x) for x in sources if x.numbers is not None and x.numbers.shape == lead]
+        if whole and all(numbers is whole[0][0] or torch.equal(numbers, whole[0][0]) for numbers, _ in whole):
+            self._note(result, Picked(whole[0][0], any(x.by_index for _, x in whole), whole[0][1].of))
 
     def ended(self, output: Any, place: Callable[[int], Any], *, in_expert: bool) -> None:
         """The forward has given that. Its rows are those of the input, and ``place(rank)`` says where samples are."""

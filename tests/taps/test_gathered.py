@@ -259,3 +259,52 @@ def test_a_sample_that_is_not_finite_stays_alone():
     exact = loop_over_samples(_plain(model, 2), loss, x[others])
     for name, p in model.named_parameters():
         assert (p.grad_sample[others] - exact[name]).norm() <= 1e-5 * norms_of(exact).max(), name
+
+
+class WithBag(nn.Module):
+    """Sends rows to experts itself, after what one bag gives for each sample was broadcast over its positions."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.table, self.bag = nn.Embedding(11, D), nn.EmbeddingBag(5, D, mode="sum")
+        self.gate, self.head = nn.Linear(D, E), nn.Linear(D, 2)
+        self.experts = nn.ModuleList(nn.Linear(D, D) for _ in range(E))
+
+    def forward(self, x, words):
+        h = self.how(self.table(x), self.bag(words))
+        rows = h.reshape(-1, D)
+        shares = self.gate(rows).softmax(-1)
+        out = torch.zeros_like(rows)
+        for e, expert in enumerate(self.experts):
+            here = (shares.argmax(-1) == e).nonzero()[:, 0]
+            out[here] = expert(rows[here]) * shares[here, e, None]
+        return self.head(out.view_as(h)).mean(1)
+
+
+BROADCAST = {
+    "behind": lambda h, bag: h + bag[:, None],
+    "in front": lambda h, bag: bag[:, None] + h,
+    "times": lambda h, bag: h * bag.unsqueeze(1).sigmoid() + bag[:, None],
+    "by one number": lambda h, bag: h * bag.mean(1, keepdim=True)[:, None],
+}
+
+
+@pytest.mark.parametrize("n", [1, 3, T])
+@pytest.mark.parametrize("how", BROADCAST)
+def test_what_is_broadcast_over_rows_leaves_them_where_they_are(how, n):
+    torch.manual_seed(0)
+    model = WithBag(BROADCAST[how])
+    x, words = torch.randint(0, 11, (n, T)), torch.randint(0, 5, (n, 4))
+    exact = loop_over_samples(model, lambda m, *batch: m(*batch).square().sum(), x, words)
+    wrapped = GradSampleModuleFastGradientClipping(model, loss_reduction="sum")
+    wrapped(x, words).square().sum().backward()
+    assert relative_error(wrapped.get_norm_sample(), norms_of(exact)) <= 1e-5
+
+
+def test_another_samples_rows_broadcast_over_all_are_refused():
+    torch.manual_seed(0)
+    model = WithBag(lambda h, bag: h + bag[:1, None])
+    wrapped = GradSampleModuleFastGradientClipping(model, loss_reduction="sum")
+    with pytest.raises(DpfastError):
+        wrapped(torch.randint(0, 11, (3, T)), torch.randint(0, 5, (3, 4))).square().sum().backward()
