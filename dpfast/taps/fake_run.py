@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
 import random
 import sys
 import warnings
@@ -33,6 +34,8 @@ from dpfast.taps.registry import find_forward, find_function, find_rule, owned_m
 from dpfast.taps.shared import Meeting, Operation, Shared, without_samples
 from dpfast.taps.tap import ALONE, ELSEWHERE, OWN, Pieces, Tap
 from dpfast.taps.unsharded import copied_whole
+
+_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 @functools.lru_cache(maxsize=1)
@@ -236,10 +239,11 @@ class Values(WithoutGradients):
 def nothing_left_behind() -> Iterator[None]:
     """Random numbers, warnings, taps outside of the copy and what functions remember are as if nothing had run. The
     garbage collector waits: so many small objects come and go that it would look at everything many times."""
-    before, collects = random.getstate(), gc.isenabled()
+    before, collects, logged = random.getstate(), gc.isenabled(), _LOG.disabled
     missed = [(f, f.cache_info().misses) for f in _remembering(len(sys.modules))]
     try:
         gc.disable()
+        _LOG.disabled = True  # of sizes that do not fit, with a traceback each
         with (
             torch.random.fork_rng(devices=[]),
             warnings.catch_warnings(),
@@ -251,6 +255,7 @@ def nothing_left_behind() -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
+        _LOG.disabled = logged
         random.setstate(before)
         for f, misses in missed:  # a fake tensor that one remembered would turn up in the model's own forward
             if f.cache_info().misses != misses:

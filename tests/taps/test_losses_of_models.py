@@ -1,5 +1,7 @@
 """Models that return their loss: samples that meet behind the last layer show in that loss's gradients alone."""
 
+import logging
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -133,3 +135,25 @@ def test_what_mixes_behind_a_reentrant_checkpoint_is_refused(shape):
     with pytest.raises(UnsupportedModuleError, match=r"^first \(Linear\): .* meet in the backward pass"):
         wrapped(torch.randn(shape)).square().sum().backward()
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_look_that_tries_sizes_logs_nothing():
+    records = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log.addHandler(handler)
+
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(D, D)
+
+        def forward(self, x, y):
+            return self.lin(x) + y[:3]  # which does not fit where the batch is another
+
+    wrapped = dpfast.GradSampleModuleFastGradientClipping(Sum())
+    wrapped(torch.randn(3, D), torch.randn(5, D)).square().mean().backward()
+    assert wrapped.get_norm_sample().isfinite().all()
+    log.removeHandler(handler)
+    assert records == []
