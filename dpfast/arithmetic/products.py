@@ -25,6 +25,10 @@ _IN_ONE_CALL = 4
 the same number, which takes less time than a call for each sample. With fewer than 4 rows, and in fp64, the bits depend
 on a sample's place too (seen with MKL 2024.2)."""
 
+_LINE = 64
+"""Bytes: where an fp64 matrix and its rows do not begin at multiples of it, MKL's last bits depend on where they do,
+and so on how many samples stand before it (seen with MKL 2024.2 on an AMD CPU)."""
+
 _WORTH_ONEDNN = 2**22
 """Multiply-adds from which a product is large enough for oneDNN's call and the transposed copies that it wants."""
 
@@ -49,6 +53,10 @@ def batched(x: Tensor, y: Tensor, *, scale: float = 1.0, add_to: Tensor | None =
     if is_traced():  # the batch's size is the graph's own
         product = torch.bmm(x, y) if scale == 1.0 else torch.bmm(x, y) * scale
         return product if add_to is None else add_to + product
+    if x.dtype == torch.float64 and x.device.type == "cpu" and not (add_to is None and _on_lines(x) and _on_lines(y)):
+        product = batched(_to_lines(x), _to_lines(y))[:, :r, :c]
+        product = product.contiguous() if scale == 1.0 else product * scale
+        return product if add_to is None else add_to.add_(product)
     if by_onednn(r, k, c, x):
         if n == 1 and add_to is None and scale == 1.0:
             return onednn(x[0], y[0].mT).unsqueeze(0)
@@ -86,6 +94,23 @@ def batched(x: Tensor, y: Tensor, *, scale: float = 1.0, add_to: Tensor | None =
     if scale != 1.0:
         products.mul_(scale)
     return products if add_to is None else add_to.add_(products)
+
+
+def _on_lines(x: Tensor) -> bool:
+    *_, r, c = x.shape
+    starts = [x.data_ptr(), r * x.itemsize, c * x.itemsize, *(step * x.itemsize for step in x.stride() if step != 1)]
+    return all(start % _LINE == 0 for start in starts)
+
+
+def _to_lines(x: Tensor) -> Tensor:
+    """x, with zeros after rows and columns that do not fill a line, transposed where it was: that has its own bits."""
+    if _on_lines(x):
+        return x
+    if x.stride(-2) == 1 < x.stride(-1) and min(x.shape[-2:]) > 1:
+        return _to_lines(x.mT).mT
+    *_, r, c = x.shape
+    in_line = _LINE // x.itemsize
+    return F.pad(x, (0, -c % in_line, 0, -r % in_line)).clone(memory_format=torch.contiguous_format)
 
 
 def _shares_threads(macs: int, like: Tensor) -> bool:

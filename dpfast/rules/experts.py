@@ -239,7 +239,10 @@ def _refuse_balancing(module: Any, args: Any, kwargs: Any, output: Any) -> None:
     def refuse(grad: Tensor) -> None:
         raise UnsupportedModuleError(message)
 
-    for name in ("aux_loss", "encoder_aux_loss", "decoder_aux_loss"):
-        loss = getattr(output, name, None)
-        if isinstance(loss, Tensor) and loss.requires_grad:
+    losses = [getattr(output, name, None) for name in ("aux_loss", "encoder_aux_loss", "decoder_aux_loss")]
+    losses = [loss for loss in losses if isinstance(loss, Tensor) and loss.requires_grad]
+    if losses:  # the model's own loss is made of them; said here, where it is known why it mixes samples
+        losses.append(getattr(output, "loss", None))
+    for loss in losses:
+        if isinstance(loss, Tensor):
             loss.register_hook(refuse)
