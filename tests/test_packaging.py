@@ -160,6 +160,17 @@ def test_root_folder_kernels_is_not_importable_by_that_name():
     assert Path(__import__("dpfast.kernels").kernels.__file__).parent == ROOT / "kernels"
 
 
+def test_kernels_are_found_from_within_the_repository_too():
+    """Where an installed dpfast is not editable, Python started in the repository imports the sources past it."""
+    code = (
+        "import sys; sys.meta_path = [f for f in sys.meta_path if 'editable' not in getattr(f, '__module__', '')]; "
+        "import dpfast; kernels, problem = dpfast.arithmetic.kernel_norms.import_kernels(); "
+        "print(dpfast.__file__, problem or kernels.__file__, sep='\\n')"
+    )
+    found = subprocess.check_output([sys.executable, "-c", code], text=True, cwd=ROOT).splitlines()
+    assert found == [str(ROOT / "dpfast" / "__init__.py"), str(ROOT / "kernels" / "__init__.py")]
+
+
 def test_wheel_holds_every_source_file(tmp_path):
     command = [sys.executable, "-m", "pip", "wheel", str(ROOT), "--no-deps", "--no-build-isolation", "-q"]
     subprocess.run([*command, "-w", str(tmp_path)], check=True, cwd=tmp_path)

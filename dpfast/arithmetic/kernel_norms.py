@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -23,9 +26,17 @@ _PARTS_SUM = 1024  # where T is split, the squares of so many entries of the add
 def import_kernels() -> tuple[Any, str | None]:
     """(the kernels package, None), or (None, why it cannot be used)."""
     try:
+        _find_beside_the_sources()
         return importlib.import_module("dpfast.kernels"), None
     except Exception as error:  # a broken Triton fails in many ways; each means the reference
         return None, f"{type(error).__name__}: {error}"
+
+
+def _find_beside_the_sources() -> None:
+    """Who starts Python in the repository imports this dpfast, not the installed one; its kernels stand beside it."""
+    root = Path(__file__).parents[2]
+    if find_spec("dpfast.kernels") is None and (root / "kernels" / "_tile_rows.py").is_file():
+        sys.modules["dpfast"].__path__.append(str(root))
 
 
 class UnitRuns(NamedTuple):

@@ -19,7 +19,7 @@ from dpfast.modes.clippers import (
 )
 from dpfast.modes.fast_gradient_clipping import GradSampleModuleFastGradientClipping
 from dpfast.modes.grad_sample_module import GradSampleModule, Hooks
-from dpfast.modes.memory_budget import plans, size_of, way_unwritten
+from dpfast.modes.memory_budget import held_one_by_one, plans, size_of, way_unwritten
 from dpfast.modes.mixed_losses import expect_loss
 from dpfast.modes.nonfinite_samples import DroppedSamples
 from dpfast.modes.norm_samples import create_norm_sample
@@ -51,6 +51,7 @@ __all__ = [
     "create_norm_sample",
     "expect_loss",
     "held_by",
+    "held_one_by_one",
     "left_in",
     "plans",
     "safe_factors",

@@ -256,7 +256,7 @@ class GradSampleModuleFastGradientClipping(LeavesSums, PerUnit, GradSampleModule
         clips_alone = type(self._norm_clipper) is ConstantPerLayerClipper and not is_traced()
         entry.closed = only_use and (clips_alone or self.passes == 2)
         if self._budget is not None and not entry.closed:
-            self._budget.tell(self._places[parameter], factor)
+            self._budget.tell(self._places[parameter], factor, only_use)
         if step.waiting is None:
             step.waiting = Waiting(keep=self.passes == 1)
         if only_use and not clips_alone and step.waiting.wants(factor):

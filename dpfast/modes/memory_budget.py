@@ -9,7 +9,7 @@ took, so a sample's norm has the same bits in any company.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +49,7 @@ class MemoryBudget:
         self.budget = budget
         self._written: dict[Key, bool] = {}
         self._seen: dict[Key, cost.Size] = {}
+        self._only_uses: set[int] = set()  # places of parameters that have no other
 
     def begin(self, units: object) -> None:
         """A step begins, of units or of samples (None).
@@ -58,13 +59,15 @@ class MemoryBudget:
         """
         if units is not None:
             raise InputError(_ONE_SIZE)
-        self._seen = {}
+        self._seen, self._only_uses = {}, set()
 
-    def tell(self, place: int, factor: Factor) -> None:
+    def tell(self, place: int, factor: Factor, only_use: bool) -> None:
         """Says to a factor of the parameter at that place how it is to be kept: as planned, or in the way that holds
-        least, where its shape is new."""
+        least, where its shape is new. ``only_use``: the step has no other of that parameter."""
         if isinstance(factor, Ragged):
             raise InputError(_ONE_SIZE)
+        if only_use:
+            self._only_uses.add(place)
         for i, part in enumerate(_parts(factor)):
             size = size_of(part)
             key: Key = (place, i, size.t, size.gradient, size.inputs)
@@ -89,10 +92,12 @@ class MemoryBudget:
         least = steps[0].held
         if least > limit:
             ratio = math.ceil(1e3 * least / sum(s.inputs for s in sizes)) / 1e3
+            one = held_one_by_one((key[0], size, key[0] in self._only_uses) for key, size in self._seen.items())
             raise InputError(
-                f"memory_budget={self.budget!r} cannot be met: between norms and clipped sums this model holds at "
-                f"least {least} bytes a sample (a ratio of {ratio:.3f}); give that, or take passes=2 or "
-                "ConstantPerLayerClipper, which hold one layer at a time"
+                f"memory_budget={self.budget!r} cannot be met: between norms and clipped sums one backward pass of "
+                f"this model holds at least {least} bytes a sample (a ratio of {ratio:.3f}); give that, or take "
+                "passes=2 or ConstantPerLayerClipper, which hold one layer at a time, here at most "
+                f"{one} bytes a sample"
             )
         taken = [step for step in steps if step.held <= limit][-1]
         for key, written in zip(self._seen, taken.written, strict=True):
@@ -139,6 +144,23 @@ def plans(sizes: list[cost.Size]) -> Iterator[Planned]:
         written[i] = True
         held += sizes[i].gradient - sizes[i].inputs
         yield Planned(held, tuple(written))
+
+
+def held_one_by_one(uses: Iterable[tuple[Hashable, cost.Size, bool]]) -> int:
+    """The most bytes a sample that are held where norms are taken as soon as they can be, with two passes and clipping
+    by layer: those of the largest parameter, beside those of the ones that wait for all of their uses.
+
+    Args:
+        uses: a parameter, what one of its factors holds, and whether it has no other use.
+    """
+    alone: dict[Hashable, int] = {}
+    waiting = 0
+    for parameter, size, only_use in uses:
+        if only_use:
+            alone[parameter] = alone.get(parameter, 0) + size.inputs
+        else:
+            waiting += size.inputs
+    return waiting + max(alone.values(), default=0)
 
 
 def _parts(factor: Factor) -> list[Factor]:

@@ -1,11 +1,12 @@
-"""Time against memory: what each plan that a ``memory_budget`` makes would take."""
+"""Time against memory: what each plan that a ``memory_budget`` makes would take, and two passes."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from dpfast.modes import plans
+from dpfast.modes import held_one_by_one, plans
 from dpfast.report.measure import Measured
 
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM, _RIGHT = 1000, 300, 62, 32, 44, 30
@@ -33,12 +34,23 @@ def points(m: Measured) -> tuple[list[Point], Point]:
     return found, Point(held, held * m.num_samples, m.predicted, sum(taken))
 
 
+def in_two_passes(m: Measured) -> Point | None:
+    """A step with ``passes=2``, as it took; None where the model is refused there."""
+    if m.two_passes is None:
+        return None
+    uses = Counter(c.parameter for c in m.costs)
+    held = held_one_by_one((c.parameter, c.size, uses[c.parameter] == 1) for c in m.costs)
+    return Point(held, held * m.num_samples, m.two_passes, 0)
+
+
 def picture(m: Measured) -> str:
     """An SVG, and a line about its ends."""
     found, now = points(m)
+    two = in_two_passes(m)
+    shown = [p for p in (*found, now, two) if p is not None]
     best = min(found, key=lambda p: (p.seconds, p.held))
-    x0, x1 = _range([p.held / 2**20 for p in (*found, now)])
-    y0, y1 = _range([1e3 * p.seconds for p in (*found, now)], least=0.05)
+    x0, x1 = _range([p.held / 2**20 for p in shown])
+    y0, y1 = _range([1e3 * p.seconds for p in shown], least=0.05)
 
     def at(p: Point) -> tuple[float, float]:
         x = _LEFT + (p.held / 2**20 - x0) / (x1 - x0) * (_WIDTH - _LEFT - _RIGHT)
@@ -63,9 +75,18 @@ def picture(m: Measured) -> str:
     drawn.append(
         f"<path class=now d='M{x:.1f} {y - 9:.1f}l9 9l-9 9l-9 -9z'><title>no budget: {_said(now)}</title></path>"
     )
-    drawn.append("</svg>")
-    ends = f"Least: memory_budget={found[0].budget}. Fastest here: memory_budget={best.budget}."
-    return f"{''.join(drawn)}<p class=soft>{ends} The diamond is the step without a budget.</p>"
+    said = (
+        f"Least: memory_budget={found[0].budget}. Fastest here: memory_budget={best.budget}. The diamond is the step "
+    )
+    said += "without a budget"
+    if two is not None:
+        x, y = at(two)
+        drawn.append(
+            f"<path class=two d='M{x - 6:.1f} {y - 6:.1f}h12v12h-12z'><title>passes=2: {1e3 * two.seconds:.4g} ms, "
+            f"{two.held / 2**20:.3g} MB</title></path>"
+        )
+        said += f", the square passes=2, as measured: at most {two.budget} bytes a sample, one layer at a time"
+    return f"{''.join(drawn)}</svg><p class=soft>{said}.</p>"
 
 
 def _said(p: Point) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from dpfast.arithmetic import cost
-from dpfast.errors import InputError
+from dpfast.errors import InputError, StateError
 from dpfast.modes import GradSampleModule, GradSampleModuleFastGradientClipping, TappedModel
 from dpfast.report.memory import segments_between_marks
 from dpfast.report.takes import Caught, Held, Takes
@@ -28,6 +28,7 @@ Loss = Callable[[Any], Tensor]
 
 ROUNDS = 3
 WAYS = ("direct", "gram", "keep")
+_NOTHING_IS_CLIPPED = 1e30
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ class Measured:
         layers: in the order of the forward pass.
         costs: in the order of the backward pass.
         plain, private: whole steps (forward and backward; with clipping), as they took.
+        two_passes: a private step with ``passes=2``, as it took; None where this model is refused there.
         caught: a step whose taps catch, and whose rules run, but which takes no norm and no sum.
         plain_peak, private_peak: the most bytes of tensors in them; predicted_peak: what was predicted.
     """
@@ -89,6 +91,7 @@ class Measured:
     plain: float
     caught: float
     private: float
+    two_passes: float | None
     plain_peak: int
     private_peak: int
     predicted_peak: int
@@ -109,7 +112,7 @@ class Run:
         loss: gives one number for the model's output; None: the sum of its outputs.
     """
 
-    STEPS = 4 + ROUNDS * (1 + len(WAYS))
+    STEPS = 5 + ROUNDS * (1 + len(WAYS))
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Loss | None):
         self._wrapped = model if isinstance(model, GradSampleModule) else None
@@ -122,7 +125,7 @@ class Run:
         self._now = clock(self.device)
 
     def measure(self, done: Callable[[], None] = lambda: None) -> Measured:
-        """Takes some thirty steps; ``done`` is called after each of :attr:`STEPS` parts."""
+        """Takes some forty steps; ``done`` is called after each of :attr:`STEPS` parts."""
         with self._left_as_it_was():
             plain = [self.seconds() for _ in range(ROUNDS + 1)][1:]
             done()
@@ -134,6 +137,8 @@ class Run:
             done()
             private, private_peak = self._private()
             done()
+            two_passes = self._two_passes()
+            done()
             plain += [self.seconds() for _ in range(ROUNDS)]
             plain_peak = self._peak()
             self._clear()
@@ -144,6 +149,7 @@ class Run:
             median(plain),
             caught,
             private,
+            two_passes,
             plain_peak,
             private_peak,
             predicted_peak,
@@ -155,14 +161,16 @@ class Run:
 
     def step(self) -> None:
         """Forward and backward; gradients stay."""
-        output = self.model(*self._args, **self._kwargs)
+        self._total(self.model(*self._args, **self._kwargs)).backward()
+
+    def _total(self, output: Any) -> Tensor:
+        """The loss."""
         if self._loss is not None:
             total = self._loss(output)
             if not isinstance(total, Tensor) or total.dim() != 0:
                 raise InputError("the loss is not one number; reduce it by mean or sum")
-        else:
-            total = sum_of(output)
-        total.backward()
+            return total
+        return sum_of(output)
 
     def seconds(self) -> float:
         """Of a step; its gradients are dropped."""
@@ -231,6 +239,38 @@ class Run:
             wrapped.remove_hooks()
             self._clear()
         return median(found), peak
+
+    def _two_passes(self) -> float | None:
+        """Of a step with ``passes=2``. Nothing is clipped in it, so the second pass is the first once more and needs no
+        loss of each sample."""
+        wrapped = GradSampleModuleFastGradientClipping(
+            self.model,
+            strict=False,
+            passes=2,
+            loss_reduction="sum",
+            max_grad_norm=_NOTHING_IS_CLIPPED,
+            **self._options(),
+        )
+        found = []
+        try:
+            for _ in range(ROUNDS + 1):
+                start = self._now()
+                output = wrapped(*self._args, **self._kwargs)
+                outputs = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
+                gradients = torch.autograd.grad(self._total(output), outputs, retain_graph=True, materialize_grads=True)
+                torch.autograd.backward(outputs, gradients, retain_graph=True)
+                wrapped.get_clipping_coef()  # a second pass is to come
+                wrapped.disable_hooks()
+                torch.autograd.backward(outputs, gradients)
+                wrapped.enable_hooks()
+                found.append(self._now() - start)
+                self._clear()
+        except StateError:
+            return None
+        finally:
+            wrapped.remove_hooks()
+            self._clear()
+        return median(found[1:])
 
     # --- layers of the plain step ---
 

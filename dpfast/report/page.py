@@ -46,7 +46,8 @@ td.slow::after { content: " ▾"; color: var(--good) } .forward { background: va
 .sum { background: var(--sum) } .saved { background: var(--saved) } .held { background: var(--held) }
 svg { width: 100%; display: block } svg text { font-size: 13px; fill: var(--soft) } .end { text-anchor: end }
 .middle { text-anchor: middle } .grid { stroke: var(--line); fill: none } .now { fill: var(--weight) }
-polyline { fill: none; stroke: var(--sum); stroke-width: 2 } circle { fill: var(--sum); stroke: var(--card) }
+.two { fill: var(--taps) } circle { fill: var(--sum); stroke: var(--card) }
+polyline { fill: none; stroke: var(--sum); stroke-width: 2 }
 .rest { background: var(--rest) } .taps { background: var(--taps) }
 """
 
@@ -90,7 +91,7 @@ def page(title: str, num_samples: int, fallbacks: Sequence[Fallback], measured: 
         f"<div class=card>{_key(_MEMORY)}{_memory(measured)}</div>",
         "<h2>Time against memory</h2><p class=soft>What a private step would take, and what its layers would hold "
         "between norms and clipped sums, with each plan that memory_budget=(bytes a sample) makes: more memory, more "
-        "layers that write their gradients.</p>",
+        "layers that write their gradients. Less than the least takes a second backward pass.</p>",
         f"<div class=card>{picture(measured)}</div>",
         "<h2>Ways</h2><p class=soft>Norm and clipped sum of each parameter, in every way that it has, as measured: "
         f"milliseconds, and what is held. The way taken is bold; ▾ where another took less than {_NOTABLY:.0%} of its "

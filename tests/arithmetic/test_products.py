@@ -58,8 +58,10 @@ def test_fewer_samples_than_threads(monkeypatch, threads, shape):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
     "shape",
-    [(8, 256, 256), (704, 256, 8), (5, 127, 333), (15, 64, 1024), (3, 256, 645), (762, 256, 1)]
-    + [(17, 127, 333), (1, 700, 40)],
+    [
+        *[(8, 256, 256), (704, 256, 8), (5, 127, 333), (15, 64, 1024), (3, 256, 645), (762, 256, 1)],
+        *[(17, 127, 333), (1, 700, 40)],
+    ],
 )
 @pytest.mark.parametrize("transposed", ["x", "y", "both", "neither"])
 def test_narrow_products(shape, dtype, transposed):

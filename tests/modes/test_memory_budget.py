@@ -117,6 +117,33 @@ def test_a_ratio_is_of_the_inputs_and_what_the_message_names_is_enough(net):
     assert 0 < model.held <= N * (smallest + BOUNDS)
 
 
+class OneByOne(dpfast.GradSampleModuleFastGradientClipping):
+    """Says the most that a first pass of two holds at a time."""
+
+    most = 0
+
+    def on_factor(self, step, parameter, factor, only_use):
+        gathered = [f for entry in step.gathered.values() for f in entry.factors]
+        self.most = max(self.most, sum(nbytes for _, nbytes in storages([*gathered, factor])))
+        super().on_factor(step, parameter, factor, only_use)
+
+
+@pytest.mark.parametrize(("again", "at_least"), [(False, 0.9), (True, 0.7)])
+def test_what_the_message_says_of_two_passes_is_what_they_hold(net, again, at_least):
+    """Of parameters that are used again it is a bound: how their uses lie to the largest layer is not asked."""
+    net, x = net
+    if again:
+        net.middle = nn.Sequential(net.small, net.middle)
+    with pytest.raises(InputError) as told:
+        step(dpfast.GradSampleModuleFastGradientClipping(copy.deepcopy(net), memory_budget=1), x)
+    least, one = map(
+        int, re.search(r"at least (\d+) bytes.* here at most (\d+) bytes a sample", str(told.value)).groups()
+    )
+    model = OneByOne(net, passes=2)
+    model(x).logsumexp(-1).mean(1).mean().backward()
+    assert one < least and at_least * N * one <= model.most <= N * one
+
+
 @pytest.mark.parametrize("more", [1.0, 1.6, 100.0])
 def test_the_plan_does_not_depend_on_how_many_samples_there_are(net, more):
     net, x = net

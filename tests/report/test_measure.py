@@ -11,7 +11,7 @@ from workloads import WORKLOADS
 
 import dpfast
 from dpfast.errors import InputError
-from dpfast.report.frontier import picture, points
+from dpfast.report.frontier import in_two_passes, picture, points
 from dpfast.report.measure import Run
 from dpfast.report.memory import segments_between_marks
 
@@ -193,7 +193,9 @@ def test_the_frontier_goes_from_the_least_memory_to_the_most_and_its_budgets_wor
             model.zero_grad(set_to_none=True)
         assert sum(model._budget._written.values()) == p.written
         model.remove_hooks()
-    with pytest.raises(InputError, match="cannot be met"):
+    two = in_two_passes(explanation.measure())
+    assert two.held == 3 * two.budget < found[0].held and two.seconds > 0
+    with pytest.raises(InputError, match=f"cannot be met.* here at most {two.budget} bytes a sample"):
         dpfast.GradSampleModuleFastGradientClipping(net, memory_budget=found[0].budget - 1)(x).sum().backward()
 
 
@@ -203,3 +205,20 @@ def test_the_frontier_is_drawn(odd):
     drawn = picture(measured)
     assert drawn.count("<circle") == len(points(measured)[0]) and "class=now" in drawn
     assert f"memory_budget={points(measured)[0][0].budget}" in drawn and "nan" not in drawn
+    assert "class=two" in drawn and f"passes=2, as measured: at most {in_two_passes(measured).budget} bytes" in drawn
+
+
+def test_a_model_that_two_passes_refuse_has_no_such_point():
+    class Draws(nn.Linear):
+        def forward(self, x):
+            return torch.utils.checkpoint.checkpoint(
+                lambda x: super(Draws, self).forward(x + torch.rand(2)),
+                x,
+                use_reentrant=False,
+                preserve_rng_state=False,
+            )
+
+    measured = dpfast.explain(nn.Sequential(nn.Linear(2, 2), Draws(2, 2)), torch.ones(3, 2)).measure()
+    assert measured.two_passes is None and in_two_passes(measured) is None
+    drawn = picture(measured)
+    assert "class=now" in drawn and "class=two" not in drawn
