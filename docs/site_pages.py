@@ -19,7 +19,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds them, with links as they are within docs/."""
     for source, page in PAGES.items():
         text = (ROOT / source).read_text()
-        text = text.replace("](docs/", "](")
+        text = text.replace("](docs/", "](").replace("](examples/", "](../examples/")
         for other, its_page in PAGES.items():
             text = text.replace(f"]({other})", f"]({its_page})")
         files.append(File.generated(config, page, content=text))

@@ -39,6 +39,11 @@ One file and one command each, in `examples/`; what they print is below, as they
 in it are of one run on a machine that had other work: [A training step](step.md) has those to go by. They need
 `pip install '.[examples]'`; the Trainer's also transformers and peft. `make demo` runs the largest, `digits.py`, which
 compares training with Opacus and with dpfast.
+
+Two notebooks have stored in them what a run printed and drew:
+[`examples/notebooks/getting_started.ipynb`](../examples/notebooks/getting_started.ipynb), of [that
+page](getting-started.md), and [`examples/notebooks/explain.ipynb`](../examples/notebooks/explain.ipynb), of [what a
+step costs, and why](explain.md).
 """
 
 
