@@ -41,6 +41,8 @@ class Step:
         self.batch_size = batch_size  # of the model's input; None: not known
         self.valid = valid  # (N,) bool, which samples are no padding; None: all
         self.units = units  # what is clipped, where that is not samples
+        if units is not None:
+            units.check_first()
         self.first = first  # where this is the first of two passes
         self.second = second  # where it is the second
         self.ordinary = ordinary  # hooks are off: the graph was tapped, and gives ordinary gradients

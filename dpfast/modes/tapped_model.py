@@ -208,10 +208,10 @@ class TappedModel:
         end_model(self)
         if not (self.enabled and torch.is_grad_enabled()) or in_backward() is not None:
             return
-        units, mixed = units_here(self), self._probe.mixed_outputs()
+        units, mixed, leaves = units_here(self), self._probe.mixed_outputs(), tree_leaves(output)
         if units is not None:
-            mixed = {**mixed, **units.start(batch_size, self.valid)}
-        for number, leaf in enumerate(tree_leaves(output)):
+            mixed = {**mixed, **units.start(batch_size, self.valid, leaves)}
+        for number, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 if number in mixed:
                     leaf.register_hook(partial(refuse_mixed, number, tuple(leaf.shape), mixed[number]))
@@ -335,6 +335,8 @@ class TappedModel:
             )
         with torch.no_grad(), exact_arithmetic(), step.row_norms:
             self.mode.on_finish(step)
+        if step.units is not None:
+            step.units.clipped = True
 
     def _step_of(self, record: Record) -> Step:
         """The step that a tap belongs to."""

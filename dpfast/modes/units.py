@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ class Units:
 
     def __init__(self, ids: Tensor, num_units: int, per_unit: str, batch_dim: int):
         _check(ids, num_units, per_unit)
-        self.ids = ids.to("cpu", torch.int64)
+        self.ids = ids.to("cpu", torch.int64, copy=True)  # the caller may write the next batch's into his
         self.num_units, self.per_unit = num_units, per_unit
         if self.ids.numel():
             least, most = int(self.ids.min()), int(self.ids.max())
@@ -55,7 +56,7 @@ class Units:
         runs = Runs(in_front.flatten(), num_units)
         self.shape, self.counts = in_front.shape, runs.counts
         self.runs: Runs | RunsInGraph = runs
-        self.used = False
+        self.used, self.clipped = False, False
         self._told: Told | None = None
 
     @property
@@ -85,8 +86,11 @@ class Units:
         if self.of_tokens and self.ids.numel():
             self._told = documents.look(inputs, self.ids)
 
-    def start(self, batch_size: int | None, valid: Tensor | None) -> dict[int, str]:
+    def start(self, batch_size: int | None, valid: Tensor | None, outputs: Sequence[Any] = ()) -> dict[int, str]:
         """The forward pass has come to its outputs. Returns what is wrong with them, by number.
+
+        Nobody's tokens have no part in a loss that is made of one in which they see several units' tokens: what came
+        back from them to one unit would depend on another.
 
         Raises:
             InputError: it had another batch. StateError: a mask of samples beside ids.
@@ -99,7 +103,21 @@ class Units:
                 "the first tensor of the model's input has samples"
             )
         self.used = True
-        return self._told.outputs if self._told is not None else {}
+        if self._told is None:
+            return {}
+        for number in self._told.of_nobody:
+            if outputs[number].requires_grad:
+                nobodys = self.ids.flatten().to(outputs[number].device) < 0
+                outputs[number].register_hook(partial(_cleared, nobodys))
+        return self._told.outputs
+
+    def check_first(self) -> None:
+        """Raises StateError where a backward pass has clipped them already."""
+        if self.clipped:
+            raise StateError(
+                "a second backward pass within one units(...): each unit would be clipped twice, and move p.grad by up "
+                "to 2C; add the losses up and call backward() once"
+            )
 
     def untraced(self, record: Record, backprops: Any) -> str | None:
         """Why a layer's rows cannot be traced to units; None: they are the tokens."""
@@ -136,7 +154,13 @@ class UnitsInGraph(Units):
     def __init__(self, ids: Tensor, num_units: int):
         self.ids, self.num_units, self.per_unit = ids, num_units, "sum"
         self.shape, self.runs = ids.shape, RunsInGraph(ids, num_units)
-        self.used, self._told = False, None
+        self.used, self.clipped, self._told = False, False, None
+
+
+def _cleared(tokens: Tensor, grad: Tensor) -> Tensor:
+    """A gradient, (N, T, ...) or (N·T, ...), with zeros at some tokens."""
+    rows = grad.reshape(len(tokens), -1)
+    return rows.masked_fill(tokens.unsqueeze(1), 0.0).view(grad.shape)
 
 
 def _check(ids: Any, num_units: Any, per_unit: str) -> None:

@@ -29,6 +29,11 @@ from dpfast.taps.witness import OfCopy, copied, same_random_numbers, stand_ins
 _SAME = 0.02
 """How far, in norm, a layer's rows may be from those of its tokens in another order: rounding, in 16 bits too."""
 
+_OF_ALL = (
+    "it is one number of all units' tokens (a mean divides one unit's gradient by how many the others have; take what "
+    "the model gives for each token, and units.sums(losses of tokens))"
+)
+
 Key = tuple[int, Any]
 """The number of a tap and the rank of its output; None: of pieces."""
 
@@ -39,10 +44,12 @@ class Told(NamedTuple):
     Attributes:
         layers: of taps, by identity, and the rank of their output: why their rows are not the tokens; None: they are.
         outputs: of the model's outputs, by number, why a loss that is made of one has no gradients by unit.
+        of_nobody: those in which nobody's tokens have entries that depend on several units' tokens.
     """
 
     layers: dict[tuple[int, Any], str | None]
     outputs: dict[int, str]
+    of_nobody: frozenset[int]
 
 
 class Documents:
@@ -69,9 +76,10 @@ class Documents:
         """
         receiver: Any = self._receiver()
         rows = ids.movedim(receiver.batch_dim, 0).flatten(1)
-        several = bool(((rows[:, 1:] != rows[:, :-1]) & (rows[:, 1:] >= 0) & (rows[:, :-1] >= 0)).any())
+        somebodys, last = rows >= 0, rows.amax(1, keepdim=True)
+        several = bool((rows.where(somebodys, last) < last).any())
         shown = tuple(_shows(x, ids, receiver.batch_dim) for x in leaves_of(inputs) if isinstance(x, Tensor))
-        key = (kind_here(receiver), several, shown)
+        key = (kind_here(receiver), several, bool(somebodys.all()), shown)
         if key not in self._told:
             self._told[key] = _Look(receiver, self._taps, inputs, ids).told()
         return self._told[key]
@@ -80,6 +88,7 @@ class Documents:
 class _Run(NamedTuple):
     calls: dict[Key, list[Tensor | None]]  # fingerprints by token, of each use
     outputs: list[Tensor | None]  # by token, or by sample
+    losses: set[int]  # those of the outputs that are one number
     not_rowwise: set[Key]
 
 
@@ -133,6 +142,7 @@ class _Look:
                 )
             ]
             outputs = {i: why for i in range(len(base.outputs)) if (why := self._output(i, base, masks, runs))}
+            of_nobody = frozenset(i for i in range(len(base.outputs)) if self._meet_in_nobodys(i, base, runs))
             if (mixed or outputs) and not _alike(base, self._run(None, again)):
                 raise ValueError("the same inputs gave other numbers when repeated")
             not_rowwise = self._run(None, again, rowwise=True).not_rowwise
@@ -142,6 +152,7 @@ class _Look:
                 "units meet in it, or between it and the layer before, and clipping bounds nothing. Mask attention by "
                 "document (Hugging Face: position_ids that start again at 0, no attention_mask, use_cache=False)"
             )
+        outputs |= dict.fromkeys(base.losses, _OF_ALL)
         layers: dict[tuple[int, Any], str | None] = {}
         for key, calls in base.calls.items():
             why = None
@@ -150,7 +161,7 @@ class _Look:
             elif key in not_rowwise:
                 why = "its row for a token depends on which tokens stand beside, so they have no gradients apart"
             layers[id(self.taps[key[0]]), key[1]] = why
-        return Told(layers, outputs)
+        return Told(layers, outputs, of_nobody)
 
     def _others(self, mask: Tensor) -> Tensor:
         """Tokens of units that are not exchanged."""
@@ -177,6 +188,14 @@ class _Look:
             return "each of its entries depends on several units' tokens"
         return None
 
+    def _meet_in_nobodys(self, i: int, base: _Run, runs: Sequence[_Run]) -> bool:
+        """Whether an entry of an output that is of nobody's tokens depends on several units' tokens."""
+        one, nobodys = base.outputs[i], (self.ids < 0).flatten()
+        if one is None or len(one) != len(nobodys) or any(_length(run.outputs[i]) != len(one) for run in runs):
+            return False
+        changes = [one != run.outputs[i] for run in runs]
+        return any(bool((x & y & nobodys).any()) for x, y in zip(changes[::2], changes[1::2], strict=True))
+
     def _masks(self) -> list[Tensor]:
         """Of tokens that are exchanged together, such that of each two units in a sample there is one with the first
         alone."""
@@ -202,15 +221,17 @@ class _Look:
                 if isinstance(x, Tensor) and x.shape[: raw.dim()] == raw.shape and not self._is_structure(x):
                     leaves[i] = _exchanged(x, raw.to(x.device))
         model, taps = copied(self.model, self.taps, self.others)
-        run = _Run({}, [], set())
+        run = _Run({}, [], set(), set())
         for i, tap in enumerate(taps):
             _Witness.of(tap, i, run, self.places, self.ids.shape, mask if inert else None, inert, rowwise)
         again()
         args, kwargs = self.structure.unflatten(leaves)
         with following_model(taps[0].taps, model, leaves):
             output = model(*args, **kwargs)
-        for x in tree_leaves(output):
+        for i, x in enumerate(tree_leaves(output)):
             prints = None
+            if isinstance(x, Tensor) and x.is_floating_point() and x.dim() <= 1 == x.numel():
+                run.losses.add(i)
             if isinstance(x, Tensor) and x.is_floating_point() and x.dim() > self.dim:
                 rows = tokens_in(x, self.dim, self.ids.shape)
                 prints = fingerprints(x, self.dim) if rows is None else fingerprints(rows, 0)

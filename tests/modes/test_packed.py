@@ -256,3 +256,85 @@ def test_a_later_batch_whose_documents_meet_is_refused(how):
     with pytest.raises(UnsupportedModuleError, match="units meet in it"):
         step(module, (tokens, wrong, ids, labels))
     step(module, (tokens, right, ids, labels))
+
+
+def test_units_that_only_nobodys_tokens_part_are_several():
+    """After rows of one unit each, which tell nothing of whether units meet."""
+    (tokens, _, _, labels), _ = packed()
+    module, positions = Module(Packed(mixes="attention"), loss_reduction="sum"), torch.arange(T).expand(2, T)
+    one = torch.tensor([[0] * 10 + [-1] * 6, [1] * 10 + [-1] * 6])
+    step(module, (tokens, positions, one, labels), 2)
+    two = torch.tensor([[0] * 7 + [-1] * 2 + [1] * 7, [2] * 7 + [-1] * 2 + [3] * 7])
+    with pytest.raises(UnsupportedModuleError, match="another unit's tokens"):
+        step(module, (tokens, positions, two, labels), 4)
+
+
+class NobodySees(Packed):
+    """Nobody's tokens see all, as where a mask may have no row without an entry."""
+
+    def forward(self, tokens, documents):
+        q, k, v = self.qkv(self.norm(self.tokens(tokens))).chunk(3, dim=-1)
+        mask = (documents[:, None, :] == documents[:, :, None]) | (documents[:, :, None] < 0)
+        x = self.out(F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
+        return self.head(x.flatten(0, 1)).view(*tokens.shape, -1) if self.folds else self.head(x)
+
+
+@pytest.mark.parametrize("folds", [False, True])
+def test_a_loss_of_nobodys_tokens_brings_nothing_from_one_unit_to_another(folds):
+    torch.manual_seed(0)
+    model, tokens = NobodySees(folds=folds), torch.randint(0, VOCABULARY, (1, T))
+    ids = torch.tensor([[0] * 7 + [1] * 6 + [-1] * 3])
+    other = torch.where(ids == 1, (tokens + 5) % VOCABULARY, tokens)
+
+    def norms(given, loss):
+        module = Module(copy.deepcopy(model), loss_reduction="sum")
+        with module.units(ids, 2) as units:
+            loss(losses_of(module(given, ids), tokens), units).backward()
+        return module._norms
+
+    everything = [norms(given, lambda losses, units: losses.sum()) for given in (tokens, other)]
+    assert torch.equal(everything[0].upper[0], everything[1].upper[0])
+    assert not torch.equal(everything[0].upper[1], everything[1].upper[1])
+    assert torch.equal(everything[0].upper, norms(tokens, lambda losses, units: units.sums(losses).sum()).upper)
+
+
+class OwnLoss(Packed):
+    def forward(self, tokens, positions, labels):
+        logits = super().forward(tokens, positions)
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def test_a_loss_that_the_model_makes_of_all_units_tokens_is_refused():
+    (tokens, positions, ids, _), _ = packed()
+    module = Module(OwnLoss(), loss_reduction="sum")
+    refused = pytest.raises(UnsupportedModuleError, match=r"one number of all units' tokens.* units\.sums")
+    with refused, module.units(ids, 5):
+        module(tokens, positions, tokens)["loss"].backward()
+    with module.units(ids, 5) as units:  # what is not used does no harm
+        units.sums(losses_of(module(tokens, positions, tokens)["logits"], tokens)).sum().backward()
+    assert module.get_norm_sample().shape == (5,)
+
+
+def test_a_unit_in_several_rows():
+    model, ((tokens, positions, ids, labels), documents) = Packed(), packed()
+    exact = {n: torch.stack([g[0] + g[2], g[1], g[3], g[4]]) for n, g in by_document(model, documents).items()}
+    whose = torch.tensor([0, 1, 0, 2, 3, -1])[ids]  # documents 0 and 2 are of one person
+    module = Module(model, loss_reduction="sum", max_grad_norm=float(norms_of(exact).median()))
+    step(module, (tokens, positions, whose, labels), 4)
+    assert relative_error(module.get_norm_sample(), norms_of(exact)) <= 1e-5
+    assert_gradients(gradients(module), clipped_sum(exact, module.max_grad_norm), tolerance=3e-5)
+
+
+def test_all_documents_in_one_row():
+    """As Hugging Face's DataCollatorWithFlattening gives them."""
+    model, (_, documents) = Packed(), packed()
+    exact = by_document(model, documents)
+    lengths = [len(d) for d in documents]
+    tokens = torch.cat(documents)[None]
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    ids = torch.arange(5).repeat_interleave(torch.tensor(lengths))[None]
+    labels = torch.cat([torch.cat([d[1:], torch.tensor([-100])]) for d in documents])[None]
+    module = Module(model, loss_reduction="sum", max_grad_norm=float(norms_of(exact).median()))
+    step(module, (tokens, positions, ids, labels))
+    assert relative_error(module.get_norm_sample(), norms_of(exact)) <= 1e-5
+    assert_gradients(gradients(module), clipped_sum(exact, module.max_grad_norm), tolerance=3e-5)

@@ -320,3 +320,38 @@ def test_a_forward_in_another_thread_than_the_block_is_refused():
     assert len(found) == 1 and "another thread is within units" in found[0]
     run()
     assert len(found) == 1
+
+
+def test_ids_that_the_caller_writes_over():
+    """As a loader does that fills one tensor again and again."""
+    model, batch = build("mlp")
+    module, given = Module(model), torch.tensor([0, 0, 1, 1, 2, -1])
+    with module.units(given.clone(), 3):
+        mean_loss(module, *batch).backward()
+    expected = [p.grad.clone() for p in module.parameters()]
+    module.zero_grad()
+    with module.units(given, 3):
+        loss = mean_loss(module, *batch)
+        given.copy_(torch.tensor([2, 1, 0, -1, 0, 1]))
+        loss.backward()
+    assert all(torch.equal(p.grad, e) for p, e in zip(module.parameters(), expected, strict=True))
+
+
+@pytest.mark.parametrize("again", ["forward", "graph"])
+def test_a_second_backward_pass_of_the_same_units_is_refused(again):
+    """It would clip each of them twice."""
+    model, batch = build("mlp")
+    module, ids = Module(model), torch.tensor([0, 0, 1, 1, 2, 2])
+    with module.units(ids, 3):
+        loss = mean_loss(module, *batch)
+        loss.backward(retain_graph=True)
+        once = [p.grad.clone() for p in module.parameters()]
+        with pytest.raises(
+            StateError, match=r"second backward pass within one units\(...\).* up to 2C; add the losses"
+        ):
+            (loss if again == "graph" else mean_loss(module, *batch)).backward()
+    assert all(torch.equal(p.grad, g) for p, g in zip(module.parameters(), once, strict=True))
+    module.zero_grad()
+    with module.units(ids, 3):
+        (mean_loss(module, *batch) + mean_loss(module, *batch)).backward()
+    assert module.get_norm_sample().shape == (3,)
