@@ -100,7 +100,7 @@ class Bench:
                 torch.randn(n, t, size, generator=generator, device=device).to(DTYPES[dtype]) for size in (d, p)
             )
             self._c = torch.rand(n, generator=generator, device=device) + 0.1
-        except RuntimeError as error:
+        except (RuntimeError, TypeError) as error:  # no room, or no such number in torch
             raise InputError(f"--shape {n},{t},{d},{p}: {str(error).splitlines()[0]}") from error
         self._backend, self._why = backend_report(torch.device(device))
         self._way = "keep" if OuterProduct(self._a, self._b).keeps else ops.norm_way(self._a, self._b)

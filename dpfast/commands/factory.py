@@ -41,7 +41,7 @@ def made_by(name: str) -> Made:
         InputError: there is no such module or function, it fails, or it returns something else.
     """
     module, colon, function = name.partition(":")
-    if not (module and colon and function):
+    if not (colon and function and all(part.isidentifier() for part in module.split("."))):
         raise InputError(f"{name!r} must be package.module:factory")
     try:
         imported = _of_user(name, lambda: importlib.import_module(module))
@@ -70,7 +70,7 @@ def _of_user(name: str, call: Callable[[], T]) -> T:
         return call()
     except DpfastError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         at = traceback.extract_tb(error.__traceback__)[-1]
         where = "" if isinstance(error, ModuleNotFoundError) else f" ({at.filename}, line {at.lineno})"
         raise InputError(f"{name}: {type(error).__name__}: {error}{where}") from error

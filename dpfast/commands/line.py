@@ -97,15 +97,26 @@ def _info(asked: argparse.Namespace) -> None:
         print(f"{name:<{width}}  {value}")
 
 
+def _check_file(path: Path) -> None:
+    """Before anything is measured for it."""
+    if path.is_dir():
+        raise InputError(f"--html {path} is a folder; name a file")
+    if not path.absolute().parent.is_dir():
+        raise InputError(f"--html {path}: there is no folder {path.parent}")
+
+
 def _explain(asked: argparse.Namespace) -> None:
-    if asked.html is not None and not asked.html.absolute().parent.is_dir():
-        raise InputError(f"--html {asked.html}: there is no folder {asked.html.parent}")
+    if asked.html is not None:
+        _check_file(asked.html)
     made = made_by(asked.factory)
     explanation = made.run(lambda: explain(made.model, *made.args, **made.kwargs))
     if asked.html is not None:
         with progress(Run.STEPS, "measuring") as done:
             text = made.run(lambda: explanation.html(made.loss, done))
-        asked.html.write_text(text, encoding="utf-8")
+        try:
+            asked.html.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"--html {asked.html}: {error.strerror}") from error
     if asked.json:
         _print_json(explanation.as_dict())
     else:

@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,6 +27,9 @@ def frozen():
 
 def fails():
     raise RuntimeError("two\\nlines")
+
+def leaves():
+    raise SystemExit(5)
 
 def wrong_input():
     return nn.Linear(2, 2), torch.ones(1, 3)
@@ -67,6 +71,10 @@ WRONG = {
     "no-loss": (["explain", "of_a_user:no_loss"], "its loss is a float"),
     "frozen": (["explain", "of_a_user:frozen"], "no trainable parameter"),
     "no-folder": (["explain", "of_a_user:good", "--html", "absent/page.html"], "there is no folder absent"),
+    "a-folder": (["explain", "of_a_user:good", "--html", "."], "--html . is a folder"),
+    "relative": (["explain", "./of_a_user:good"], "'./of_a_user:good' must be package.module:factory"),
+    "leaves": (["explain", "of_a_user:leaves"], "SystemExit: 5 ("),
+    "a-shape-beyond-numbers": (["bench", "--shape", f"{10**23},1,1,1"], f"--shape {10**23}"),
     "no-cuda": (["bench", "--shape", "1,1,1,1", "--device", "cuda"], "no such device"),
 }
 
@@ -83,6 +91,16 @@ def test_what_cannot_be_done_is_one_line_and_code_2(case, factory, capsys):
     out, err = capsys.readouterr()
     assert code == 2 and not out
     assert len(err.splitlines()) == 1 and err.startswith("python -m dpfast") and said in err
+
+
+def test_a_page_that_cannot_be_written_is_one_line_too(factory, capsys, monkeypatch, tmp_path):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert main(["explain", "of_a_user:good", "--html", str(tmp_path / "page.html")]) == 2
+    out, err = capsys.readouterr()
+    assert not out and len(err.splitlines()) == 1 and "page.html: No space left on device" in err
 
 
 def test_info_as_json_is_what_info_gives(capsys):
