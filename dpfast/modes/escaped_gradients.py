@@ -41,12 +41,20 @@ class Guards:
         self._model = model
         self._is_fine = is_fine
         self._handles: dict[int, tuple[nn.Parameter, RemovableHandle]] = {}  # by id, which the parameter itself keeps
+        self._seen: list[int] = []
+        self._trainable = b""
 
-    def set(self) -> None:
-        """On every parameter that is trainable now; asked again before each step, because that may change."""
-        for p in trainable_parameters(self._model):
+    def set(self) -> bytes:
+        """On every parameter that is trainable now; asked again before each step, because that may change. Returns a
+        byte for each of the model's parameters, whether it is."""
+        found = trainable_parameters(self._model)
+        for p in found:
             if id(p) not in self._handles:
                 self.guard(p)
+        seen = list(map(id, found))
+        if seen != self._seen:
+            self._seen, self._trainable = seen, bytes(p.requires_grad for p in self._model.parameters())
+        return self._trainable
 
     def guard(self, parameter: nn.Parameter) -> None:
         """One that is not the model's own, but stands in for one while a pass runs."""

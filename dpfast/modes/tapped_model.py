@@ -185,9 +185,9 @@ class TappedModel:
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         if self.enabled and in_process_group():
             self.mode.on_forward(tensors)
-        self.guard_parameters()
+        trainable = self.guard_parameters()
         size = num_samples(leaves, self.batch_dim)
-        if size is not None and self._probe.look((args, kwargs), leaves, size):
+        if size is not None and self._probe.look((args, kwargs), leaves, size, trainable):
             expect_loss(self)
         units = units_of_forward(self)
         if units is not None and self.enabled and torch.is_grad_enabled():
@@ -246,9 +246,9 @@ class TappedModel:
 
     # --- nothing escapes ---
 
-    def guard_parameters(self) -> None:
-        """Gradients may reach parameters through taps alone; any other gradient is an error."""
-        self._guards.set()
+    def guard_parameters(self) -> bytes:
+        """Gradients may reach parameters through taps alone; any other is an error. Returns which are trainable."""
+        return self._guards.set()
 
     def _is_fine(self, parameter: nn.Parameter, grad: Tensor) -> bool:
         """Whether a gradient that reaches a parameter comes from taps, or hooks are off."""

@@ -7,6 +7,7 @@ input and output change places: the gradient at the output is the image, the inp
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch.nn.functional as F
@@ -25,7 +26,7 @@ def convolution(
     """activations[0] (N, D, *spatial), backprops (N, P, *positions)."""
     image = activations[0]
     _check(layer, image)
-    if layer.groups > 1 or layer.weight.shape[2:].numel() > 1:  # whose gradients want channels in front
+    if layer.groups > 1 or math.prod(layer.kernel_size) > 1:  # whose gradients want channels in front
         backprops = backprops.contiguous()
     factors, rows_norm = _bias(layer, backprops)
     if layer.weight.requires_grad:

@@ -245,6 +245,9 @@ def convolve_transposed(
     )
 
 
+_FROZEN = torch.empty(0)
+
+
 def _copies_in_a_row(x: Tensor | None, n: int) -> Tensor | None:
     """(N·C,), of parameters (C,)."""
     return x.copies(-1, n).flatten() if isinstance(x, Shared) else x if x is None else x.repeat(n)
@@ -264,6 +267,7 @@ def _samples_first(meeting: Meeting) -> None:
 
 
 def _layer(values: Any, **attributes: Any) -> Any:
-    """What a rule reads of its layer; weight and bias are what stands in their place, None where nothing does."""
+    """What a rule reads of its layer; weight and bias are what stands in their place. Where nothing does, because it is
+    frozen, there is no bias, and a weight that is frozen."""
     weight, bias = (*values, None)[:2]
-    return SimpleNamespace(weight=weight, bias=bias, **attributes)
+    return SimpleNamespace(weight=_FROZEN if weight is None else weight, bias=bias, **attributes)

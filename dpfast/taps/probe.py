@@ -79,18 +79,20 @@ class Probe:
         self._asks_no_more = False
         self._dims: dict[tuple[Any, ...], list[set[int]]] = {}  # of each input, those that may follow the batch
 
-    def look(self, inputs: Any, leaves: Sequence[Any], n: int) -> bool:
+    def look(self, inputs: Any, leaves: Sequence[Any], n: int, trainable: bytes) -> bool:
         """The model is called.
 
         Args:
             inputs: (args, kwargs). leaves: what is in them. n: how many samples the first tensor has.
+            trainable: which of the model's parameters are.
 
         Returns:
             whether such inputs had not been seen.
         """
         receiver: Any = self._receiver()
-        # Sizes and numbers do not count: batches and sequences of another length are of the same kind.
-        kind: tuple[Any, ...] = (receiver.model.training, *inputs[1])
+        # Sizes and numbers do not count: batches and sequences of another length are of the same kind. Which parameters
+        # are trainable does: a frozen one stands in operations as any tensor, and no gradient of it is followed there.
+        kind: tuple[Any, ...] = (trainable, receiver.model.training, *inputs[1])
         kind += tuple(x.dim() if isinstance(x, Tensor) else x is True or type(x) for x in leaves)
         dims = [{d for d, s in enumerate(x.shape) if s == n} if isinstance(x, Tensor) else set() for x in leaves]
         if self._asks_no_more:  # its batches may be as long as something else by accident where the other's were not
@@ -98,16 +100,17 @@ class Probe:
             note_kind(receiver, known)
             return False
         by_accident = _alike_by_accident(leaves, dims)
-        for some, before in zip(dims, self._dims.get(kind, dims), strict=True):
+        for some, before in zip(dims, self._dims.get(kind[1:], dims), strict=True):
             some &= before  # what once was not as long as the batch does not follow it
-        self._dims[kind] = dims
+        self._dims[kind[1:]] = dims
         kind += by_accident
         note_kind(receiver, kind)
         look = (*kind, *map(frozenset, dims))
         if self._looks.get(look, 1) == 0 or not (receiver.enabled and torch.is_grad_enabled()):
             return False
         if look not in self._looks and len(self._looks) >= _MOST_LOOKS:
-            note_kind(receiver, None)
+            # With other parameters frozen all is as it was, but what is not known by its way is an error.
+            note_kind(receiver, next((k for k in self.outputs if k[1:] == kind[1:]), None))
             return False
         if in_backward() is None:
             follow = [receiver.batch_dim if receiver.batch_dim in some else min(some, default=None) for some in dims]

@@ -218,7 +218,7 @@ class Operation:
     """One operation that a Shared tensor goes into.
 
     Attributes:
-        shared: those that do. way: of its results.
+        shared: those that do. others: the other tensors. way: of its results.
     """
 
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]):
@@ -227,7 +227,13 @@ class Operation:
         found: list[Any] = []
         self.plain_args, self.plain_kwargs = _plain((args, kwargs), found)
         self.shared = [x for x in found if isinstance(x, Shared)]
+        self.others = [x for x in found if not isinstance(x, Shared)]
         self.way = (getattr(func, "__name__", None), *(x.way if isinstance(x, Shared) else x.dim() for x in found))
+
+    def meets_others(self) -> bool:
+        """Whether a gradient would go through a tensor that is not Shared, a parameter that was frozen when the way was
+        learned: it would be lost in a result that remains without samples."""
+        return any(x.requires_grad for x in self.others)
 
     def times(self) -> tuple[int, ...]:
         """Of a repetition."""

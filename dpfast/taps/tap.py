@@ -186,7 +186,7 @@ class Tap(RoutedLayer):
     def follow(self, operation: Operation) -> Any:
         """The result of an operation on tensors without samples, of which the first is this tap's."""
         place = self.known(operation.way)
-        if place == NO_SAMPLES:
+        if place == NO_SAMPLES and not operation.meets_others():
             return operation.remains()
         n, substitute = self.taps.batch_size(), find_function(operation.func)
         if not isinstance(place, int) or n is None or substitute is None or not torch.is_grad_enabled():
