@@ -1,6 +1,6 @@
-"""A step of Opacus's own pipelines, as they are and with ``dpfast.opacus.install()``.
+"""A step of Opacus's own pipelines, as they are and with ``dpfast.opacus.install()``: docs/migration.md's table.
 
-    python benchmarks/opacus_ghost.py [gpt lora cnn long mlp] [--modes ghost hooks] [--rounds 9]
+    python benchmarks/opacus_ghost.py [gpt lora cnn long mlp] [--modes ghost hooks] [--rounds 9] [--no-write]
 
 One thread, CPU time. The clipped gradients are compared before anything is timed. Both take turns, round after round;
 the figure is the median over rounds of (as it is / with dpfast) within a round, so above 1 is faster.
@@ -17,8 +17,10 @@ import sys
 import time
 import warnings
 
+import opacus
 import torch
 from legs import build
+from rows import RESULTS, Rows, environment
 from workloads import WORKLOADS, Workload
 
 import dpfast.opacus
@@ -34,6 +36,7 @@ def main() -> None:
     parser.add_argument("workloads", nargs="*", default=["gpt", "lora", "cnn"])
     parser.add_argument("--modes", nargs="*", default=["ghost", "hooks"], choices=["ghost", "hooks"])
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--no-write", action="store_true")
     options = parser.parse_args()
     if sys.platform == "linux" and not STEADY.keys() <= os.environ.keys():
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **STEADY})
@@ -41,10 +44,24 @@ def main() -> None:
     warnings.simplefilter("ignore")
     for name in options.workloads:
         for mode in options.modes:
-            print(f"{name:5s} {mode}: {measure(WORKLOADS[name], 'opacus ' + mode, options.rounds)}", flush=True)
+            row = measure(WORKLOADS[name], mode, options.rounds)
+            print(f"{row['title']}, {mode}: {said(row)}", flush=True)
+            if not options.no_write:
+                Rows(RESULTS / "install.jsonl", {**environment("cpu"), "opacus": opacus.__version__}).add(**row)
 
 
-def measure(workload: Workload, mode: str, rounds: int) -> str:
+def said(row: dict) -> str:
+    if "note" in row:
+        return row["note"]
+    return (
+        f"{row['ms_as_it_is']:7.1f} ms as it is, {row['ms']:7.1f} ms with dpfast: {row['times']:.2f} times as fast "
+        f"({row['quartiles'][0]:.2f} to {row['quartiles'][1]:.2f}), gradients differ by {row['error']:.0e}"
+    )
+
+
+def measure(workload: Workload, mode: str, rounds: int) -> dict:
+    row = {"workload": workload.name, "title": workload.title, "mode": mode, "rounds": rounds}
+    mode = f"opacus {mode}"
     torch.manual_seed(0)
     model, batch = workload.build(), workload.batch()
     error = max(
@@ -54,7 +71,7 @@ def measure(workload: Workload, mode: str, rounds: int) -> str:
         )
     )
     if not error <= TOLERANCE:
-        return f"the clipped gradients differ by {error:.1e}: not timed"
+        return {**row, "error": error, "note": f"the clipped gradients differ by {error:.1e}: not timed"}
     steps = {install: build(mode, copy.deepcopy(model), workload, 1.0) for install in (True, False)}
     seconds: dict[bool, list[float]] = {True: [], False: []}
     gc.disable()
@@ -65,10 +82,8 @@ def measure(workload: Workload, mode: str, rounds: int) -> str:
     gc.enable()
     with_dpfast, without = seconds[True][1:], seconds[False][1:]  # the first round warms up
     low, ratio, high = statistics.quantiles([y / x for x, y in zip(with_dpfast, without, strict=True)], n=4)
-    return (
-        f"{1e3 * statistics.median(without):7.1f} ms as it is, {1e3 * statistics.median(with_dpfast):7.1f} ms with "
-        f"dpfast: {ratio:.2f} times as fast ({low:.2f} to {high:.2f}), gradients differ by {error:.0e}"
-    )
+    ms_as_it_is, ms = (1e3 * statistics.median(found) for found in (without, with_dpfast))
+    return {**row, "ms_as_it_is": ms_as_it_is, "ms": ms, "times": ratio, "quartiles": [low, high], "error": error}
 
 
 def clipped(workload: Workload, mode: str, model: torch.nn.Module, batch: tuple, install: bool) -> list[torch.Tensor]:

@@ -1,4 +1,5 @@
-"""The measured rows as tables in docs/ (performance.md, step.md, host.md, scale.md, kernels.md), and as pictures.
+"""The measured rows as tables in docs/ (performance.md, step.md, host.md, scale.md, kernels.md; sections of compiled.md
+and migration.md), and as pictures.
 
 python benchmarks/report.py            # write them
 python benchmarks/report.py --check    # exit 1 where a table is not what the rows say
@@ -16,6 +17,7 @@ import kernel_report
 import loops_report
 import matplotlib
 import scale_report
+import section_reports
 import why_report
 
 matplotlib.use("Agg")
@@ -259,15 +261,23 @@ def scale_page(results: Path = RESULTS) -> str:
 
 
 def documents(results: Path = RESULTS, root: Path = ROOT) -> dict[Path, str]:
-    """{file: what it must hold}; of docs/performance.md, what stands between its markers is replaced."""
-    rows, summary = latest_rows(results), root / "docs" / "performance.md"
-    written = summary.read_text()
-    for name, lines in (("steps", summary_of_steps(rows, cuda=False)), ("gpu", summary_of_gpu(results, rows))):
-        before, rest = written.split(f"<!-- {name}: made by benchmarks/report.py -->\n")
-        _, after = rest.split(f"<!-- /{name} -->")
-        text = "\n".join(lines).strip()
-        written = f"{before}<!-- {name}: made by benchmarks/report.py -->\n{text}\n<!-- /{name} -->{after}"
-    made = {summary: written}
+    """{file: what it must hold}; of a page that people write, what stands between its markers is replaced."""
+    rows = latest_rows(results)
+    sections = {
+        "performance.md": {"steps": summary_of_steps(rows, cuda=False), "gpu": summary_of_gpu(results, rows)},
+        "compiled.md": {"compiled": section_reports.compiled(results)},
+        "migration.md": {"install": section_reports.install(results)},
+    }
+    made = {}
+    for page, own in sections.items():
+        made[root / "docs" / page] = (root / "docs" / page).read_text()
+        for name, lines in own.items():
+            before, rest = made[root / "docs" / page].split(f"<!-- {name}: made by benchmarks/report.py -->\n")
+            _, after = rest.split(f"<!-- /{name} -->")
+            text = "\n".join(lines).strip()
+            made[root / "docs" / page] = (
+                f"{before}<!-- {name}: made by benchmarks/report.py -->\n{text}\n<!-- /{name} -->{after}"
+            )
     cores = "".join(f"{line}\n" for line in loops_report.lines(results))
     made[root / "docs" / "step.md"] = f"{markdown(rows)}{cores}\n![step / plain step with noise](step.png)\n"
     if models := host_report.newest(results):

@@ -221,12 +221,11 @@ def test_candidates_start_with_the_own_tile_and_fit_the_device(arch):
 
 
 def results(folder, **row):
-    """A page of summaries and kernel rows of an invented device."""
+    """Pages with marked sections, and kernel rows of an invented device."""
     (folder / "docs").mkdir()
-    marks = "".join(
-        f"<!-- {name}: made by benchmarks/report.py -->\nold\n<!-- /{name} -->\n" for name in ("steps", "gpu")
-    )
-    (folder / "docs" / "performance.md").write_text(marks)
+    for page, names in {"performance": ("steps", "gpu"), "compiled": ("compiled",), "migration": ("install",)}.items():
+        marks = (f"<!-- {name}: made by benchmarks/report.py -->\nold\n<!-- /{name} -->\n" for name in names)
+        (folder / "docs" / f"{page}.md").write_text("".join(marks))
     with (folder / "kernels.jsonl").open("w") as file:
         for layer in layers.LAYERS[:3]:
             for verb, name in kernel_table.cells(layer):
@@ -259,6 +258,9 @@ def test_without_rows_the_report_says_that_nothing_was_measured(tmp_path):
     (tmp_path / "kernels.jsonl").unlink()
     made = report.documents(tmp_path, tmp_path)
     assert "nothing has been measured yet" in made[tmp_path / "docs" / "performance.md"]
+    assert all(
+        "Nothing has been measured yet." in made[tmp_path / "docs" / f"{p}.md"] for p in ("compiled", "migration")
+    )
     assert tmp_path / "docs" / "kernels.md" not in made
 
 
