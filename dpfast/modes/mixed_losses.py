@@ -1,19 +1,27 @@
 """Losses that compare samples with each other have no gradients by sample.
 
 What the model itself computes of several samples has been seen in its outputs. Behind these the loss's graph is looked
-through for products of all pairs, in the first backward pass after each kind of input.
+through for products of all pairs, in the first backward pass after each kind of input; and in every one for a mean over
+all targets that are not left out, whose divisor is the other samples' too.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from dpfast.errors import UnsupportedModuleError
 
+_MEANS = ("NllLossBackward0", "NllLoss2DBackward0")
+_NEAR = 32  # so many operations in front of the loss
+
 _expected: weakref.WeakSet[Any] = weakref.WeakSet()  # tapped models whose next loss is to be looked at
+_have_run: weakref.WeakSet[Any] = weakref.WeakSet()  # tapped models with gradients to come
 
 
 def expect_loss(model: Any) -> None:
@@ -26,19 +34,8 @@ def check_for_pairs(loss: Tensor) -> None:
     tapped layers, behind these: similarities of all pairs of samples."""
     if not len(_expected):  # nearly always
         return
-    nodes, seen, taps = [loss.grad_fn], set(), []
-    products: list[tuple[int, ...]] = []
-    while nodes:
-        node: Any = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        record = getattr(node, "record", None)  # of a tap's node
-        if record is not None and hasattr(record, "tap"):
-            taps.append(record)
-            continue
-        products += _product(node)
-        nodes.extend(following for following, _ in node.next_functions)
+    taps, between = _behind(loss)
+    products = [shape for node in between for shape in _product(node)]
     for record in taps:
         if record.tap.taps not in _expected:
             continue
@@ -51,6 +48,68 @@ def check_for_pairs(loss: Tensor) -> None:
             )
     for record in taps:
         _expected.discard(record.tap.taps)
+
+
+def note_forward(model: Any) -> None:
+    """The tapped model has given something that gradients may come to."""
+    _have_run.add(model)
+
+
+def check_for_counts(loss: Tensor) -> None:
+    """Raises UnsupportedModuleError where the loss is ``F.cross_entropy``'s mean over the targets that are not left out
+    (``ignore_index``), or that have weights, of samples that have different numbers of them."""
+    if not len(_have_run):
+        return
+    nodes = deque([loss.grad_fn])
+    for _ in range(_NEAR):
+        node: Any = nodes.popleft() if nodes else None
+        if node is None:
+            return
+        if type(node).__name__ in _MEANS and node._saved_reduction == 1:
+            _check_counts(loss, node)
+        if not hasattr(node, "record"):
+            nodes.extend(following for following, _ in node.next_functions if following is not None)
+
+
+def _check_counts(loss: Tensor, mean: Any) -> None:
+    target, weight, left_out = mean._saved_target, mean._saved_weight, mean._saved_ignore_index
+    if isinstance(target, FakeTensor):
+        return
+    counted = target != (left_out - 2**64 if left_out >= 2**63 else left_out)  # torch gives it without its sign
+    if weight is None and bool(counted.all()):
+        return
+    shares = counted.double() if weight is None else weight.double()[target.where(counted, 0)] * counted
+    for taps, n in {(record.tap.taps, record.batch_size) for record in _behind(loss)[0]}:
+        if not taps.enabled or not n or shares.numel() % n:
+            continue
+        of_samples = shares.reshape(n, -1).sum(1) if taps.batch_dim == 0 else shares.reshape(-1, n).sum(0)
+        if taps.valid is not None and taps.valid.shape == of_samples.shape:
+            of_samples = of_samples[taps.valid]
+        least, most = of_samples.aminmax() if len(of_samples) else (torch.ones(()), torch.ones(()))
+        if bool(most - least > 1e-6 * most):
+            raise UnsupportedModuleError(
+                f"the loss is a mean over the targets of all {n} samples that are not left out (ignore_index), or over "
+                f"their weights, and the samples have different numbers of them ({float(least):g} to {float(most):g}): "
+                "a sample's gradient in it changes with another sample, by whose it is divided, and clipping bounds "
+                "nothing; take reduction='none', each sample's own mean, and the mean of these"
+            )
+
+
+def _behind(loss: Tensor) -> tuple[list[Any], list[Any]]:
+    """The records of the tapped layers that are next to the loss in its graph, and the nodes between."""
+    nodes, seen, taps, between = [loss.grad_fn], set(), [], []
+    while nodes:
+        node: Any = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        record = getattr(node, "record", None)  # of a tap's node
+        if record is not None and hasattr(record, "tap"):
+            taps.append(record)
+            continue
+        between.append(node)
+        nodes.extend(following for following, _ in node.next_functions)
+    return taps, between
 
 
 def _product(node: Any) -> list[tuple[int, ...]]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dpfast.errors import LossError
-from dpfast.modes.mixed_losses import check_for_pairs
+from dpfast.modes.mixed_losses import check_for_counts, check_for_pairs
 
 
 def check_losses() -> None:
@@ -34,6 +34,7 @@ def check_losses() -> None:
                 )
         if isinstance(tensors, Tensor):
             check_for_pairs(tensors)
+            check_for_counts(tensors)
         return original(tensors, grad_tensors, *args, **kwargs)
 
     backward._checks_losses = True  # type: ignore[attr-defined]  # a mark of ours

@@ -21,7 +21,7 @@ from dpfast.errors import InputError, StateError
 from dpfast.factors import Factor
 from dpfast.modes.deferred import Deferred
 from dpfast.modes.escaped_gradients import Guards
-from dpfast.modes.mixed_losses import expect_loss, refuse_mixed
+from dpfast.modes.mixed_losses import expect_loss, note_forward, refuse_mixed
 from dpfast.modes.running import num_samples, running, storage
 from dpfast.modes.scalar_loss import check_losses
 from dpfast.modes.second_pass import FirstPass, Output, SecondPass, check_ordinary
@@ -208,6 +208,7 @@ class TappedModel:
         end_model(self)
         if not (self.enabled and torch.is_grad_enabled()) or in_backward() is not None:
             return
+        note_forward(self)
         units, mixed, leaves = units_here(self), self._probe.mixed_outputs(), tree_leaves(output)
         if units is not None:
             mixed = {**mixed, **units.start(batch_size, self.valid, leaves)}

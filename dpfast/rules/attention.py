@@ -62,7 +62,7 @@ def multihead_attention(
     if not layer.batch_first:
         query, key, value = (x.transpose(0, 1) for x in (query, key, value))
     q, k, v = _projected(layer, piece, query, key, value, is_self)
-    mask = _mask(layer, query, key, key_padding_mask, attn_mask)
+    mask = mask_of_scores(layer, query, key, key_padding_mask, attn_mask)
     if layer.bias_k is not None:
         biases: Any = (layer.bias_k, layer.bias_v)
         k, v = (
@@ -73,7 +73,7 @@ def multihead_attention(
     if layer.add_zero_attn:
         k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
         mask = None if mask is None else F.pad(mask, (0, 1))
-    mixed, weights = _attended(layer, q, k, v, mask, need_weights)
+    mixed, weights = attended(layer, q, k, v, mask, need_weights)
     out: list[Any] = [layer.out_proj.weight, layer.out_proj.bias]
     output = piece(_linear_gradient, F.linear, out, mixed)
     if not layer.batch_first:
@@ -96,14 +96,15 @@ def _projected(
     return piece(_separate_gradient, _separate, [*weights, bias], query, key, value)
 
 
-def _mask(
-    layer: nn.MultiheadAttention,
+def mask_of_scores(
+    layer: Any,
     query: Tensor,
     key: Tensor,
     key_padding_mask: Tensor | None,
     attn_mask: Tensor | None,
 ) -> Tensor | None:
-    """What is added to the scores, (N or 1, heads or 1, T, S); a boolean mask is True where nothing may pass."""
+    """What is added to the scores of a layer with ``num_heads``, (N or 1, heads or 1, T, S); a boolean mask is True
+    where nothing may pass."""
     n, t, s = query.shape[0], query.shape[1], key.shape[1]
 
     def added(mask: Tensor) -> Tensor:
@@ -123,10 +124,11 @@ def _mask(
     return total
 
 
-def _attended(
-    layer: nn.MultiheadAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, need_weights: bool
+def attended(
+    layer: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, need_weights: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """(N, T, E) and the weights (N, heads, T, S) where asked for."""
+    """(N, T, E) and the weights (N, heads, T, S) where asked for, of a layer with ``num_heads``, ``dropout`` and
+    ``training``."""
     q, k, v = (x.unflatten(-1, (layer.num_heads, -1)).transpose(1, 2) for x in (q, k, v))
     dropout = layer.dropout if layer.training else 0.0
     if not need_weights:

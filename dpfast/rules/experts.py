@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dpfast.arithmetic import is_traced
 from dpfast.errors import InputError, UnsupportedModuleError
-from dpfast.factors import Dense, Factor, OfExperts, OuterProduct, Runs
+from dpfast.factors import Blocks, Dense, Factor, OfExperts, OuterProduct, Reshaped, Runs
 from dpfast.taps import (
     Activations,
     Pieces,
@@ -163,6 +163,30 @@ def _rule_of(layer: Any, num_tokens: int) -> Callable[..., Mapping[Any, Factor]]
         return found
 
     return experts_of_tokens
+
+
+@register_forward("transformers.models.inkling.modeling_inkling.InklingSharedExperts")
+def shared_experts(layer: Any, piece: Pieces, hidden_states: Tensor, gammas: Tensor) -> Tensor:
+    """Every token goes through all of them: hidden_states (N, T, D), and the share of each in a token."""
+    gate, up = (piece(_of_each, _through_each, [p], hidden_states) for p in (layer.gate_proj, layer.up_proj))
+    activated = layer.act_fn(gate) * up * gammas.reshape(*gate.shape[:-1], 1)
+    down = piece(_of_each, _through_each, [layer.down_proj], activated)
+    return down.float().sum(2).to(hidden_states.dtype)
+
+
+def _through_each(x: Tensor, weight: Tensor) -> Tensor:
+    """(N, T, D) or (N, T, E, D) with (E, P, D) -> (N, T, E, P)"""
+    return torch.einsum("ntd,epd->ntep" if x.dim() == 3 else "nted,epd->ntep", x, weight)
+
+
+def _of_each(
+    parameters: Sequence[nn.Parameter | None], activations: Activations, backprops: Tensor
+) -> Mapping[Any, Factor]:
+    (weight,) = parameters
+    assert weight is not None
+    b = backprops.unbind(2)
+    a = activations[0].unbind(2) if activations[0].dim() == 4 else [activations[0]] * len(b)
+    return {weight: Reshaped(Blocks([OuterProduct(x, y) for x, y in zip(a, b, strict=True)]), weight.shape)}
 
 
 # --- what cannot be parted by samples ---

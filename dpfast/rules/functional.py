@@ -16,6 +16,7 @@ from torch.nn.modules.utils import _ntuple
 
 from dpfast.errors import UnsupportedModuleError
 from dpfast.factors import OuterProduct, is_standardised, keeps_gradients
+from dpfast.rules.attention import attended, mask_of_scores
 from dpfast.rules.convolution import convolution, transposed_convolution
 from dpfast.rules.copies import can_be_one, group_norm_as_one
 from dpfast.rules.embedding import embedding as embedding_rule
@@ -97,6 +98,52 @@ def einsum(meeting: Meeting, equation: str, *operands: Any) -> Any:
 def attention(meeting: Meeting, query: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Queries, keys, values and what is added to the scores are broadcast, (N, heads, ...)."""
     return meeting.with_copies(query.dim())
+
+
+@register_function(F.multi_head_attention_forward)
+def attention_in_full(
+    meeting: Meeting,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    embed_dim_to_check: int,
+    num_heads: int,
+    in_proj_weight: Any,
+    in_proj_bias: Any,
+    bias_k: Any,
+    bias_v: Any,
+    add_zero_attn: bool,
+    dropout_p: float,
+    out_proj_weight: Any,
+    out_proj_bias: Any,
+    training: bool = True,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    use_separate_proj_weight: bool = False,
+    q_proj_weight: Any = None,
+    k_proj_weight: Any = None,
+    v_proj_weight: Any = None,
+    static_k: Any = None,
+    static_v: Any = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Linear layers around attention, (T, N, E) each; weights that are its caller's come to these as they are."""
+    if any(x is not None for x in (bias_k, bias_v, static_k, static_v)) or add_zero_attn or query.dim() != 3:
+        raise UnsupportedModuleError("attention with keys or values of its own, or without a dimension of samples")
+    if is_causal and attn_mask is None:
+        raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
+    separate = (q_proj_weight, k_proj_weight, v_proj_weight)
+    weights = separate if use_separate_proj_weight else in_proj_weight.chunk(3)
+    biases = (None, None, None) if in_proj_bias is None else in_proj_bias.chunk(3)
+    inputs = [x.transpose(0, 1) for x in (query, key, value)]
+    q, k, v = map(F.linear, inputs, weights, biases)
+    layer = SimpleNamespace(num_heads=num_heads, dropout=dropout_p, training=training)
+    mask = mask_of_scores(layer, q, k, key_padding_mask, attn_mask)
+    mixed, scores = attended(layer, q, k, v, mask, need_weights)
+    output = F.linear(mixed, out_proj_weight, out_proj_bias).transpose(0, 1)
+    return output, scores.mean(1) if scores is not None and average_attn_weights else scores
 
 
 @register_function(F.linear)

@@ -182,15 +182,16 @@ class _Probe(Tap):
 
     def _has_rule(self, operation: Operation, output: Any, shapes: Sequence[Sequence[int]]) -> bool:
         """Whether the operation has one, which gives what the operation itself gives."""
-        places = [d for shape in shapes for d, s in enumerate(shape) if s == self.size]
+        places = [d for d, s in enumerate(shapes[0]) if s == self.size]
         substitute = find_function(operation.func)
-        if len(places) != 1 or substitute is None or not isinstance(output, Tensor):
+        if len(places) != 1 or substitute is None:
             return False
         try:
             again = substitute(Meeting(operation, places[0], self.size), *operation.args, **operation.kwargs)
         except Exception:
             return False
-        return isinstance(again, Tensor) and (again.shape, again.dtype) == (output.shape, output.dtype)
+        found, expected = ([(x.shape, x.dtype) for x in tensors_in(some)] for some in (again, output))
+        return found == expected and isinstance(again, Tensor) == isinstance(output, Tensor)
 
 
 def _note(operation: Operation, fine: bool, where: str = "") -> None:

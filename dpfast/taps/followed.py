@@ -143,6 +143,12 @@ class Following(TorchFunctionMode):
             source = Source(layer, output.shape[:-1], known)
             self._note(output, Picked(source.numbers(output.device), False, source))
 
+    def gave_rows(self, output: Any, picked: Picked) -> None:
+        """A layer has given that of picked rows, one of each."""
+        numbers = picked.numbers
+        if isinstance(output, Tensor) and numbers is not None and output.shape[:-1] == numbers.shape:
+            self._note(output, picked)
+
     def picked(self, x: Any) -> Picked | None:
         """The rows that a tensor has; None where that is not known."""
         found = self._seen.get(id(x))
@@ -155,9 +161,14 @@ class Following(TorchFunctionMode):
             if sources and isinstance(result, Tensor):
                 self._note_row_by_row(result, sources)
             return result
-        source = self.picked(args[0]) if args and id(args[0]) in self._seen and func in _KEEP else None
+        known = func in _KEEP or func in _PUT
+        source = self.picked(args[0]) if args and known and id(args[0]) in self._seen else None
         result = func(*args, **(kwargs or {}))
         if source is None or source.numbers is None:
+            return result
+        if func in _PUT:
+            if not kwargs and self._is_put_back(source, *args[1:]):
+                self._note(args[0] if result is None else result, source)
             return result
         found = _KEEP[func](source.numbers, result, *args[1:], **(kwargs or {}))
         parts = [(result, found)] if isinstance(result, Tensor) else zip(result, found or (), strict=False)
@@ -165,6 +176,18 @@ class Following(TorchFunctionMode):
             if numbers is not None and (*numbers.shape, args[0].shape[-1]) == x.shape:
                 self._note(x, Picked(numbers, source.by_index or func in _PICK, source.of))
         return result
+
+    def _is_put_back(self, to: Picked, index: Any, rows: Any) -> bool:
+        """Whether rows are put where they were picked."""
+        put = self.picked(rows)
+        if put is None or put.numbers is None or to.numbers is None or put.of is not to.of:
+            return False
+        if _is_mask(index) and index.dim() == to.numbers.dim() + 1 and index.shape[-1] == 1:
+            index = index.squeeze(-1)
+        if isinstance(index, Tensor) and index.dim() > to.numbers.dim():
+            return False
+        place = _by_index(to.numbers, rows, index)
+        return place is not None and torch.equal(place, put.numbers)
 
     def _note_row_by_row(self, result: Tensor, sources: list[Picked]) -> None:
         """What is made of rows that stand alike has these rows, whatever is broadcast over them."""
@@ -235,6 +258,7 @@ _PICK: dict[Any, Callable[..., Any]] = {
     Tensor.repeat_interleave: _repeated,
     torch.repeat_interleave: _repeated,
 }
+_PUT = frozenset((Tensor.__setitem__, Tensor.masked_scatter, Tensor.masked_scatter_, torch.masked_scatter))
 _VIEWS = ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous", "clone", "to", "type_as")
 _KEEP = _PICK | {
     f: _viewed for name in (*_VIEWS, "float", "half", "bfloat16", "double") for f in (getattr(Tensor, name),)

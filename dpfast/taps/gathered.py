@@ -147,7 +147,10 @@ class RoutedLayer(TappedLayer):
         picked = picked_for((*args, *kwargs.values()), seen=self.gathers) if self.receives else None
         if picked is not None:
             with with_picked(picked):
-                return self.run_picked(picked, forward, args, kwargs)
+                output = self.run_picked(picked, forward, args, kwargs)
+            for outer in _here.following:
+                outer.gave_rows(output, picked)
+            return output
         if not self.sends:
             output = self.caught(forward, args, kwargs)
         else:

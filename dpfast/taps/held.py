@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from dpfast.arithmetic import is_traced, reduced_convolutions, reduced_products
-from dpfast.taps.passes import in_backward
+from dpfast.taps.passes import in_backward, saves_as_torch_does
 
-_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 _keeps_graph: Any = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
 
 
@@ -29,7 +28,7 @@ class Held:
         plain = type(output) is Tensor and output.device.type == "cpu" and output.dtype == made_of.dtype
         exact = not reduced_convolutions() and reduced_products() == 0.0
         here = not is_traced() and in_backward() is None and _keeps_graph is not None
-        if plain and exact and here and _hooks is not None and _hooks(True) is None:
+        if plain and exact and here and saves_as_torch_does():
             self._held = output.detach(), output._version, _seal(output), made_of.detach()
 
     def take(self, made_of: Tensor) -> Tensor | None:

@@ -243,11 +243,11 @@ def place_of(module: nn.Module, call: Call, other: Call, sizes: Sequence[int]) -
 
 
 def place_of_result(one: Sequence[Sequence[int]], two: Sequence[Sequence[int]], sizes: Sequence[int]) -> Place:
-    """Where the result of an operation has its samples, from one run on a batch of each of two sizes."""
+    """Where the result of an operation, or the first of several, has its samples, from one run on each of two sizes."""
     found = [_dims(x, y, sizes) for x, y in zip(one, two, strict=True)]
     if not any(found):
         return NO_SAMPLES
-    return next(iter(found[0])) if len(found) == 1 and list(found[0].values()) == [1] else None
+    return next(iter(found[0])) if list(found[0].values()) == [1] else None
 
 
 def _dims(one: Sequence[int], two: Sequence[int], sizes: Sequence[int]) -> dict[int, int | None]:

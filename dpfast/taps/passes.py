@@ -12,6 +12,8 @@ import torch
 
 _local = threading.local()
 
+_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -59,6 +61,11 @@ def in_backward() -> int | None:
     """The backward pass that runs in this thread."""
     task = torch._C._current_graph_task_id()
     return None if task == -1 else task
+
+
+def saves_as_torch_does() -> bool:
+    """Whether nobody else decides what is saved for the backward pass (checkpoints, offloading)."""
+    return _hooks is not None and _hooks(True) is None
 
 
 def forget_compiled_code() -> None:

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from dpfast.errors import EscapedGradientError, UnsupportedModuleError
 from dpfast.factors import Dense, Factor, OuterProduct, merge, standardised
-from dpfast.taps.passes import in_backward
+from dpfast.taps.passes import in_backward, saves_as_torch_does
 from dpfast.taps.registry import Activations
 
 Way = tuple[Any, ...]
@@ -89,6 +89,7 @@ class Shared(Tensor):
     way: Way
     transposed: Shared | None  # of which this is the transpose, (D, P)
     _copies: dict[Any, Tensor]
+    _made_by: Any  # autograd's node
 
     @classmethod
     def make(cls, tap: Owner, way: Way, value: Tensor, sources: Sequence[Source]) -> Shared:
@@ -100,14 +101,29 @@ class Shared(Tensor):
             made = value.as_subclass(cls)
         made.tap, made.way, made.value, made.sources = tap, way, value, tuple(sources)
         made.transposed, made._copies = None, {}
+        with torch._C.DisableTorchFunctionSubclass():
+            made._made_by = made.grad_fn
         return made
+
+    def settled(self) -> Tensor:
+        """Itself, or its value where that has no gradients.
+
+        Functions with a backward of their own (``autograd.Function``) run without gradients, and what they make gets
+        its history as it comes out, of which no subclass is told.
+        """
+        if not torch.is_grad_enabled() or isinstance(self.value, FakeTensor):
+            return self
+        with torch._C.DisableTorchFunctionSubclass():
+            if self.grad_fn is not self._made_by:
+                self._made_by, self.value = self.grad_fn, self.as_subclass(Tensor)
+            return self if self.requires_grad else self.value
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _ASKS and type(args[0]) is cls:
             return func(args[0].value, *args[1:], **(kwargs or {}))
         operation = Operation(func, args, kwargs or {})
-        return operation.shared[0].tap.follow(operation)
+        return operation.shared[0].tap.follow(operation) if operation.shared else operation.plain()
 
     def copies(self, dim: int, n: int) -> Tensor:
         """One for each of n samples, in dimension ``dim`` (of size 1, or one more before it), or in one more in front
@@ -222,11 +238,11 @@ class Operation:
     """
 
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]):
-        self.func, self.args, self.kwargs = func, args, kwargs
-        self.shared: list[Shared] = []
+        self.func = func
         found: list[Any] = []
-        self.plain_args, self.plain_kwargs = _plain((args, kwargs), found)
-        self.shared = [x for x in found if isinstance(x, Shared)]
+        self.args, self.kwargs = _settled((args, kwargs), found)
+        self.shared: list[Shared] = []
+        self.plain_args, self.plain_kwargs = _plain((self.args, self.kwargs), self.shared)
         self.others = [x for x in found if not isinstance(x, Shared)]
         self.way = (getattr(func, "__name__", None), *(x.way if isinstance(x, Shared) else x.dim() for x in found))
 
@@ -249,7 +265,9 @@ class Operation:
         asked for many gradients at once, within which no forward can run again."""
         with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
             output = self.plain()
-        return self.wrapped(output, lambda x: x.requires_grad)
+        # Within a function with a backward of its own. What that saves goes by the hooks, so there must be none.
+        inside = not torch.is_grad_enabled() and in_backward() is None and saves_as_torch_does()
+        return self.wrapped(output, lambda x: x.requires_grad or inside)
 
     def wrapped(self, output: Any, is_shared: Callable[[Tensor], bool], number: int = 0) -> Any:
         """The result, of whose tensors those are Shared that may have gradients."""
@@ -324,17 +342,35 @@ class Meeting:
         return self.tap.tapped(output, (tuple(inputs), {}), own, fresh=True, rule=met, as_is=True)
 
 
-def _plain(x: Any, found: list[Any] | None = None) -> Any:
-    """The same with plain tensors; ``found`` gets the tensors, in order."""
-    if isinstance(x, Tensor):
-        if found is not None:
+def _plain(x: Any, found: list[Shared] | None = None) -> Any:
+    """The same with plain tensors; ``found`` gets those that were Shared, in order."""
+
+    def plain(x: Tensor) -> Tensor:
+        if found is not None and isinstance(x, Shared):
             found.append(x)
         return x.value if isinstance(x, Shared) else x
+
+    return _each(x, plain)
+
+
+def _settled(x: Any, found: list[Any]) -> Any:
+    """The same with those Shared that have gradients; ``found`` gets the tensors, in order."""
+
+    def settled(x: Tensor) -> Tensor:
+        found.append(x)
+        return x.settled() if isinstance(x, Shared) else x
+
+    return _each(x, settled)
+
+
+def _each(x: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(x, Tensor):
+        return function(x)
     if isinstance(x, (tuple, list)):
-        parts = [_plain(y, found) for y in x]
+        parts = [_each(y, function) for y in x]
         return type(x)(*parts) if hasattr(x, "_fields") else type(x)(parts)
     if isinstance(x, dict):
-        return {k: _plain(y, found) for k, y in x.items()}
+        return {k: _each(y, function) for k, y in x.items()}
     return x
 
 

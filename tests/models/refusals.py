@@ -10,18 +10,6 @@ _BY_REASON: dict[Refused, dict[str, str]] = {
         "timm": "csatv2",
     },
     Refused(
-        r"used outside its own module's forward|a gradient reached a parameter of it",
-        "a weight used outside its module's forward in a way that has no rule",
-    ): {
-        "PEFT": "LoHa",
-    },
-    Refused(
-        r"it gets rows that .* makes out of its input in a way that is not followed",
-        "a layer's rows are picked by the data in a way that is not followed",
-    ): {
-        "transformers": "higgs_audio_v2",
-    },
-    Refused(
         r"takes positions for samples",
         "a layer whose own options take positions for samples",
     ): {

@@ -130,7 +130,7 @@ HEADS = {
     ),
     "AutoModel (sound)": (
         audio,
-        "wav2vec2",
+        "wav2vec2 wavlm",
     ),
 }
 

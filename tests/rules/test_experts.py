@@ -228,6 +228,37 @@ def summed_tokens(model, tokens, positions):
     return losses_of_tokens(model, tokens, positions).sum()
 
 
+class Shared(nn.Module):
+    """Experts that every token goes through."""
+
+    def __init__(self):
+        super().__init__()
+        module = pytest.importorskip("transformers.models.inkling.modeling_inkling")
+        sizes = {"n_shared_experts": 2, "moe_intermediate_size": 5, "hidden_size": 6, "hidden_act": "silu"}
+        self.first, self.gate = nn.Linear(3, 6), nn.Linear(6, 2)
+        self.experts = module.InklingSharedExperts(types.SimpleNamespace(**sizes))
+        for p in self.experts.parameters():
+            nn.init.normal_(p)
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.experts(x, gammas=self.gate(x).flatten(0, 1).sigmoid())
+
+
+@pytest.mark.parametrize("n", [1, 2, T])
+def test_experts_that_every_token_goes_through(n):
+    torch.manual_seed(0)
+    model, x = Shared(), torch.randn(n, T, 3)
+    exact = loop_over_samples(model, lambda m, x: torch.sin(m(x)).sum(), x)
+    wrapped = GradSampleModule(copy.deepcopy(model), loss_reduction="sum")
+    torch.sin(wrapped(x)).sum().backward()
+    for name, p in wrapped._module.named_parameters():
+        assert relative_error(p.grad_sample, exact[name]) <= 1e-5, name
+    wrapped = GradSampleModuleFastGradientClipping(model, loss_reduction="sum")
+    torch.sin(wrapped(x)).sum().backward()
+    assert relative_error(wrapped.get_norm_sample(), norms_of(exact)) <= 1e-5
+
+
 def test_explained():
     uses = dpfast.explain(mixtral(), input_ids=torch.randint(0, 20, (3, T))).uses
     found = {use.parameter.rpartition("mlp.")[2]: use.rule for use in uses if "mlp" in use.parameter}

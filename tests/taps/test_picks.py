@@ -8,6 +8,7 @@ from torch import nn
 
 from dpfast import GradSampleModule, GradSampleModuleFastGradientClipping
 from dpfast.errors import DpfastError
+from dpfast.taps.followed import Following
 from dpfast.testing import loop_over_samples, norms_of, relative_error
 
 D, T, E = 6, 5, 4
@@ -83,6 +84,18 @@ class Adapter(Routed):
         return y * weight
 
 
+class PutBack(Routed):
+    """Rows are put back where they were picked, in place or not, and picked again (Higgs Audio)."""
+
+    def routed(self, x, index, weight):
+        even, odd = index % 2 == 0, index % 2 == 1
+        y = x.masked_scatter(even[:, None], self.ffns[0](x[even]))
+        y = weight * y.masked_scatter(odd[:, None], self.ffns[1](y[odd]))
+        y[even] += self.ffns[2](y[even])
+        y[odd] = y[odd] + self.ffns[3](y[odd])
+        return y
+
+
 class Model(nn.Module):
     def __init__(self, block):
         super().__init__()
@@ -148,7 +161,7 @@ def assert_same(wrapped, plain, x):
         assert (found - exact[name]).norm() <= limit, name
 
 
-BLOCKS = [ByMask, ByNumber, Sorted, SortedBack, Adapter]
+BLOCKS = [ByMask, ByNumber, Sorted, SortedBack, Adapter, PutBack]
 
 
 @pytest.mark.parametrize("n", [2, 3, T])
@@ -189,6 +202,21 @@ def test_what_is_not_followed_is_refused():
         DpfastError, match=r"head\.\d \(Linear\): it gets rows that Head makes .* way that is not followed"
     ):
         loss(wrapped, torch.rand(3, T, 3) + 0.1).backward()
+
+
+def test_rows_that_are_put_elsewhere_are_not_followed():
+    x, even, odd = torch.randn(6, D), torch.arange(6) % 2 == 0, torch.arange(6) % 2 == 1
+    with Following("it", (x,)) as rows:
+        y = x.clone()
+        y[even] = x[even]
+        assert torch.equal(rows.picked(y).numbers, torch.arange(6))
+        y[even] = x[odd]
+        assert rows.picked(y) is None
+        assert rows.picked(x.masked_scatter(even[:, None], x[even])) is not None
+        assert rows.picked(x.masked_scatter(even[:, None], x[odd])) is None
+        assert rows.picked(x.masked_scatter(even[:, None], x[even].flip(0))) is None
+        assert rows.picked(x.masked_scatter(even[:, None].expand(6, D), x[even])) is None
+        assert rows.picked(x.masked_scatter(torch.rand(6, D) > 0.5, x)) is None
 
 
 @pytest.mark.parametrize("block", BLOCKS)

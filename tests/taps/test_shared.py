@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from own_backwards import AttentionInFull, BackwardInCheckpoint, BackwardOfSamples, OwnBackwards
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -183,7 +184,7 @@ class Products(nn.Module):
 
 MODELS = [
     *(Positions, PositionsOfShape, NotUsed, Prompt, TiedHead, FusedBias, FreeParameters),
-    *(RelativeBias, RelativeBiasInCheckpoint, ThroughLayers, Products),
+    *(RelativeBias, RelativeBiasInCheckpoint, ThroughLayers, Products, OwnBackwards, AttentionInFull),
 ]
 MODES = {
     "grad_sample": dpfast.GradSampleModule,
@@ -295,6 +296,8 @@ class OfTheirMean(Positions):
 
 
 LOST = {
+    BackwardOfSamples: (lambda m, out: out.sum(), r", b \(4,\): a gradient"),
+    BackwardInCheckpoint: (lambda m, out: out.sum(), r": a gradient reached a parameter"),
     Keeps: (lambda m, out: out.sum() + m.kept.square().sum(), r"table \(Embedding\): a gradient"),
     Distances: (lambda m, out: out.sum(), r"parameter table\.weight"),
     Penalty: (lambda m, out: out, r"parameter head\.weight"),
