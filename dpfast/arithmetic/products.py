@@ -52,7 +52,7 @@ def batched(x: Tensor, y: Tensor, *, scale: float = 1.0, add_to: Tensor | None =
         return x.new_zeros(n, r, c) if add_to is None else add_to
     if is_traced():  # the batch's size is the graph's own
         product = torch.bmm(x, y) if scale == 1.0 else torch.bmm(x, y) * scale
-        return product if add_to is None else add_to + product
+        return product if add_to is None else add_to.add_(product)
     if x.dtype == torch.float64 and x.device.type == "cpu" and not (add_to is None and _on_lines(x) and _on_lines(y)):
         product = batched(_to_lines(x), _to_lines(y))[:, :r, :c]
         product = product.contiguous() if scale == 1.0 else product * scale

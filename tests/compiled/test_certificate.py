@@ -102,3 +102,29 @@ def test_one_sample_moves_the_sum_by_at_most_c(name, n, which, c, weight, seed):
     others = everyone.clone()
     others[which % n] = False
     assert (total(everyone) - total(others)).norm() <= c * (1.0 + 1e-5 * n)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(
+    ("t", "d", "p"),
+    [
+        (3, 1100, 40),  # Gram matrices, of features in blocks of 512
+        (3, 40, 1100),
+        (700, 5, 4),  # written gradients, of positions in blocks of 256
+        (700, 150, 140),  # norms formed in pieces, of positions in blocks
+    ],
+)
+def test_sums_in_blocks_have_every_block(backend, t, d, p):
+    torch.manual_seed(0)
+    net = nn.Linear(d, p)
+    a, b = torch.randn(3, t, d), torch.randn(3, t, p)
+    gradients = torch.einsum("ntp,ntd->npd", b.double(), a.double()).flatten(1), b.double().sum(1)
+    exact = torch.cat(gradients, dim=1).norm(dim=1)
+    limit = float(exact.median())
+    step = dpfast.compile_step(net, products, max_grad_norm=limit, batch_size=3, backend=backend)
+    step(a, b)
+    torch.testing.assert_close(step.norms.double(), exact, rtol=1e-5, atol=0)
+    assert (step.clip_factors.double() * exact <= limit).all()
+    total = (step.clip_factors.double()[:, None] * torch.cat(gradients, dim=1)).sum(0)
+    found = torch.cat([net.weight.grad.flatten(), net.bias.grad]).double()
+    assert (found - total).norm() <= 1e-5 * total.norm()
