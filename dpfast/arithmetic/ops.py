@@ -157,11 +157,15 @@ def certified_sq_norm(
 
 def norm_way(activations: Tensor, backprops: Tensor) -> cost.Way:
     """The way that "auto" takes for (N, T, ·) inputs: by ``cost.py``, and the direct one where a gradient is small."""
-    t, d, p = activations.shape[1], activations.shape[2], backprops.shape[2]
+    return norm_ways(activations, backprops, activations.shape[1:2])[0]
+
+
+def norm_ways(activations: Tensor, backprops: Tensor, lengths: Sequence[int]) -> list[cost.Way]:
+    """:func:`norm_way` of inputs that have these in the place of T."""
+    d, p = activations.shape[-1], backprops.shape[-1]
     small = d * p * accumulating_dtype(activations, backprops).itemsize <= cost.SMALL_GRADIENT
-    if t > 1 and small and not runs_kernels(activations, backprops):
-        return "direct"
-    return cost.norm_way(t, d, p, activations.device)
+    small = small and not runs_kernels(activations, backprops)
+    return ["direct" if small and t > 1 else cost.norm_way(t, d, p, activations.device) for t in lengths]
 
 
 def unfinished_norm(activations: Tensor, backprops: Tensor) -> Unfinished | None:

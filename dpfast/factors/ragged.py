@@ -161,12 +161,9 @@ class Ragged:
         alike: dict[int, Any] = {}
         if isinstance(rows, OuterProduct) and rows.activations.shape[1] == 1 and not ops.runs_kernels(rows.backprops):
             lengths = [bucket.length for bucket in self.runs.buckets]
-            for i, t in enumerate(lengths):
-                if (
-                    ops.norm_way(*(x.new_empty(0, t, x.shape[-1]) for x in (rows.activations, rows.backprops)))
-                    == "gram"
-                ):
-                    alike.setdefault(gram_positions(t), []).append(i)
+            for i, way in enumerate(ops.norm_ways(rows.activations, rows.backprops, lengths)):
+                if way == "gram":
+                    alike.setdefault(gram_positions(lengths[i]), []).append(i)
         alike = {length: tuple(some) for length, some in alike.items() if len(some) > 1}
         yield from self._parts("sq_norm", without={i for some in alike.values() for i in some})
         for length, some in alike.items():

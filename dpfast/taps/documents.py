@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dpfast.errors import DpfastError, InputError, UnsupportedModuleError
+from dpfast.taps.boundaries import shows, steps
 from dpfast.taps.fingerprints import fingerprints
 from dpfast.taps.gathered import following_model, picked_here
 from dpfast.taps.inputs import Structure, leaves_of
 from dpfast.taps.layout import Place, Rows, kind_here, tokens_in
+from dpfast.taps.passes import in_backward
 from dpfast.taps.registry import find_by_row, find_forward
 from dpfast.taps.tap import Tap
 from dpfast.taps.witness import OfCopy, copied, same_random_numbers, stand_ins
@@ -29,13 +31,28 @@ from dpfast.taps.witness import OfCopy, copied, same_random_numbers, stand_ins
 _SAME = 0.02
 """How far, in norm, a layer's rows may be from those of its tokens in another order: rounding, in 16 bits too."""
 
+_MASKED = -1e4
+"""What an additive mask has, or less, where it masks."""
+
+_LOST = 2.0**-10
+"""What is added to gradients, so that what torch's flash attention on a CPU lets through a mask of -1e9 is lost in
+rounding: its exponential ends at 1e-38 and not at 0."""
+
 _OF_ALL = (
     "it is one number of all units' tokens (a mean divides one unit's gradient by how many the others have; take what "
     "the model gives for each token, and units.sums(losses of tokens))"
 )
 
+_IN_BACKWARD = (
+    "{}: the gradient at a token's row of its output changes with another unit's tokens, and what the forward pass "
+    "gives does not; units meet in the backward pass, behind it (a hook on a tensor or module, or a function with a "
+    "backward of its own, that looks at whole rows: make it look at each token)"
+)
+
 Key = tuple[int, Any]
 """The number of a tap and the rank of its output; None: of pieces."""
+
+_Prints = dict[Key, list[Tensor | None]]
 
 
 class Told(NamedTuple):
@@ -78,7 +95,7 @@ class Documents:
         rows = ids.movedim(receiver.batch_dim, 0).flatten(1)
         somebodys, last = rows >= 0, rows.amax(1, keepdim=True)
         several = bool((rows.where(somebodys, last) < last).any())
-        shown = tuple(_shows(x, ids, receiver.batch_dim) for x in leaves_of(inputs) if isinstance(x, Tensor))
+        shown = tuple(shows(x, ids, receiver.batch_dim) for x in leaves_of(inputs) if isinstance(x, Tensor))
         key = (kind_here(receiver), several, bool(somebodys.all()), shown)
         if key not in self._told:
             self._told[key] = _Look(receiver, self._taps, inputs, ids).told()
@@ -90,6 +107,8 @@ class _Run(NamedTuple):
     outputs: list[Tensor | None]  # by token, or by sample
     losses: set[int]  # those of the outputs that are one number
     not_rowwise: set[Key]
+    caught: list[tuple[Key, Place, Tensor]]  # outputs of layers, until there are
+    grads: dict[Key, list[Tensor | None]]  # as calls, of the gradients that come back to them
 
 
 class _Look:
@@ -125,25 +144,20 @@ class _Look:
 
     def _told(self) -> Told:
         with same_random_numbers() as again:
-            base, masks = self._run(None, again), self._masks()
-            runs = [self._run(mask, again) for mask in masks]
-            changed = {key for run in runs for key in base.calls if self._changes(base, run, key).any()}
+            base, masks = self._run(None, again, backwards=True), self._masks()
+            runs = [self._run(mask, again, backwards=True) for mask in masks]
+            changed = {key for run in runs for key in base.calls if self._changes(base.calls, run.calls, key).any()}
+            met = self._mixed(base.grads, masks, [run.grads for run in runs])
             if masks and not changed:
                 raise ValueError("no layer's output changed")
             inert = base.calls.keys() - changed
             if inert:  # what the exchange does not reach is exchanged itself
                 masks = [*masks, *masks]
                 runs += [self._run(mask, again, inert) for mask in masks[len(runs) :]]
-            mixed = [
-                key
-                for key in base.calls
-                if any(
-                    (self._changes(base, run, key) & self._others(m)).any() for m, run in zip(masks, runs, strict=True)
-                )
-            ]
+            mixed = self._mixed(base.calls, masks, [run.calls for run in runs])
             outputs = {i: why for i in range(len(base.outputs)) if (why := self._output(i, base, masks, runs))}
             of_nobody = frozenset(i for i in range(len(base.outputs)) if self._meet_in_nobodys(i, base, runs))
-            if (mixed or outputs) and not _alike(base, self._run(None, again)):
+            if (mixed or outputs or met) and not _alike(base, self._run(None, again, backwards=True)):
                 raise ValueError("the same inputs gave other numbers when repeated")
             not_rowwise = self._run(None, again, rowwise=True).not_rowwise
         if mixed:
@@ -152,6 +166,9 @@ class _Look:
                 "units meet in it, or between it and the layer before, and clipping bounds nothing. Mask attention by "
                 "document (Hugging Face: position_ids that start again at 0, no attention_mask, use_cache=False)"
             )
+        if met and not outputs:  # the last that ran is the first that gradients come to
+            last = [key for key in base.calls if key in met][-1]
+            raise UnsupportedModuleError(_IN_BACKWARD.format(self.taps[last[0]].layer))
         outputs |= dict.fromkeys(base.losses, _OF_ALL)
         layers: dict[tuple[int, Any], str | None] = {}
         for key, calls in base.calls.items():
@@ -167,10 +184,15 @@ class _Look:
         """Tokens of units that are not exchanged."""
         return (~mask & (self.ids >= 0)).flatten()
 
-    def _changes(self, base: _Run, run: _Run, key: Key) -> Tensor:
+    def _mixed(self, base: _Prints, masks: Sequence[Tensor], runs: Sequence[_Prints]) -> list[Key]:
+        """Layers where a unit's rows changed with another's tokens."""
+        pairs = list(zip(masks, runs, strict=True))
+        return [k for k in base if any((self._changes(base, run, k) & self._others(m)).any() for m, run in pairs)]
+
+    def _changes(self, base: _Prints, run: _Prints, key: Key) -> Tensor:
         """By token: whether one of a layer's uses has changed."""
         found = torch.zeros(self.ids.numel(), dtype=torch.bool)
-        for one, two in zip(base.calls[key], run.calls.get(key, []), strict=False):
+        for one, two in zip(base[key], run.get(key, []), strict=False):
             if one is not None and two is not None:
                 found |= one != two
         return found
@@ -213,6 +235,7 @@ class _Look:
         inert: frozenset[Key] | set[Key] = frozenset(),
         *,
         rowwise: bool = False,
+        backwards: bool = False,
     ) -> _Run:
         leaves = [x.clone() if isinstance(x, Tensor) else x for x in self.leaves]
         if mask is not None and not inert:
@@ -221,14 +244,15 @@ class _Look:
                 if isinstance(x, Tensor) and x.shape[: raw.dim()] == raw.shape and not self._is_structure(x):
                     leaves[i] = _exchanged(x, raw.to(x.device))
         model, taps = copied(self.model, self.taps, self.others)
-        run = _Run({}, [], set(), set())
+        run = _Run({}, [], set(), set(), [], {})
+        whole = all(not hasattr(p, "device_mesh") for p in self.model.parameters())
         for i, tap in enumerate(taps):
             _Witness.of(tap, i, run, self.places, self.ids.shape, mask if inert else None, inert, rowwise)
         again()
         args, kwargs = self.structure.unflatten(leaves)
-        with following_model(taps[0].taps, model, leaves):
-            output = model(*args, **kwargs)
-        for i, x in enumerate(tree_leaves(output)):
+        with following_model(taps[0].taps, model, leaves), torch.set_grad_enabled(backwards and whole):
+            outputs = tree_leaves(model(*args, **kwargs))
+        for i, x in enumerate(outputs):
             prints = None
             if isinstance(x, Tensor) and x.is_floating_point() and x.dim() <= 1 == x.numel():
                 run.losses.add(i)
@@ -236,17 +260,37 @@ class _Look:
                 rows = tokens_in(x, self.dim, self.ids.shape)
                 prints = fingerprints(x, self.dim) if rows is None else fingerprints(rows, 0)
             run.outputs.append(None if prints is None else prints.cpu())
+        self._note_gradients(run, outputs)
         return run
 
+    def _note_gradients(self, run: _Run, outputs: Sequence[Any]) -> None:
+        """Those of a loss whose gradient at a token's entries of the outputs depends on these alone."""
+        nobodys = (self.raw < 0).flatten()
+        of_tokens = [
+            x for x, p in zip(outputs, run.outputs, strict=True) if _length(p) == len(nobodys) and x.requires_grad
+        ]
+        own = [torch.where(x.detach().isfinite(), x.detach().cos(), 0.0) for x in of_tokens]
+        for x in own:
+            x.view(len(nobodys), -1)[nobodys.to(x.device)] = 0.0
+        tensors = [x for *_, x in run.caught]
+        try:
+            given = torch.autograd.grad(of_tokens, tensors, own, allow_unused=True) if of_tokens and tensors else ()
+        except Exception:  # whatever somebody's functions raise, reentrant checkpoints too
+            given = ()
+        for (key, place, _), grad in zip(run.caught, given, strict=False):
+            rows = None if grad is None else tokens_in(grad, place, self.ids.shape)
+            run.grads.setdefault(key, []).append(None if rows is None else fingerprints(rows + _LOST, 0).cpu())
+        run.caught.clear()
+
     def _is_structure(self, x: Tensor) -> bool:
-        """Whether it says which documents there are: masks, document numbers, positions that count up by one within
-        each unit's tokens."""
-        if x.dtype == torch.bool:
+        """Whether it says which documents there are: masks (additive ones too), document numbers, positions that count
+        up by one within each unit's tokens."""
+        if x.dtype == torch.bool or (x.is_floating_point() and bool(((x == 0) | (x <= _MASKED)).all())):
             return True
         if x.dim() > self.raw.dim():
             return False
-        steps = _steps(x, self.ids, self.dim)[0]
-        return bool(len(steps)) and any(bool((steps == step).all()) for step in (0, 1))
+        within = steps(x, self.ids, self.dim)[0]
+        return bool(len(within)) and any(bool((within == step).all()) for step in (0, 1))
 
 
 class _Witness(OfCopy):
@@ -272,11 +316,13 @@ class _Witness(OfCopy):
         forward = forward if by_row is None else partial(by_row, self.module)
         output = forward(*args, **kwargs)
         outputs = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]
-        if not outputs:
+        if not outputs or in_backward() is not None:  # repeated there, where it is checkpointed
             return output
         key = (self.number, outputs[0].dim() if find_forward(self.module) is None else None)
         rows = self._tokens(outputs[0], places.get(key))
         self.seen.calls.setdefault(key, []).append(None if rows is None else fingerprints(rows, 0).cpu())
+        if outputs[0].requires_grad and picked_here() is None:
+            self.seen.caught.append((key, places.get(key), outputs[0]))
         if rows is not None and rowwise and not self._is_rowwise(forward, args, kwargs, places.get(key), rows):
             self.seen.not_rowwise.add(key)
         if rows is not None and mask is not None and key in inert and isinstance(output, Tensor):
@@ -326,32 +372,6 @@ class _Witness(OfCopy):
         return bool((output.flip(0).double() - rows.double()).norm() <= _SAME * rows.double().norm())
 
 
-def _steps(x: Tensor, ids: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """From each token's number to the next one's: within units, and from one unit to another. ids: samples in front."""
-    ids, x = ids.flatten(1), x.movedim(dim, 0).flatten(1).cpu()
-    same = ids[:, 1:] == ids[:, :-1]
-    steps = x[:, 1:] - x[:, :-1]
-    return steps[same & (ids[:, 1:] >= 0)], steps[~same]
-
-
-def _shows(x: Tensor, raw: Tensor, dim: int) -> Any:
-    """What an input shows of where units end: one that shows something else may bring units together."""
-    ids = raw.movedim(dim, 0)
-    whole = x.dtype != torch.bool and not x.is_floating_point()
-    if whole and x.shape == raw.shape:  # positions, document numbers
-        within, between = _steps(x, ids, dim)
-        return tuple(s for s in (0, 1) if bool((within == s).all()) and not bool((between == s).any()))
-    if whole and x.dim() == 1:  # where units start in one long row
-        starts = (ids.flatten()[1:] != ids.flatten()[:-1]).nonzero().flatten() + 1
-        return bool(torch.isin(starts, x.cpu()).all())
-    t = ids.shape[1]
-    if not whole and ids.dim() == 2 and x.dim() > 2 and x.shape[-2:] == (t, t) and x.shape[0] in (1, len(ids)):
-        allowed = (x if x.dtype == torch.bool else x == 0).view(len(x), -1, t, t)
-        between = (ids[:, :, None] != ids[:, None, :])[:, None].to(x.device)
-        return bool((allowed & between).any()), bool((~allowed & between).any())
-    return None
-
-
 def _exchanged(x: Tensor, mask: Tensor) -> Tensor:
     """With other tokens where the mask says so, of those that are there."""
     if not x.is_floating_point() and not x.is_complex():
@@ -373,5 +393,7 @@ def _alike(one: _Run, two: _Run) -> bool:
     def equal(x: Tensor | None, y: Tensor | None) -> bool:
         return x is y if x is None or y is None else torch.equal(x, y)
 
-    calls = all(len(x) == len(two.calls.get(k, [])) and all(map(equal, x, two.calls[k])) for k, x in one.calls.items())
+    both = [(one.calls, two.calls), (one.grads, two.grads)]
+    pairs = [(x, there.get(k, [])) for here, there in both for k, x in here.items()]
+    calls = all(len(x) == len(y) and all(map(equal, x, y)) for x, y in pairs)
     return calls and all(map(equal, one.outputs, two.outputs))

@@ -338,3 +338,38 @@ def test_all_documents_in_one_row():
     step(module, (tokens, positions, ids, labels))
     assert relative_error(module.get_norm_sample(), norms_of(exact)) <= 1e-5
     assert_gradients(gradients(module), clipped_sum(exact, module.max_grad_norm), tolerance=3e-5)
+
+
+class _AsLongAsOne(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / grad.norm(dim=1, keepdim=True).clamp(min=1e-6)
+
+
+class Norm(nn.LayerNorm):
+    def forward(self, x):
+        if x.requires_grad:
+            x.register_hook(lambda g: g - g.mean(1, keepdim=True))
+        return super().forward(x)
+
+
+class MeetsInBackward(Packed):
+    def forward(self, tokens, positions):
+        return _AsLongAsOne.apply(super().forward(tokens, positions))
+
+
+@pytest.mark.parametrize("where", ["output", "hook"])
+def test_documents_that_meet_in_the_backward_pass_alone_are_refused(where):
+    """As gradients that are normalised row by row."""
+    model, (batch, _) = (MeetsInBackward() if where == "output" else Packed()), packed()
+    if where == "hook":
+        model.norm = Norm(12)
+    message = r"\w+ \(.*the gradient at a token's row .* units meet in the backward pass"
+    module = Module(model, loss_reduction="sum")
+    with pytest.raises(UnsupportedModuleError, match=message):
+        step(module, batch)
+    assert all(p.grad is None for p in module.parameters())

@@ -94,6 +94,7 @@ def test_with_epsilon_and_capped():
     [
         ({"user_of_record": USERS[:-1]}, "user_of_record has 11 entries for a data set of 12"),
         ({"grad_sample_mode": "dpfast_two_pass"}, "goes with grad_sample_mode='dpfast'"),
+        ({"grad_sample_mode": "dpfast_compiled"}, "goes with grad_sample_mode='dpfast'"),
         ({"grad_sample_mode": "hooks"}, "goes with grad_sample_mode='dpfast'"),
         ({"poisson_sampling": False}, "Poisson sampling"),
     ],
