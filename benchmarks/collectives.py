@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -54,6 +55,8 @@ class Collectives:
 
     sent: list[Sent] = field(default_factory=list)
     in_flight: int = 0  # the most bytes that were on their way at one time
+    exposed: float = 0.0  # seconds in which something was on its way, and this thread did not run
+    _since: tuple[float, float] = (0.0, 0.0)
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -71,8 +74,16 @@ class Collectives:
 
     def wait(self, start: int, end: int) -> None:
         """Those of these numbers have been waited for."""
+        self._look()
         for one in self.sent[start:end]:
             one.done = True
+
+    def _look(self) -> None:
+        """What is on its way changes: until now it was what it is."""
+        now = time.perf_counter(), time.thread_time()
+        if any(not one.done for one in self.sent):
+            self.exposed += (now[0] - self._since[0]) - (now[1] - self._since[1])
+        self._since = now
 
     def compute(self) -> None:
         """A matrix product runs."""
@@ -80,6 +91,7 @@ class Collectives:
             one.covered = one.covered or not one.done
 
     def start(self, kind: str, size: int) -> None:
+        self._look()
         self.sent.append(Sent(kind, size))
         self.in_flight = max(self.in_flight, sum(one.bytes for one in self.sent if not one.done))
 
@@ -128,19 +140,19 @@ class _Watch(TorchDispatchMode):
         if any(issubclass(t, DTensor | AsyncCollectiveTensor) for t in types):
             return NotImplemented  # they send, and wait for, what they have to by operations that come here again
         namespace, name = func._schema.name.split("::")
-        if namespace in ("c10d", "_c10d_functional"):
-            if name in KINDS:
-                self._into.start(KINDS[name], _given(name, args))
-            elif name == "wait_tensor":
-                number = self._functional.pop(args[0].data_ptr(), None)
-                self._into.wait(*((number, number + 1) if number is not None else (0, 0)))
-            elif name not in OTHERS:
-                raise NotImplementedError(f"{func} is not counted; put it into KINDS")
+        crosses = namespace in ("c10d", "_c10d_functional")
+        if crosses and name in KINDS:
+            self._into.start(KINDS[name], _given(name, args))
+        elif crosses and name not in OTHERS:
+            raise NotImplementedError(f"{func} is not counted; put it into KINDS")
         elif name in PRODUCTS:
             self._into.compute()
         result = func(*args, **(kwargs or {}))
         if namespace == "_c10d_functional" and name in KINDS:
             self._functional[result.data_ptr()] = len(self._into.sent) - 1
+        elif crosses and name == "wait_tensor":
+            number = self._functional.pop(args[0].data_ptr(), None)
+            self._into.wait(*((number, number + 1) if number is not None else (0, 0)))
         return result
 
 

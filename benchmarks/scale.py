@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -43,6 +44,7 @@ from dpfast.testing import clipped_sum, loop_over_samples, relative_error
 
 ROUNDS = 12
 WRAPPERS = ("none", "DDP", "FSDP2", "TP")
+WATCHED = 5  # rounds in which it is watched what is on its way, which takes time itself
 CHECKED = 2  # samples of each rank that go through the loop in fp64
 TOLERANCE = {"FSDP2, bf16": 0.05}  # else 1e-3, as of step.py: dpfast's norms are upper ends
 SMALL = (
@@ -87,6 +89,8 @@ def measure(wrapper: str, workload: Workload, rounds: int, chosen: list[str]) ->
             row["note"] = reason(error)
     for name, row in _timed(legs, batch, rounds).items() if rounds else ():
         rows[name].update(row)
+    for name, exposed in _exposed(legs, batch, min(rounds, WATCHED)).items():
+        rows[name]["exposed_ms"] = exposed
     return list(rows.values())
 
 
@@ -156,25 +160,24 @@ def _tensors(of: Any) -> Iterator[Tensor]:
 
 
 def _timed(legs: dict[str, Leg], batch: tuple[Tensor, ...], rounds: int) -> dict[str, dict[str, Any]]:
-    """Milliseconds a step: "cpu_ms" of all ranks together, "wall_ms" of the slowest, "waits_ms", the least of a round
-    that a rank's own thread did not run; the ratios are medians over rounds of (leg / plain) within a round."""
+    """Milliseconds a step: "cpu_ms" of all ranks together, "wall_ms" of the slowest; the ratios are medians over rounds
+    of (leg / plain) within a round."""
     taken: dict[str, list[list[float]]] = {name: [] for name in legs}
     gc.disable()
     for i in range(rounds + 1):
         for name in legs if i % 2 else reversed(legs):
             dist.barrier()
-            start = (time.process_time(), time.perf_counter(), time.thread_time())
+            start = (time.process_time(), time.perf_counter())
             legs[name].step(*batch)
-            end = (time.process_time(), time.perf_counter(), time.thread_time())
+            end = (time.process_time(), time.perf_counter())
             taken[name].append([1e3 * (b - a) for a, b in zip(start, end, strict=True)])
         gc.collect()
     gc.enable()
     own = torch.tensor([taken[name][1:] for name in legs], dtype=torch.float64)  # the first round warms up
     every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(every, own)
-    times = torch.stack(every)  # (ranks, legs, rounds, 3)
+    times = torch.stack(every)  # (ranks, legs, rounds, 2)
     cpu, wall = times[..., 0].sum(0), times[..., 1].amax(0)
-    waits = (times[..., 1] - times[..., 2]).mean(0)
     rows, plain = {}, list(legs).index("plain")
     for i, name in enumerate(legs):
         low, ratio, high = statistics.quantiles((cpu[i] / cpu[plain]).tolist(), n=4)
@@ -184,10 +187,23 @@ def _timed(legs: dict[str, Leg], batch: tuple[Tensor, ...], rounds: int) -> dict
             "quartiles": [round(low, 4), round(high, 4)],
             "wall_ms": round(float(wall[i].median()), 3),
             "wall_ratio": round(float((wall[i] / wall[plain]).median()), 4),
-            "waits_ms": round(float(waits[i].min()), 3),
             "rounds": rounds,
         }
     return rows
+
+
+def _exposed(legs: dict[str, Leg], batch: tuple[Tensor, ...], rounds: int) -> dict[str, float]:
+    """Milliseconds of a step in which a collective is on its way and the rank's thread does not run: the median over
+    rounds of the mean over ranks."""
+    taken = torch.zeros(rounds, len(legs), dtype=torch.float64)
+    for of_round in taken:
+        for i, leg in enumerate(legs.values()):
+            dist.barrier()
+            of_round[i] = 1e3 * counted(partial(leg.step, *batch)).exposed
+    if rounds:
+        dist.all_reduce(taken)
+    medians = (taken / dist.get_world_size()).median(0).values.tolist() if rounds else []
+    return {name: round(ms, 3) for name, ms in zip(legs, medians, strict=False)}
 
 
 def rank_main(rank: int, ranks: int, store: str, names: str, wrappers: str, legs: str, rounds: int) -> None:

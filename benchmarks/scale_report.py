@@ -13,10 +13,10 @@ HOW = (
     "wrapper) within a round, its quartiles beside it. *None* is the step of one process, which each rank takes by "
     "itself: what a ratio would be without a wrapper. *Wall* is the same ratio of wall times of the slowest rank. "
     "Ranks are processes that share cores with each other and with whatever else runs, so wall times say little "
-    "here. *Waits* is the wall time of a step in which a rank's own thread does not run, the mean over ranks, of "
-    "the round in which it is least: waits for collectives, and for a core; that of *none*, which has no "
-    "collectives, tells how much of it is the latter. What overlaps is counted, not timed: *exposed* are the bytes "
-    "of collectives beside which no matrix product ran between the start and the wait. On a CPU FSDP2's own "
+    "here. *Exposed, ms* is the time in which a collective is on its way and the rank's own thread does not run, "
+    "because it waits (or another process has its core): the median over rounds of the mean over ranks, in steps "
+    "of their own, empty in rows of before it was measured. *Exposed, MB* are the bytes of collectives beside which "
+    "no matrix product ran between the start and the wait. On a CPU FSDP2's own "
     "collectives block, on a GPU they run beside the backward. Bytes are those that one rank puts in, MB are 10⁶. "
     "*Peak* is the most that tensors take in a forward and backward beyond what stands between steps (without "
     "gradients), *kept* what of it are the samples' factors when the sums begin, *flying* the most that is on its "
@@ -53,10 +53,10 @@ def _measured(rows: list[dict]) -> Iterator[str]:
         yield f"{cpu}, {instructions}, gloo, torch {some['torch']}, commit {some['commit']}, {some['date']}:"
         yield ""
         yield (
-            "| wrapper | leg | ms | ratio | quartiles | wall | waits, ms | collectives: calls · MB | exposed, MB | "
-            "peak, MB | kept, MB | flying, MB | error |"
+            "| wrapper | leg | ms | ratio | quartiles | wall | collectives: calls · MB | exposed, ms | "
+            "exposed, MB | peak, MB | kept, MB | flying, MB | error |"
         )
-        yield "|---|---|--:|--:|--:|--:|--:|---|--:|--:|--:|--:|--:|"
+        yield "|---|---|--:|--:|--:|--:|---|--:|--:|--:|--:|--:|--:|"
         for (wrapper, leg), row in legs.items():
             yield f"| {wrapper} | {leg} | {' | '.join(_cells(row))} |"
 
@@ -69,8 +69,8 @@ def _cells(row: dict) -> Iterator[str]:
     yield f"{row['ratio_plain']:.2f}"
     yield "–".join(f"{q:.2f}" for q in row["quartiles"])
     yield f"{row['wall_ratio']:.2f}"
-    yield f"{row['waits_ms']:.1f}"
     yield sent(row["collectives"])
+    yield f"{row['exposed_ms']:.1f}" if "exposed_ms" in row else ""
     yield _mb(sum(of["exposed"] for of in row["collectives"].values()))
     yield _mb(row["peak"])
     yield _mb(row["kept"]) if "kept" in row else ""

@@ -89,6 +89,7 @@ def test_every_leg_is_right_and_timed(two, tmp_path):
             continue
         assert "note" not in row, row
         assert row.get("error", 0.0) <= scale.TOLERANCE.get(row["wrapper"], 1e-3)
+        assert row["exposed_ms"] >= 0.0 and (row["exposed_ms"] > 0.0) == (row["wrapper"] != "none")
         assert min(row[name] for name in ("cpu_ms", "ratio_plain", "wall_ms", "wall_ratio", "peak")) > 0
     table = rows.Rows(tmp_path / "scale.jsonl", {**rows.environment("cpu"), "cpu": "a CPU", "instructions": "AVX2"})
     for row in two:
@@ -115,12 +116,12 @@ def test_tables_are_made_of_rows_alone(tmp_path):
     sent = {"reduce-scatter": {"calls": 3, "bytes": 2**21, "exposed": 2**20}}
     memory = {"in_flight": 2**20, "peak": 3 * 2**20, "kept": 2**20}
     times = {"cpu_ms": 10.0, "ratio_plain": 1.25, "quartiles": [1.2, 1.3], "wall_ms": 6.0, "wall_ratio": 1.5}
-    leg = {"what": "step", "workload": "a model", "wrapper": "FSDP2", "waits_ms": 1.0, "rounds": 8, "error": 1e-4}
+    leg = {"what": "step", "workload": "a model", "wrapper": "FSDP2", "exposed_ms": 1.0, "rounds": 8, "error": 1e-4}
     old = {**where, **leg, **times, "leg": "dpfast", "collectives": sent, **memory, "ratio_plain": 9.0}
     new = {**old, "ratio_plain": 1.25}
     text = "\n".join(scale_report.lines([old, new, {**where, **leg, "leg": "Opacus", "note": "no"}]))
     assert "9.00" not in text
-    assert "| FSDP2 | dpfast | 10.0 | 1.25 | 1.20–1.30 | 1.50 | 1.0 | 3 · 2.10 reduce-scatter | 1.05 |" in text
+    assert "| FSDP2 | dpfast | 10.0 | 1.25 | 1.20–1.30 | 1.50 | 3 · 2.10 reduce-scatter | 1.0 | 1.05 |" in text
     assert "| FSDP2 | Opacus | no |" in text
     (tmp_path / "scale.jsonl").write_text(json.dumps(new) + "\n")
     assert "7B" in report.scale_page(tmp_path)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 DISAGREEMENT = (
     "ranks disagree on what is clipped to what, or on which step this is: max_grad_norm, the clipper, loss_reduction, "
-    "whether samples are clipped or units (and per_unit), "
+    "whether samples are clipped or units (and per_unit), by what names the model's inputs come, "
     "the trainable parameters, the optimizer's noise_multiplier, expected batch size and secret, the length and the "
     "sample rate of the loader, and the number of its batches that were taken and of backward passes before each step "
     "must be the same on all of them (with BatchMemoryManager the latter is not); no gradient was released"

@@ -117,10 +117,11 @@ class DDPSums:
         """What is in ``p.grad``."""
         return p.grad
 
-    def keep_promises(self) -> None:
+    def keep_promises(self, then: Callable[[], None]) -> None:
         """The first of two passes has no sums: DDP gets its buckets back as they are, and nothing is sent."""
         for bucket, future in self._take_promised():
             future.set_result(bucket.buffer())
+        torch.autograd.Variable._execution_engine.queue_callback(then)  # DDP copies its buckets in one before it
 
     def reduce(
         self,

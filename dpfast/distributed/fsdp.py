@@ -43,6 +43,7 @@ class ShardedSums:
         self._model, self._own, self._root = model, own, root
         self._units = list(_units(model, own, root))
         self._held: dict[nn.Parameter, Tensor] = {}
+        self._agreed: list[list[nn.Parameter]] | None = None  # what each unit's message has a place for, on all ranks
 
     def __reduce__(self) -> Any:
         return type(None), ()
@@ -105,8 +106,9 @@ class ShardedSums:
         """What is kept of it, once."""
         return self._held.pop(p, None)
 
-    def keep_promises(self) -> None:
+    def keep_promises(self, then: Callable[[], None]) -> None:
         """None were made."""
+        then()
 
     def reduce(
         self,
@@ -117,7 +119,11 @@ class ShardedSums:
         *settings: object,
     ) -> None:
         """As :class:`dpfast.distributed.Sums` says; ``total`` is asked unit by unit in the order of the backward, and
-        ``p.grad`` is this rank's part, a DTensor as the parameter."""
+        ``p.grad`` is this rank's part, a DTensor as the parameter.
+
+        Ranks that do not train the same would send messages of other lengths, which no rank could read. So messages
+        have places for what all ranks have agreed on before, by themselves in the first step: zeros for what has been
+        frozen since, and what has been unfrozen goes by itself once all have agreed on it."""
         wanted = set(parameters)
         if not wanted.issubset(p for unit in self._units for p in unit):  # something has been unfrozen
             self._units = list(_units(self._model, self._own, self._root))
@@ -125,20 +131,27 @@ class ShardedSums:
         units = [[p for p in unit if p in wanted] for unit in self._units]
         units = [unit for unit in units if unit]
         same = agreement(*settings, [names.get(p) for p in parameters])
-        flying: list[_Flight] = []
-        landed: dict[nn.Parameter, Tensor] = {}
-        agree = None
-        for i, unit in enumerate(units):
-            flying.append(_scattered(unit, total, same if i == len(units) - 1 else None))
-            if len(flying) == _LEAST_IN_FLIGHT:
-                landed.update(flying.pop(0).land())
-        for flight in flying:
-            landed.update(flight.land())
-            agree = ranks_agree(flight.output[-len(same) :], self.number)
-        if agree is not None and agree.device.type == "cpu" and not agree:
+
+        def own_total(p: nn.Parameter) -> Tensor | None:
+            return total(p) if p in wanted else None
+
+        if self._agreed is None and units:
+            if not ranks_agree(_sum_over_ranks(same, units[0][0]), self.number):
+                raise StateError(DISAGREEMENT)
+            self._agreed = units
+        landed, last = _carried(self._agreed or [], own_total, same)
+        agree = None if last is None else ranks_agree(last, self.number)
+        new = [[p for p in unit if p not in landed] for unit in units]
+        changed = [list(map(id, unit)) for unit in self._agreed or []] != [list(map(id, unit)) for unit in units]
+        if agree is not None and (changed or agree.device.type == "cpu") and not agree:
             raise StateError(DISAGREEMENT)
+        if changed:
+            landed.update(_carried([unit for unit in new if unit], own_total)[0])
+            self._agreed = units
         p: Any
         for p, own in landed.items():
+            if p not in wanted:
+                continue
             local = settled(p, own)
             if agree is not None and agree.device.type != "cpu":
                 local = local.masked_fill(~agree.to(local.device), torch.nan)
@@ -185,6 +198,30 @@ def _padded(p: Any) -> int:
     return -(-rows // p.device_mesh.size(sharding_axes(p) - 1)) * math.prod(rest)
 
 
+def _sum_over_ranks(x: Tensor, p: Any) -> Tensor:
+    """Over those that FSDP2 sums the parameter's gradient over."""
+    x = x.to(p.device, copy=True)
+    for axis in range(sharding_axes(p)):
+        dist.all_reduce(x, group=p.device_mesh.get_group(axis))
+    return x
+
+
+def _carried(
+    units: list[list[nn.Parameter]], total: Callable[[nn.Parameter], Tensor | None], more: Tensor | None = None
+) -> tuple[dict[nn.Parameter, Tensor], Tensor | None]:
+    """This rank's part of the sums over all ranks, and the sum of ``more``, where there is some and a unit to carry
+    it."""
+    flying: list[_Flight] = []
+    landed: dict[nn.Parameter, Tensor] = {}
+    for i, unit in enumerate(units):
+        flying.append(_scattered(unit, total, more if i == len(units) - 1 else None))
+        if len(flying) == _LEAST_IN_FLIGHT:
+            landed.update(flying.pop(0).land())
+    for flight in flying:
+        landed.update(flight.land())
+    return landed, None if more is None or not units else flight.output[-len(more) :]
+
+
 def _scattered(unit: list[Any], total: Callable[[nn.Parameter], Tensor | None], more: Tensor | None) -> _Flight:
     mesh, axis = unit[0].device_mesh, sharding_axes(unit[0]) - 1
     ranks = mesh.size(axis)
@@ -201,7 +238,8 @@ def _scattered(unit: list[Any], total: Callable[[nn.Parameter], Tensor | None], 
         if own is None:
             place.zero_()
         else:
-            place.copy_(F.pad(own.flatten(), (0, ranks * size - own.numel())).view(ranks, size))
+            flat, more_rows = own.flatten(), ranks * size - own.numel()
+            place.copy_((F.pad(flat, (0, more_rows)) if more_rows else flat).view(ranks, size))
         start += size
     if more is not None:
         whole[:, start:] = more

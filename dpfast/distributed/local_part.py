@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from dpfast.distributed.placements import extents
 from dpfast.errors import UnsupportedModuleError
-from dpfast.factors import Dense, Factor
+from dpfast.factors import Dense, Factor, Runs, by_unit
 from dpfast.rules import huggingface
 from dpfast.taps import Activations, find_rule, sees_its_own_heads
 
@@ -33,6 +33,11 @@ WHOLE = Replicate()
 
 class PartOfSum(Dense):
     """A part of every sample's gradient: what it is is the sum over ranks."""
+
+    def by_unit(self, runs: Runs) -> PartOfSum:
+        """Those of units are parts of sums as well."""
+        of_units = by_unit(Dense(self.values, error=self.error), runs).materialized()
+        return PartOfSum(of_units.values, error=of_units.error)
 
 
 class LocalPart(NamedTuple):

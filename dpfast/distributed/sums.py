@@ -43,8 +43,9 @@ class Sums(Protocol):
     def held(self, p: nn.Parameter) -> Tensor | None:
         """This rank's sum of earlier passes, which has not crossed; asked once."""
 
-    def keep_promises(self) -> None:
-        """The backward pass is over and leaves no sums (the first of two)."""
+    def keep_promises(self, then: Callable[[], None]) -> None:
+        """The backward pass is over and leaves no sums (the first of two); ``then`` is called when nobody writes to
+        ``p.grad`` any more."""
 
     def reduce(
         self,

@@ -96,6 +96,17 @@ class TensorParallel:
         sums = [_checksum(x) for x in inputs]
         self._inputs = torch.stack([x.to(sums[0].device) for x in sums]).sum() if sums else self._inputs.new_zeros(())
 
+    def meet(self, *settings: object) -> None:
+        """Once, before a message is sent whose length follows from what this rank trains.
+
+        Raises:
+            StateError: on all ranks, where they have other settings or train other parameters.
+        """
+        same = agreement(*settings, [name for p, name in self._names.items() if p.requires_grad])
+        every = self._gathered(same.to(next(iter(self._names)).device))
+        if (every != every[0]).any():
+            raise StateError(DISAGREEMENT)
+
     def sum_parts(self, factors: Mapping[nn.Parameter, list[Factor]]) -> None:
         """Puts whole gradients in the place of parts of sums. One all-reduce, of ``N · (numel + 1)`` numbers a
         parameter.
@@ -145,14 +156,15 @@ class TensorParallel:
         norms: Mapping[nn.Parameter, SquaredNorm | None],
         *settings: object,
         by_parameter: bool,
-        valid: Tensor | None = None,
+        whose: Tensor | None = None,
     ) -> list[SquaredNorm]:
         """Squared norms of whole gradients from those of this rank's parts: of each parameter, or of all together. One
         all-gather of two fp64 numbers a sample, and 18 more, by which ranks see that they agree; by parameter, another
         one of two numbers a sample and parameter.
 
         Args:
-            norms: (N,) each; None for what the step has not used. settings, valid: what all ranks must have alike.
+            norms: (N,) each; None for what the step has not used. settings: what all ranks must have alike. whose:
+                the samples are (units), or whether they are anybody's, which they must have alike too.
 
         Raises:
             StateError: on all ranks, where they were called with other inputs, have other settings, or other gradients
@@ -173,7 +185,7 @@ class TensorParallel:
         same = agreement(*settings, by_parameter, [self._names.get(p) for p in norms]).to(some.device)
         replicas = torch.stack([upper.sum() for upper in uppers.values()]).sum() if uppers else some.new_zeros(())
         inputs = self._inputs.to(some.device)
-        inputs = inputs if valid is None else inputs + _checksum(valid).to(some.device)
+        inputs = inputs if whose is None else inputs + _checksum(whose).to(some.device)
         checks = torch.cat((torch.stack((inputs, replicas)), same.double()))
         together = own.sum(0, keepdim=True)
         parts = self._gathered(torch.cat((together.flatten(), checks)))

@@ -57,6 +57,10 @@ class NormClipper(ABC):
         """The most that adding or removing one sample can move the clipped sum, in L2 norm: ‖thresholds‖."""
         return float(self.thresholds.double().norm())
 
+    def must_agree(self) -> tuple[object, ...]:
+        """What all ranks must have alike where several clip together."""
+        return type(self).__name__, self.sensitivity, self.thresholds.tolist()
+
     def for_parameters(self, num_parameters: int) -> None:
         """Called by whoever clips with it, before the first norms: that many parameters will be clipped.
 
@@ -164,6 +168,9 @@ class AutomaticClipper(ConstantFlatClipper):
     def __init__(self, flat_value: float, gamma: float = 0.01):
         super().__init__(flat_value)
         self.gamma = check_threshold(gamma, "gamma")
+
+    def must_agree(self) -> tuple[object, ...]:
+        return *super().must_agree(), self.gamma
 
     def calc_clipping_factors(self, norms: Sequence[Tensor]) -> list[Tensor]:
         super().calc_clipping_factors(norms)  # refuses more than one norm

@@ -33,6 +33,7 @@ from dpfast.modes.norm_samples import leave_norm_samples
 from dpfast.modes.second_pass import FirstPass, SecondPass
 from dpfast.modes.steps import Step, check_own
 from dpfast.modes.units import PerUnit
+from dpfast.taps import in_backward, keys_of
 
 _SUMS_OF_ZEROS = (
     "the second backward pass of {count} samples was not that of Σ_n c_n loss_n, or did not repeat the first, whose "
@@ -86,6 +87,7 @@ class GradSampleModuleFastGradientClipping(LeavesSums, PerUnit, GradSampleModule
 
     _over_ranks: Sums | None = None  # where ranks have other samples
     _parts: Any = None  # a TensorParallel, where they have other parameters
+    _met = False  # whether its ranks have agreed on what they train
     _left: Left | None = None  # what was in p.grad, where there are other ranks
     _budget: MemoryBudget | None = None  # what plans which layers write their gradients
 
@@ -202,13 +204,15 @@ class GradSampleModuleFastGradientClipping(LeavesSums, PerUnit, GradSampleModule
 
     # --- mode: keep each factor, take the norms at the end, then the sums; at once where nothing has to wait ---
 
-    def on_forward(self, inputs: Sequence[Tensor]) -> None:
+    def on_forward(self, inputs: Sequence[Tensor], call: tuple[Any, Any]) -> None:
         """Finds the DDP or FSDP2 that is to carry the sums, or the mesh over which parameters are parted.
 
         Raises:
             StateError: a wrapper of torch.distributed in which norms or sums would be wrong. InputError,
                 UnsupportedModuleError: a DDP, or shards, that cannot carry them.
         """
+        if torch.is_grad_enabled() and in_backward() is None:
+            self._keys = keys_of(*call)
         wrapper = self._wrapper()
         if wrapper is not None and self._budget is not None:
             raise StateError("memory_budget is for one process; leave it out")
@@ -287,16 +291,22 @@ class GradSampleModuleFastGradientClipping(LeavesSums, PerUnit, GradSampleModule
             step.waiting.take()
         scale = self._scale(step)
         entries = [step.gathered.pop(p, None) for p in self._places]
+        alone = step.first is not None  # no sums cross ranks
         if self._parts is not None:
+            with told_to_all(None if alone else self._over_ranks, self._places):
+                settings = self._settings(self._noted())
+                if not self._met:
+                    self._parts.meet(*settings)
+                    self._met = True
             self._parts.sum_parts({p: e.factors for p, e in zip(self._places, entries, strict=True) if e is not None})
         each = is_traced() or self._parts is not None or self._clipper().is_per_layer or step.first is not None
         norms = take_norms(self._places, entries, deferred, step.num_samples or 0, each=each)
         if self._parts is not None:
             of = dict(zip(self._places, norms, strict=True))
             by_parameter = self._clipper().is_per_layer or step.first is not None
-            with told_to_all(self._over_ranks if step.first is None else None, self._places):
-                settings = self._settings(self._noted())
-                norms = self._parts.over_mesh(of, *settings, by_parameter=by_parameter, valid=step.valid)
+            with told_to_all(None if alone else self._over_ranks, self._places):
+                whose = step.valid if step.units is None else step.units.ids
+                norms = self._parts.over_mesh(of, *settings, by_parameter=by_parameter, whose=whose)
         clipped = self._clip(norms, scale, step.valid)
         self._norms, self._clip_factors = SquaredNorm(clipped.norms, clipped.upper), clipped.factors
         if step.first is not None:
@@ -304,7 +314,7 @@ class GradSampleModuleFastGradientClipping(LeavesSums, PerUnit, GradSampleModule
             self._first.weights, self._first.single = clipped.weights, clipped.single
             leave_norm_samples(dict(zip(self._places, norms, strict=True)), clipped.norms, scale, step.valid)
             if self._over_ranks is not None:
-                self._over_ranks.keep_promises()
+                self._over_ranks.keep_promises(self._note_again)
             return
         self._leave_sums(clipped_totals(self._places, entries, deferred, clipped))
 

@@ -235,7 +235,7 @@ class GradSampleModule(nn.Module):
 
     # --- mode: materialize each factor as it comes ---
 
-    def on_forward(self, inputs: Sequence[Tensor]) -> None:
+    def on_forward(self, inputs: Sequence[Tensor], call: tuple[Any, Any]) -> None:
         """Raises StateError where a wrapper of torch.distributed would make something else of the gradients."""
         wrapper = self._wrapper()
         if wrapper is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ class LeavesSums(nn.Module):
     _parts: Any  # a TensorParallel, where they have other parameters
     _left: Left | None  # what was in p.grad, where there are other ranks
     _of_what: tuple[object, ...]
+    _keys: Sequence[str] = ()  # of the batch that the model was last called with
     _clipper: Callable[[], NormClipper]
     check_accumulation: Callable[[], None]
 
@@ -66,7 +67,7 @@ class LeavesSums(nn.Module):
     def _settings(self, before: Left | None) -> tuple[object, ...]:
         """What all ranks must have alike."""
         clipper, passes = self._clipper(), 0 if before is None else before.passes
-        return clipper.sensitivity, type(clipper).__name__, *self._of_what, passes, noise_of(self._places)
+        return *clipper.must_agree(), *self._of_what, self._keys, passes, noise_of(self._places)
 
     def _left_before(self) -> Left | None:
         """What earlier passes have left in ``p.grad``, to which another sum may be added."""
@@ -89,3 +90,9 @@ class LeavesSums(nn.Module):
         """One sum more is in ``p.grad``."""
         passes, sensitivity = (before.passes, before.sensitivity) if before is not None else (0, 0.0)
         leave(self._places, Left(passes + 1, max(sensitivity, self._clipper().sensitivity), **of))
+
+    def _note_again(self) -> None:
+        """The first of two passes has left the sums as they were, and DDP may have written them anew: on a rank where
+        they are zeros so far, they would look as if somebody had given them up."""
+        if self._left is not None:
+            leave(self._places, self._left)

@@ -109,9 +109,9 @@ class Mode(Protocol):
     def defers(self) -> bool:
         """Whether small layers may wait for others alike until the pass ends."""
 
-    def on_forward(self, inputs: Sequence[Tensor]) -> None:
-        """A forward pass of the model begins, of these, in one of several processes. Raises where that cannot be
-        right."""
+    def on_forward(self, inputs: Sequence[Tensor], call: tuple[Any, Any]) -> None:
+        """A forward pass of the model begins, of these, in one of several processes; ``call``: its
+        arguments, and those by name. Raises where that cannot be right."""
 
     def on_factor(self, step: Step, parameter: nn.Parameter, factor: Factor, only_use: bool) -> Tensor | None:
         """A use of the parameter has been differentiated; ``only_use``: the step has no other one. Returns its ordinary

@@ -184,7 +184,7 @@ class TappedModel:
         leaves = leaves_of((args, kwargs))
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         if self.enabled and in_process_group():
-            self.mode.on_forward(tensors)
+            self.mode.on_forward(tensors, (args, kwargs))
         trainable = self.guard_parameters()
         size = num_samples(leaves, self.batch_dim)
         if size is not None and self._probe.look((args, kwargs), leaves, size, trainable):

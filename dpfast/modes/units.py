@@ -314,10 +314,10 @@ def factors_of(
         force_functorch = True  # one parameter under two names: a rule's dict has room for one of its factors
     part = part_of(tap.layer, module, activations, backprops, None if record.as_is else place)
     if part is not None:
-        if units is not None:
+        if units is not None and units.of_tokens:
             raise UnsupportedModuleError(
-                f"{tap.layer} has parts of parameters (tensor parallel), and units(...) is not known of them; take "
-                "fully_shard or DistributedDataParallel, or clip samples"
+                f"{tap.layer} has parts of parameters (tensor parallel), and units of tokens are not known of them; "
+                "give ids (N,) of samples, or take fully_shard or DistributedDataParallel"
             )
         module, activations, backprops = part.module, part.activations, part.backprops
     picked = record.picked

@@ -23,7 +23,7 @@ class Caught:
     passes = 1
     defers = False
 
-    def on_forward(self, inputs: Sequence[Tensor]) -> None:
+    def on_forward(self, inputs: Sequence[Tensor], call: tuple[Any, Any]) -> None:
         pass
 
     def on_factor(self, step: Step, parameter: nn.Parameter, factor: Factor, only_use: bool) -> None:

@@ -12,7 +12,7 @@ from dpfast.taps.documents import Documents, Told
 from dpfast.taps.followed import Source
 from dpfast.taps.gathered import end_model, experts_of, follow_model
 from dpfast.taps.held import Held
-from dpfast.taps.inputs import leaves_of
+from dpfast.taps.inputs import keys_of, leaves_of
 from dpfast.taps.layout import Rows, batch_in_front, batch_to_front, given_layout, layouts, tokens_in, unfolded
 from dpfast.taps.node import Record
 from dpfast.taps.passes import forget_compiled_code, in_backward, never_compiled, suspended, taps_suspended
@@ -72,6 +72,7 @@ __all__ = [
     "given_layout",
     "has_something_to_tap",
     "in_backward",
+    "keys_of",
     "layouts",
     "leaves_of",
     "never_compiled",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,12 @@ def tensors_in(x: Any) -> list[Tensor]:
         elif not isinstance(y, WITHOUT_TENSORS):
             found += tensors_in(y)
     return found
+
+
+def keys_of(args: Any, kwargs: Any) -> tuple[str, ...]:
+    """By what names a call's inputs come, of arguments and of what is in dicts; None is not there."""
+    given = [kwargs, *(x for x in args if isinstance(x, Mapping))]
+    return tuple(sorted({str(key) for some in given for key, x in some.items() if x is not None}))
 
 
 class Structure:

@@ -61,6 +61,13 @@ def test_accumulation(ranks, order, way, accumulate):
 
 
 @pytest.mark.parametrize("order", ORDERS)
+def test_a_rank_without_samples_keeps_count_of_its_passes(ranks, order):
+    """Its sums are zeros, which DDP writes again behind the first of two passes."""
+    for rank in ranks:
+        assert_close(rank[order, "two passes, parts, empty"], exact_sum("mlp"))
+
+
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("way", WAYS)
 def test_without_zero_grad_sums_add_up(ranks, order, way):
     for rank in ranks:

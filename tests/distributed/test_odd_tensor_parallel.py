@@ -8,8 +8,8 @@ import tp_odd_worker
 import tp_worker
 from cases import assert_gradients
 from processes import run_ranks
-from tp_odd_worker import DISAGREEMENTS, Columns, case, losses, with_adapters
-from tp_worker import C
+from tp_odd_worker import DISAGREEMENTS, IDS, Columns, case, losses, with_adapters
+from tp_worker import HOW, C
 
 from dpfast.testing import clipped_sum, loop_over_samples, norms_of
 
@@ -80,8 +80,31 @@ def test_ranks_that_disagree_all_raise(ranks, what):
         assert untouched
 
 
-def test_units_are_refused(ranks):
+@pytest.mark.parametrize("what", [*HOW, "mean", "per layer"])
+def test_units_of_samples(ranks, what):
+    samples, members = tp_worker.exact(), [(unit == IDS).nonzero().flatten() for unit in range(4)]
+    of_units = {name: torch.stack([g[some].sum(0) for some in members]) for name, g in samples.items()}
+    if what == "mean":
+        counts = torch.tensor([max(1, len(some)) for some in members])
+        of_units = {name: g / counts.view(-1, *[1] * (g.dim() - 1)) for name, g in of_units.items()}
+    summed = clipped_sum(of_units, C)
+    if what == "per layer":
+        summed = {name: clipped_sum({name: g}, C)[name] for name, g in of_units.items()}
     for rank in ranks:
-        assert re.search(r"UnsupportedModuleError: down \(Linear\) has parts .* and units", rank["units"]), rank[
-            "units"
-        ]
+        assert not isinstance(rank["units", what], str), rank["units", what]
+        gradients, norms, factors = rank["units", what]
+        assert_gradients(gradients, summed)
+        assert torch.allclose(norms.double(), norms_of(of_units), rtol=1e-5)
+        assert torch.equal(factors, ranks[0]["units", what][2])
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("units differ", "StateError: ranks of one tensor parallel mesh were called with different inputs"),
+        ("tokens", r"UnsupportedModuleError: down \(Linear\) has parts .* units of tokens"),
+    ],
+)
+def test_units_that_are_refused(ranks, what, message):
+    for rank in ranks:
+        assert re.search(message, str(rank[what])), rank[what]

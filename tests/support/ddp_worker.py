@@ -153,6 +153,22 @@ def disagreement():
     return error, all(p.grad is None or not p.grad.any() for p in model.parameters())
 
 
+def accumulated_in_two_passes(order):
+    """The last rank has no samples in any of two parts, of which the last crosses the ranks."""
+    model, x, y = case("mlp")
+    call, module, ddp = wrapped(model, order, passes=2)
+    x, y = part(x, "empty"), part(y, "empty")
+    for some, sync in ((slice(0, 3), ddp.no_sync()), (slice(3, None), contextlib.nullcontext())):
+        with sync:
+            own = losses(call, x[some], y[some])
+            own.sum().backward(retain_graph=True)
+            factors = module.get_clipping_coef()
+            module.disable_hooks()
+            (factors * own).sum().backward()
+            module.enable_hooks()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
 def no_sync_after_sync():
     model, x, y = case("mlp")
     call, _, ddp = wrapped(model)
@@ -278,6 +294,7 @@ def main():
             found[order, "zeroed", passes] = attempt(sums, "mlp", order=order, steps=3, zero="in place", passes=passes)
         found[order, "per layer"] = attempt(sums, "tied", order=order, clipper=dpfast.ConstantPerLayerClipper(C))
         found[order, "two passes"] = attempt(sums, "transformer", order=order, steps=3, passes=2)
+        found[order, "two passes, parts, empty"] = attempt(accumulated_in_two_passes, order)
         found[order, "mean"] = attempt(sums, "mlp", order=order, split="unequal", reduction="mean")
         found[order, "bf16"] = attempt(sums, "mlp", order=order, dtype=torch.bfloat16, steps=2)
         found[order, "fp64"] = attempt(sums, "mlp", order=order, dtype=torch.float64, steps=2)

@@ -130,11 +130,31 @@ def disagreeing(what):
     return error, all(p.grad is None for p in model.parameters())
 
 
-def of_units():
+IDS = torch.tensor([0, 2, 1, -1, 0, 2])
+"""Whose each of six samples is; unit 3 has none."""
+
+
+def of_units(how, per_unit="sum", per_layer=False):
+    """({name: p.grad}, norms of units, clip factors); some layers' gradients are sums over ranks."""
+    model, x, y = tp_worker.case()
+    module = wrapped(parallel(model, how), norm_clipper=dpfast.ConstantPerLayerClipper(C) if per_layer else None)
+    with module.units(IDS, 4, per_unit=per_unit):
+        tp_worker.losses(module, x, y).sum().backward()
+    return {name: whole(p.grad) for name, p in model.named_parameters()}, module.get_norm_sample(), module._clip_factors
+
+
+def units_differ():
+    model, x, y = tp_worker.case()
+    module = wrapped(parallel(model))
+    with module.units(IDS.roll(dist.get_rank()), 4):
+        tp_worker.losses(module, x, y).sum().backward()
+
+
+def of_tokens():
     model, x = case()
     module = wrapped(parted(model))
-    with module.units(torch.tensor([0, 1, 1, -1]), 2):
-        losses(module, x).sum().backward()
+    with module.units(torch.tensor([0, 1, 1, -1]).unsqueeze(1).expand(4, 7).contiguous(), 2) as units:
+        units.sums(module(x).square().sum(-1)).sum().backward()
 
 
 DISAGREEMENTS = ("trainable", "trainable, per layer", "clipper", "passes")
@@ -157,7 +177,12 @@ def main():
     found["rows"] = attempt(step, parted(rows[0], down=RowwiseParallel(input_layouts=Replicate())), rows[1])
     found["adapters"], found["loss of parts"] = attempt(adapters), attempt(loss_of_parts)
     found["autocast"], found["bf16"] = attempt(half, True), attempt(half, False)
-    found["own random numbers"], found["units"] = attempt(own_random_numbers), attempt(of_units)
+    found["own random numbers"] = attempt(own_random_numbers)
+    for how in tp_worker.HOW:
+        found["units", how] = attempt(of_units, how)
+    found["units", "mean"] = attempt(of_units, "positions", "mean")
+    found["units", "per layer"] = attempt(of_units, "positions", per_layer=True)
+    found["units differ"], found["tokens"] = attempt(units_differ), attempt(of_tokens)
     for what in DISAGREEMENTS:
         found[what] = disagreeing(what)
     return found

@@ -149,7 +149,7 @@ def wrapped(model, cls=dpfast.GradSampleModuleFastGradientClipping, **options):
 
 
 def sums(
-    how="features", steps=1, zero=True, passes=1, per_layer=False, frozen=(), checkpointed=False, model=None, **options
+    how="features", steps=2, zero=True, passes=1, per_layer=False, frozen=(), checkpointed=False, model=None, **options
 ):
     """({name: p.grad of all parts}, norms, clip factors, placements, bytes that dpfast has sent in the last step)."""
     model, x, y = case(**(model or {}))
