@@ -57,6 +57,9 @@ def test_every_public_name_is_in_the_reference(site, module):
 def test_no_markup_is_left_over(site):
     for page in pages(site):
         assert not re.search(r":(class|meth|func|data):", (site / page).read_text()), page
+    assert (
+        "<blockquote>" not in (site / "api/index.html").read_text()
+    )  # what prompts become that are not taken for code
 
 
 PROBE = """<!doctype html><body><script>

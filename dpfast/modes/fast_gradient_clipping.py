@@ -73,8 +73,8 @@ class GradSampleModuleFastGradientClipping(LeavesSums, PerUnit, GradSampleModule
             least. None: each layer writes gradients of up to 1.5 times the bytes of its own.
 
     Raises:
-        as :class:`GradSampleModule`; InputError for ``max_grad_norm``, and in a backward pass for a budget that cannot
-        be met, with the smallest that can.
+        InputError: ``max_grad_norm``; in a backward pass, a budget that cannot be met, with the smallest that can.
+        UnsupportedModuleError: as in :class:`GradSampleModule`.
 
     The sum is not divided by N, also with ``loss_reduction="mean"``: Opacus's optimizers divide by the expected
     batch size. A trainable parameter that the step did not use gets zeros, because noise must reach it all the same.
