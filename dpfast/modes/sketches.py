@@ -131,12 +131,12 @@ def sketch(x: Tensor, dim: int = 0, whole: bool = False) -> Tensor:
     size, numel, dims = len(x), x.shape[1:].numel(), x.dim() - 1
     if whole and dims > 1:
         rows = x.flatten(1, -2).to(torch.promote_types(x.dtype, torch.float32))
-        sums = rows @ _combinations(rows.shape[2], rows.dtype, x.device)
-        return (sums * _combinations(rows.shape[1], rows.dtype, x.device)).sum(1)
+        sums = rows @ _combinations(rows.shape[2], rows.dtype, x.device).mT
+        return (sums * _combinations(rows.shape[1], rows.dtype, x.device).mT).sum(1)
     if not whole and numel > SKETCHED and x.is_contiguous():  # two calls: between large products they are all cold
         x = x.as_strided((size, _RUNS, _RUN), (numel, (numel - _RUN) // (_RUNS - 1), 1))
         x = x.float() if x.itemsize < 4 else x
-        return torch.bmm(x, _combinations_each(size, _RUN, x.dtype, x.device)).view(size, -1)
+        return torch.bmm(_combinations_each(size, _RUN, x.dtype, x.device), x.mT).flatten(1)
     if not whole and numel > SKETCHED:
         most = max(1, round(SKETCHED ** (1.0 / dims)))
         for d in range(1, x.dim()):
@@ -147,15 +147,15 @@ def sketch(x: Tensor, dim: int = 0, whole: bool = False) -> Tensor:
         x = x.reshape(size, x.shape[1:].numel())
     if x.itemsize < 4:
         x = x.float()
-    return torch.mm(x, _combinations(x.shape[1], x.dtype, x.device))
+    return torch.mm(_combinations(x.shape[1], x.dtype, x.device), x.mT).mT
 
 
 @lru_cache(maxsize=256)
 def _combinations(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(length, :data:`_WIDTH`), no two rows alike."""
-    places = torch.arange(1, length + 1, dtype=torch.float64).unsqueeze(1)
-    combinations = torch.sin(places * torch.tensor([1.0, 2.0**0.5, 3.0**0.5, 5.0**0.5], dtype=torch.float64))
-    return combinations.float().to(device, dtype)
+    """(:data:`_WIDTH`, length), no two columns alike. Products with a few rows take a third of those with columns."""
+    places = torch.arange(1, length + 1, dtype=torch.float64)
+    factors = torch.tensor([[1.0], [2.0**0.5], [3.0**0.5], [5.0**0.5]], dtype=torch.float64)
+    return torch.sin(places * factors).float().to(device, dtype)
 
 
 @lru_cache(maxsize=256)

@@ -11,6 +11,7 @@ from torch import nn
 
 from dpfast import GradSampleModuleFastGradientClipping
 from dpfast.errors import StateError
+from dpfast.modes.sketches import sketch
 from dpfast.testing import clipped_sum, loop_over_samples, norms_of, relative_error
 
 C = 0.1
@@ -99,6 +100,11 @@ def test_rows_that_differ_are_seen_where_samples_are_second():
     net.draw = True
     with pytest.raises(StateError, match="saw other activations or gradients"):
         (factors * losses).sum().backward()
+
+
+def test_a_sketch_of_an_empty_batch_of_large_gradients():
+    """Poisson batches may be empty; runs of no sample were reshaped to what cannot be told of none."""
+    assert sketch(torch.zeros(0, 30, 100)).shape[0] == 0
 
 
 class Mixed(nn.Module):
