@@ -339,7 +339,9 @@ def factors_of(
         of_tokens = units if units is not None and units.of_tokens else None
         if picked is not None:
             dim = place if isinstance(place, int) else 0
-            found = {p: by_unit(f, picked.runs(of_tokens, n, f.num_samples, dim)) for p, f in found.items()}
+            x = next((x for x in activations if isinstance(x, Tensor)), None)
+            constant = None if x is None or any(activations.followed) else x.shape
+            found = {p: by_unit(f, picked.runs(of_tokens, n, f.num_samples, dim, constant)) for p, f in found.items()}
         elif of_tokens is not None:
             if record.as_is and any(f.num_samples != len(of_tokens.runs.ids) for f in found.values()):
                 raise UnsupportedModuleError("it runs in pieces, and not token by token; freeze it, or give ids (N,)")

@@ -88,18 +88,29 @@ class Picked:
                 "from that input as it is, x[rows], or freeze it"
             )
 
-    def runs(self, units: Any, batch_size: int | None, rows: int, dim: int) -> Runs:
+    def runs(
+        self, units: Any, batch_size: int | None, rows: int, dim: int, constant: Sequence[int] | None = None
+    ) -> Runs:
         """Whose they are.
 
         Args:
             units: of tokens; None: samples are asked for. rows: how many the layer saw, in that dimension: what was
                 picked, row by row, or whole samples.
+            constant: the shape of the layer's input, samples in front, where no gradient goes through it.
 
         Raises:
             UnsupportedModuleError: that is not known.
         """
         self.check()
         assert self.of is not None and self.numbers is not None
+        if constant is not None and dim < self.numbers.dim() and rows < self.numbers.numel():
+            picked = self.numbers.movedim(dim, 0).shape
+            if tuple(constant[: len(picked)]) != picked:
+                raise UnsupportedModuleError(
+                    f"its input {tuple(constant)} is not what {self.of.layer} picks, {tuple(picked)}, nor made of it "
+                    "by what has gradients: positions or a table that all samples share, most likely, which nobody can "
+                    "tell from samples in an expert; give each sample that is picked its own row, or freeze it"
+                )
         if rows not in self._runs:
             whose = self.of.samples(batch_size) if units is None else units.of_rows(self.of)
             whose, number = whose[self.numbers.cpu()], (batch_size or 0) if units is None else units.num_units

@@ -323,3 +323,50 @@ def test_another_samples_rows_broadcast_over_all_are_refused():
     wrapped = GradSampleModuleFastGradientClipping(model, loss_reduction="sum")
     with pytest.raises(DpfastError):
         wrapped(torch.randint(0, 11, (3, T)), torch.randint(0, 5, (3, 4))).square().sum().backward()
+
+
+class OfPositions(nn.Module):
+    """An expert with a table of positions (T,), which it adds to whole samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin, self.table = nn.Linear(D, D), nn.Embedding(T, D)
+
+    def forward(self, x):
+        return torch.tanh(self.lin(x) + self.table(torch.arange(x.shape[1])))
+
+
+class OfSamples(nn.Module):
+    """Picks whole samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.first = nn.Linear(3, 2), nn.Linear(3, D)
+        self.experts = nn.ModuleList(OfPositions() for _ in range(2))
+
+    def forward(self, x):
+        index, h = self.gate(x.mean(1)).argmax(1), self.first(x)
+        y = torch.zeros_like(h)
+        for e, expert in enumerate(self.experts):
+            rows = torch.where(index == e)[0]
+            y = y.index_add(0, rows, expert(h[rows])) if len(rows) else y
+        return y
+
+
+def test_positions_in_an_expert_are_not_taken_for_as_many_samples():
+    torch.manual_seed(0)
+    model, x = OfSamples(), torch.randn(T, T, 3)
+    with torch.no_grad():
+        model.gate.bias.copy_(torch.tensor([50.0, 0.0]))
+    model.gate.requires_grad_(False)
+    wrapped = GradSampleModuleFastGradientClipping(model, loss_reduction="sum")
+    with pytest.raises(DpfastError, match=r"experts\.0\.table .*positions or a table that all samples share"):
+        loss(wrapped, x).backward()
+    wrapped.to_standard_module()
+    for expert in model.experts:
+        expert.table.requires_grad_(False)
+    model.first.requires_grad_(False)
+    exact = norms_of(loop_over_samples(model, loss, x))
+    wrapped = GradSampleModuleFastGradientClipping(model, loss_reduction="sum")
+    loss(wrapped, x).backward()
+    assert relative_error(wrapped.get_norm_sample(), exact) <= 1e-5
