@@ -21,7 +21,16 @@ from dpfast.arithmetic.precision import (
 from dpfast.arithmetic.products import product_report
 from dpfast.arithmetic.reference_norms import gram_positions, gram_tile, unfinished_of_products
 from dpfast.arithmetic.row_norms import RowNorms, taken_once
-from dpfast.arithmetic.stacked_norms import SumError, Unfinished, dense_sq_norm, finish_norms, finished, unfinished_norm
+from dpfast.arithmetic.stacked_norms import (
+    SumError,
+    Unfinished,
+    dense_sq_norm,
+    finish_norms,
+    finished,
+    norm_terms,
+    sum_error_columns,
+    unfinished_norm,
+)
 from dpfast.arithmetic.tracing import capturing, is_traced, leave_pins_to_inductor, pinned
 
 __all__ = [
@@ -48,6 +57,7 @@ __all__ = [
     "leave_pins_to_inductor",
     "lookup_sq_norm",
     "lookup_unit_sq_norm",
+    "norm_terms",
     "ops",
     "pinned",
     "product_report",
@@ -56,6 +66,7 @@ __all__ = [
     "reduced_products",
     "reference",
     "smallest_normal",
+    "sum_error_columns",
     "sums",
     "taken_once",
     "towards_zero",

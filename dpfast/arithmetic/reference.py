@@ -50,8 +50,9 @@ def contract(equation: str, *operands: Tensor) -> Tensor:
 
 def grad_sample(activations: Tensor, backprops: Tensor, *, scale: float = 1.0, to_keep: bool = False) -> Tensor:
     """``scale · Σ_t b_nt a_ntᵀ`` of shape (N, P, D), in fp32 or fp64; ``to_keep`` as in ``products.batched``."""
-    dtype = accumulating_dtype(activations, backprops)
-    activations, backprops = activations.to(dtype), backprops.to(dtype)
+    if activations.dtype is not torch.float32 or backprops.dtype is not torch.float32:
+        dtype = accumulating_dtype(activations, backprops)
+        activations, backprops = activations.to(dtype), backprops.to(dtype)
     t = activations.shape[1]
     if t == 1:
         return (backprops.mT * scale) * activations if scale != 1.0 else backprops.mT * activations

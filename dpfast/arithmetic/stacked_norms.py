@@ -85,10 +85,22 @@ def finish_norms(parts: Sequence[Unfinished], n: int) -> SquaredNorm:
     norms = torch.cat([p.norm for p in parts]) if len(parts) > 1 else parts[0].norm
     value = norms.view(-1, n).square()
     layers = [len(p.norm) // n for p in parts]
-    terms = [_dense_terms(p.width, p.numel, p.dtype) for p in parts]
-    relative, least = _columns(terms, layers, norms)
+    relative, least, slop = norm_terms(parts, layers)
     upper = torch.addcmul(least, value, relative).sqrt_().add_(_errors(parts, n)).square_()
-    return SquaredNorm(value, upper.mul_(_SLOP))
+    return SquaredNorm(value, upper.mul_(slop))
+
+
+def norm_terms(parts: Sequence[Unfinished], layers: Sequence[int]) -> tuple[Tensor, Tensor, float]:
+    """The columns of :func:`finish_norms`, relative to the square and what underflow can hide, and its last factor."""
+    terms = [_dense_terms(p.width, p.numel, p.dtype) for p in parts]
+    relative, least = _columns(terms, layers, parts[0].norm)
+    return relative, least, _SLOP
+
+
+def sum_error_columns(errors: Sequence[SumError], layers: Sequence[int]) -> Sequence[Tensor]:
+    """What the norms of each may lack, (F, 1, 1), and its two numbers, (F, 1); the errors are of one kind."""
+    *lost, relative, least = _columns([(*e.lost, e.relative, e.least) for e in errors], layers, errors[0].norms[0])
+    return *(x.unsqueeze(-1) for x in lost), relative, least
 
 
 @lru_cache(maxsize=4096)
@@ -159,14 +171,14 @@ def _at_a_time(members: Sequence[int], entries: Sequence[int]) -> list[list[int]
 def _sum_errors(errors: Sequence[SumError], n: int) -> Tensor:
     """(F, n), of errors with as many positions and norms."""
     layers = [len(e.norms[0]) // n for e in errors] if n else [1]
-    *lost, relative, least = _columns([(*e.lost, e.relative, e.least) for e in errors], layers, errors[0].norms[0])
+    *lost, relative, least = sum_error_columns(errors, layers)
     product: Any = None
     for k, lost_k in enumerate(lost):
         norms = [e.norms[k] for e in errors]
         if len({x.dtype for x in norms}) > 1:
             norms = [x.double() for x in norms]
         rows = torch.cat(norms) if len(norms) > 1 else norms[0]
-        rows = rows.view(sum(layers), n, rows.shape[1]).double() + lost_k.unsqueeze(-1)
+        rows = rows.view(sum(layers), n, rows.shape[1]).double() + lost_k
         product = rows if product is None else product.mul_(rows)
     return torch.addcmul(least, product.sum(-1), relative)
 

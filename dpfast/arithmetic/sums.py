@@ -26,15 +26,16 @@ def no_smaller(raw: Tensor, lost: float) -> Tensor:
 
 def raw_row_norm(x: Tensor) -> Tensor:
     """As :func:`row_norm`, in some dtype; each norm may be smaller by :func:`lost_to_underflow`."""
-    dtype = accumulating_dtype(x)
     if x.shape[-1] > SUM_BLOCK or x.stride(-1) != 1:
         return row_sq_norm(x).sqrt_()
-    return torch.linalg.vector_norm(x if x.dtype is dtype else x.to(dtype), dim=-1)
+    if x.dtype is not torch.float32:
+        x = x.to(accumulating_dtype(x))
+    return torch.linalg.vector_norm(x, dim=-1)
 
 
 def lost_to_underflow(x: Tensor) -> float:
     """What a row's norm may lack where squares underflow."""
-    return (x.shape[-1] * smallest_normal(accumulating_dtype(x))) ** 0.5
+    return (x.shape[-1] * smallest_normal(x.dtype)) ** 0.5
 
 
 def row_sq_norm(x: Tensor) -> Tensor:

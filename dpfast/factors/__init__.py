@@ -9,7 +9,7 @@ from dpfast.factors import unit_ops  # noqa: F401  # its operations are found by
 from dpfast.factors.alike import Alike, weighted_sums
 from dpfast.factors.dense import Dense, Factor, channel_sum, row_sum, row_sum_in_blocks
 from dpfast.factors.folded import folded
-from dpfast.factors.lookup import Lookup
+from dpfast.factors.lookup import Lookup, is_small_table
 from dpfast.factors.merge import merge
 from dpfast.factors.of_experts import OfExperts
 from dpfast.factors.outer_product import OuterProduct
@@ -17,6 +17,7 @@ from dpfast.factors.patch_product import PatchProduct, keeps_gradients
 from dpfast.factors.pinned import pin
 from dpfast.factors.ragged import Ragged, by_unit
 from dpfast.factors.recipe import Recipe
+from dpfast.factors.remembered import Remembered
 from dpfast.factors.reshaped import Blocks, Reshaped
 from dpfast.factors.runs import Runs
 from dpfast.factors.runs_in_graph import RunsInGraph
@@ -35,6 +36,7 @@ __all__ = [
     "PatchProduct",
     "Ragged",
     "Recipe",
+    "Remembered",
     "Reshaped",
     "Runs",
     "RunsInGraph",
@@ -42,6 +44,7 @@ __all__ = [
     "by_unit",
     "channel_sum",
     "folded",
+    "is_small_table",
     "is_standardised",
     "keeps_gradients",
     "merge",

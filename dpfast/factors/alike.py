@@ -12,9 +12,10 @@ from torch import Tensor
 
 from dpfast.arithmetic import SquaredNorm, Unfinished, accumulating_dtype, ops, reference
 from dpfast.factors.dense import Dense, Factor
+from dpfast.factors.lookup import Lookup
 from dpfast.factors.outer_product import OuterProduct
 
-_SMALL = 1024
+SMALL = 1024
 """Entries of a layer's gradient up to which a copy of it takes less than a call."""
 
 
@@ -30,10 +31,11 @@ class Alike:
         self.layers = layers
         self.beyond = 0  # bytes that are kept although their inputs are less
         if norm is not None:
-            self.factor: Dense | OuterProduct = factor  # type: ignore[assignment]  # by who knows the norm
+            self.factor: Dense | OuterProduct | Lookup = factor  # type: ignore[assignment]  # by who knows the norm
             self.norm: SquaredNorm | Unfinished = norm
             return
-        if (isinstance(factor, OuterProduct) and factor.keeps) or not isinstance(factor, (Dense, OuterProduct)):
+        kept = isinstance(factor, OuterProduct) and factor.keeps
+        if kept or not isinstance(factor, (Dense, OuterProduct, Lookup)):
             factor = factor.materialized()
         self.factor = factor
         self.norm = factor.unfinished() or factor.sq_norm()  # while all is in the cache
@@ -43,6 +45,9 @@ class Alike:
         factor, layers = self.factor, self.layers
         if isinstance(factor, Dense):
             return [factor.weighted_sum(coefficients)] if layers == 1 else self._of_values(factor.values, coefficients)
+        if isinstance(factor, Lookup):
+            n = len(coefficients)
+            return [factor.taken(slice(i * n, i * n + n)).weighted_sum(coefficients) for i in range(layers)]
         a, b = factor.activations, factor.backprops
         if ops.runs_kernels(a, b):
             both = (x.unflatten(0, (layers, -1)) for x in (a, b))
@@ -64,7 +69,7 @@ def weighted_sums(alikes: Sequence[Alike], coefficients: Tensor) -> list[Sequenc
     small: list[tuple[int, Tensor]] = []
     for i, alike in enumerate(alikes):
         values = alike.factor.values if isinstance(alike.factor, Dense) else None
-        if values is not None and values.shape[1:].numel() <= _SMALL and values.dtype is coefficients.dtype:
+        if values is not None and values.shape[1:].numel() <= SMALL and values.dtype is coefficients.dtype:
             small.append((i, values))
         else:
             found[i] = alike.weighted_sums(coefficients)

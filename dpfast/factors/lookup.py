@@ -24,6 +24,11 @@ from dpfast.factors.dense import Dense, Factor
 from dpfast.factors.runs import take
 
 
+def is_small_table(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a sample's whole table takes less than bringing equal indices together; ``dtype``: of sums."""
+    return device.type == "cpu" and shape.numel() * dtype.itemsize <= cost.SMALL_GRADIENT
+
+
 class Lookup:
     """Gradients of a table of rows: position t of sample n adds ``backprops[n, t]`` to row ``indices[n, t]``.
 
@@ -90,8 +95,8 @@ class Lookup:
         return None if ops.runs_kernels(self.backprops) else self._unfinished()
 
     def _unfinished(self) -> Unfinished:
-        if self.backprops.device.type == "cpu" and self.shape.numel() * self.dtype.itemsize <= cost.SMALL_GRADIENT:
-            rows = self.rows()  # the whole table takes less than bringing equal indices together
+        if is_small_table(self.shape, self.dtype, self.device):
+            rows = self.rows()
             table = rows.new_zeros(self.num_samples, *self.shape)
             table.scatter_add_(1, self.indices.long().unsqueeze(-1).expand_as(rows), rows)
             return unfinished_norm([table], self._error())

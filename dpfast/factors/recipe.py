@@ -30,14 +30,16 @@ class _Part(NamedTuple):
 
     Attributes:
         is_product: else it is the sum of the gradient's rows. swapped: with the gradient in the activations' place.
-        keeps: it is written out. relative, least: of its error, see ``SumError``.
+        keeps: it is written out. lost, relative, least: of its error, see ``SumError``. nbytes: of a sample's.
     """
 
     is_product: bool
     swapped: bool
     keeps: bool
+    lost: tuple[float, ...]
     relative: float
     least: float
+    nbytes: int
 
 
 class Recipe:
@@ -61,21 +63,20 @@ class Recipe:
             room: bytes of gradients that may be kept beyond those that it keeps: sums of them are less calls.
         """
         norm_a, norm_b = taken_once(sums.raw_row_norm, a), taken_once(sums.raw_row_norm, b)
-        dtype = accumulating_dtype(a, b)
-        lost_a, lost_b = sums.lost_to_underflow(a), sums.lost_to_underflow(b)
+        norms, of_sum = (norm_a, norm_b), (norm_b,)
         found = []
-        for is_product, swapped, keeps, relative, least in self._parts:
+        for is_product, swapped, keeps, lost, relative, least, nbytes in self._parts:
             if not is_product:
-                error = SumError((norm_b,), (lost_b,), relative, least)
+                error = SumError(of_sum, lost, relative, least)
                 values = reference.bias_grad_sample(b)
                 found.append(Alike(Dense(values, error), layers, norm_of_values([values], error)))
                 continue
             x, y = (b, a) if swapped else (a, b)
-            error = SumError((norm_a, norm_b), (lost_a, lost_b), relative, least)
+            error = SumError(norms, lost, relative, least)
             if keeps:
                 values = reference.grad_sample(x, y)
                 found.append(Alike(Dense(values, error), layers, norm_of_values([values], error)))
-            elif a.shape[0] * x.shape[2] * y.shape[2] * dtype.itemsize <= room:
+            elif len(a) * nbytes <= room:
                 values = reference.grad_sample(x, y)
                 found.append(Alike(Dense(values, error), layers, unfinished_of_products(values, error)))
                 found[-1].beyond = values.nbytes
@@ -87,7 +88,7 @@ class Recipe:
 def _part(factor: Factor, a: Tensor, b: Tensor) -> _Part | None:
     if isinstance(factor, Dense) and factor.sum_of == id(b):
         terms = bounds.chain_terms(terms=b.shape[1], numel=b.shape[2], dtype=accumulating_dtype(b))
-        return _Part(False, False, True, *terms)
+        return _Part(False, False, True, (sums.lost_to_underflow(b),), *terms, 0)
     if not isinstance(factor, OuterProduct):
         return None
     x, y = factor.activations, factor.backprops
@@ -95,4 +96,5 @@ def _part(factor: Factor, a: Tensor, b: Tensor) -> _Part | None:
         return None
     dtype = accumulating_dtype(a, b)
     terms = bounds.direct_terms(positions=a.shape[1], numel=a.shape[2] * b.shape[2], dtype=dtype)
-    return _Part(True, x is b, factor.keeps, *terms)
+    lost, nbytes = (sums.lost_to_underflow(a), sums.lost_to_underflow(b)), a.shape[2] * b.shape[2] * dtype.itemsize
+    return _Part(True, x is b, factor.keeps, lost, *terms, nbytes)

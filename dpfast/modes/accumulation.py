@@ -66,9 +66,13 @@ def left_in(parameters: Iterable[nn.Parameter]) -> Left | None:
 def leave(parameters: Iterable[nn.Parameter], left: Left) -> None:
     """Notes on every gradient what it holds."""
     for p in parameters:
-        grad = p.grad
-        if grad is not None:
-            setattr(grad, _NAME, (left, grad._version))
+        if p.grad is not None:
+            note(p.grad, left)
+
+
+def note(gradient: Tensor, left: Left) -> None:
+    """On one."""
+    gradient.__dict__[_NAME] = left, gradient._version
 
 
 def _noted(parameters: Iterable[nn.Parameter]) -> list[tuple[Tensor, Left, int]]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dpfast.arithmetic import SquaredNorm, towards_zero
-from dpfast.modes.clippers import NormClipper, clip_factors
+from dpfast.modes.clippers import NormClipper, clip_factors, constant_factors
 
 
 class Clipped(NamedTuple):
@@ -90,6 +90,17 @@ def clip(
         rounded[1],
         torch.stack(measured) if measured else upper.new_zeros(0, len(upper)),
     )
+
+
+def clip_to(limit: float, norm: SquaredNorm, scale: float) -> Clipped:
+    """:func:`clip` by a ``ConstantFlatClipper`` of this limit, the same bits: of one norm, of parameters whose sums are
+    rounded in fp32 or fp64."""
+    value, upper = norm.value * (scale**2 * 1.0), norm.upper * (scale**2 * (1.0 + 9 * 2.0**-53))
+    measured = upper.sqrt()
+    factors = constant_factors(limit, measured)
+    weights = factors * scale
+    rounded, single = towards_zero(torch.stack([factors, weights]), torch.float32).unbind()
+    return Clipped(value, upper, rounded, weights, single, measured.unsqueeze(0))
 
 
 def _valid(x: Tensor, valid: Tensor | None) -> Tensor:

@@ -7,7 +7,7 @@ have caught stands together as samples of one layer instead, up to :data:`AT_ONC
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dpfast.arithmetic import RowNorms, exact_arithmetic, ops
 from dpfast.errors import StateError, UnsupportedModuleError
 from dpfast.factors import Alike, Factor, Recipe, wait_as_factors
-from dpfast.taps import Activations, Record, find_likeness
+from dpfast.taps import Activations, Record, TappedLayer, find_likeness
 
 SMALL = {"cpu": 2**16, "cuda": 2**20}
 """Bytes of an input or a gradient up to which a layer waits: on a CPU copies of more would not stay in the caches, and
@@ -28,21 +28,41 @@ caches."""
 ROOM = 2**20
 """Bytes of gradients that a step keeps where their inputs would be less: in steps of this size calls take the time."""
 
-_MOST_RECIPES = 1024
-
-_recipes: dict[Hashable, Recipe] = {}
-"""By what layers have in common, and what the arithmetic's ways depend on beside."""
+_MOST_KINDS = 1024
 
 FactorsOf = Callable[[Record, Activations, Any], Mapping[nn.Parameter, Factor]]
 
 
-class Seen(NamedTuple):
-    """What one layer has caught, and the versions of the tensors then."""
+class Kind:
+    """Layers that stand together: there is one of each likeness.
 
-    record: Record
-    activations: Tensor
-    backprops: Tensor
-    versions: tuple[int, int]
+    Attributes:
+        recipes: by what the arithmetic's ways depend on beside.
+    """
+
+    def __init__(self) -> None:
+        self.recipes: dict[Hashable, Recipe] = {}
+
+
+_kinds: dict[Hashable, Kind] = {}
+
+
+class Queue:
+    """What layers of one kind have caught.
+
+    Attributes:
+        versions: of activations and backprops in turns, then.
+    """
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+        self.activations: list[Tensor] = []
+        self.backprops: list[Tensor] = []
+        self.versions: list[int] = []
+
+
+# Of a tensor, without a line of Python.
+_trained, _shape, _version = (getattr(Tensor, name).__get__ for name in ("requires_grad", "shape", "_version"))
 
 
 class Deferred:
@@ -58,11 +78,14 @@ class Deferred:
         self._factors_of = factors_of
         self._gathered = gathered
         self._row_norms = row_norms
-        self._queues: dict[Hashable, list[Seen]] = {}
+        self._queues: dict[Kind, Queue] = {}
         self._taken: list[tuple[list[nn.Parameter], Alike]] = []
         self._waiting: set[int] = set()
         self._room = ROOM
         self._circumstances: tuple[object, ...] | None = None
+        self._came: list[Kind] = []
+        self._numbers: list[int] = []
+        self._by_shapes = True  # whether they tell of which kinds all factors are
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
@@ -73,59 +96,70 @@ class Deferred:
 
     def takes(self, record: Record, activations: Tensor, backprops: Tensor) -> bool:
         """Whether the layer, of one input and one output, is one that waits; then it does."""
-        key = _likeness(record, activations, backprops)
-        if key is None:
+        found = _likeness(record, activations, backprops)
+        if found is None:
             return False
-        numbers = list(map(id, record.parameters))
-        if not self._waiting.isdisjoint(numbers):
+        kind, most = found
+        numbers, uses = list(map(id, record.parameters)), record.uses
+        assert uses is not None  # where there is a likeness
+        if max(map(uses.__getitem__, numbers)) > 1 or not self._waiting.isdisjoint(numbers):
             return False
         if self._gathered and any(p in self._gathered for p in record.parameters):
             return False
-        queue = self._queues.get(key)
+        queue = self._queues.get(kind)
         if queue is None:
             if wait_as_factors(activations, backprops):
                 return False
-            queue = self._queues[key] = []
+            queue = self._queues[kind] = Queue()
         self._waiting.update(numbers)
-        queue.append(Seen(record, activations, backprops, (activations._version, backprops._version)))
-        if (len(queue) + 1) * (activations.nbytes + backprops.nbytes) > AT_ONCE[activations.device.type]:
-            self._take(key)
+        self._numbers += numbers
+        self._came.append(kind)
+        queue.records.append(record)
+        queue.activations.append(activations)
+        queue.backprops.append(backprops)
+        queue.versions += activations._version, backprops._version
+        if len(queue.records) >= most:
+            with self._row_norms, exact_arithmetic():
+                self._take(kind)
         return True
 
     def take(self) -> list[tuple[list[nn.Parameter], Alike]]:
         """All that wait or have waited: a parameter of each layer, and their factor."""
-        for key in list(self._queues):
-            self._take(key)
+        with self._row_norms, exact_arithmetic():
+            for kind in list(self._queues):
+                self._take(kind)
         taken, self._taken = self._taken, []
         return taken
 
-    def _take(self, key: Hashable) -> None:
-        seen = self._queues.pop(key)
-        first = seen[0].record
-        for record, a, b, versions in seen:
-            if (a._version, b._version) != versions:
-                raise StateError(
-                    f"{record.tap.layer}: its input, or the gradient at its output, was written to while the backward "
-                    "pass went on; write to a copy"
-                )
-        with self._row_norms, exact_arithmetic():
-            joined = _joined([s.activations for s in seen]), _joined([s.backprops for s in seen])
-            found = self._made(key, first, *joined, len(seen))
-        for place, (parameter, alike) in enumerate(zip(first.parameters, found, strict=True)):
-            layers = [s.record.parameters[place] for s in seen]
-            if any(p.shape != parameter.shape for p in layers):
-                raise StateError(f"{first.tap.layer}: layers of one shape have parameters of several")
-            self._taken.append((layers, alike))
+    def _take(self, kind: Kind) -> None:
+        queue = self._queues.pop(kind)
+        records, a, b = queue.records, queue.activations, queue.backprops
+        if queue.versions[::2] != list(map(_version, a)) or queue.versions[1::2] != list(map(_version, b)):
+            now = zip(map(_version, a), map(_version, b), strict=True)
+            then = zip(queue.versions[::2], queue.versions[1::2], strict=True)
+            changed = next(record for record, one, other in zip(records, now, then, strict=True) if one != other)
+            raise StateError(
+                f"{changed.tap.layer}: its input, or the gradient at its output, was written to while the backward "
+                "pass went on; write to a copy"
+            )
+        layers = len(records)
+        joined = (torch.cat(a), torch.cat(b)) if layers > 1 else (a[0], b[0])
+        found = self._made(kind, records[0], *joined, layers)
+        for place, alike in enumerate(found):
+            parameters = [record.parameters[place] for record in records]
+            if list(map(_shape, parameters)).count(alike.factor.shape) != layers:
+                raise StateError(f"{records[0].tap.layer}: layers of one shape have parameters of several")
+            self._taken.append((parameters, alike))
 
-    def _made(self, key: Hashable, first: Record, a: Tensor, b: Tensor, layers: int) -> list[Alike]:
+    def _made(self, kind: Kind, first: Record, a: Tensor, b: Tensor, layers: int) -> list[Alike]:
         """Of each parameter of the layers that have caught these, one layer's samples after the other's."""
         if self._circumstances is None:
             self._circumstances = ops.circumstances()
-        now = (key, self._circumstances)
-        recipe = _recipes.get(now)
+        recipe = kind.recipes.get(self._circumstances)
         if recipe is not None:
             found = recipe.made(a, b, layers, self._room)
-            self._room -= sum(alike.beyond for alike in found)
+            for alike in found:
+                self._room -= alike.beyond
             return found
         activations = Activations([a])
         activations.layer = first.tap.layer
@@ -134,36 +168,53 @@ class Deferred:
             if parameter not in factors or factors[parameter].shape != parameter.shape:
                 raise UnsupportedModuleError(f"{first.tap.layer}: its rule does not give what it gives one layer alone")
         in_order = [factors[parameter] for parameter in first.parameters]
-        if first.rule is not None and first.rule.__module__.startswith("dpfast.rules."):  # others may look at values
+        ours = first.rule is not None and first.rule.__module__.startswith("dpfast.rules.")
+        self._by_shapes = self._by_shapes and ours  # others may look at values
+        if ours:
             recipe = Recipe.learned(in_order, a, b)
-            if recipe is not None and len(_recipes) < _MOST_RECIPES:
-                _recipes[now] = recipe
+            if recipe is not None:
+                kind.recipes[self._circumstances] = recipe
+                self._by_shapes = False  # from the next step on
         return [Alike(factor, layers) for factor in in_order]
 
+    @property
+    def order(self) -> object:
+        """What has waited, as it came, whose parameters by id, and what the arithmetic's ways depended on: where these
+        are equal, so are the shapes and the order of what :meth:`take` has given. None where shapes do not tell."""
+        return (self._came, self._numbers, self._circumstances) if self._by_shapes else None
 
-def _joined(tensors: list[Tensor]) -> Tensor:
-    return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
 
-
-def _likeness(record: Record, a: Tensor, b: Tensor) -> Hashable:
-    """What layers that stand together have in common; None for one that does not wait."""
+def _likeness(record: Record, a: Tensor, b: Tensor) -> tuple[Kind, int] | None:
+    """What layers that stand together have in common, and how many take what may wait; None for one that does not
+    wait. What shapes and the module tell is kept by its tap."""
     tap, rule = record.tap, record.rule
-    if rule is None or record.as_is or record.place or record.picked or tap.batch_dim or tap.folded:
+    if rule is None or record.as_is or record.place or record.picked or record.uses is None:
         return None
-    like = find_likeness(rule, tap.module)
-    if like is None:
+    names = _names(record) if record.names is None else record.names
+    if not (all(map(_trained, record.parameters)) and a.is_contiguous() and b.is_contiguous()):
         return None
-    uses = record.uses
-    for p in record.parameters:
-        if uses is None or uses[id(p)] != 1 or not p.requires_grad:
-            return None
-    shape_a, shape_b, device = a.shape, b.shape, b.device
-    most = SMALL.get(device.type, 0)
-    if a.nbytes > most or b.nbytes > most or not (a.is_contiguous() and b.is_contiguous()):
+    stream = torch.cuda.current_stream(b.device) if b.is_cuda else b.device
+    like = rule, find_likeness(rule, tap.module), names, a.shape, b.shape, a.dtype, b.dtype, a.device, stream
+    known = tap.like
+    if known is None or known[0] != like:
+        known = tap.like = like, _kind(like, tap, a, b)
+    found: tuple[Kind, int] | None = known[1]
+    return found
+
+
+def _names(record: Record) -> tuple[str, ...]:
+    """Of the module's parameters that are trained, in its order: one that was deleted and set again stands last."""
+    own = record.tap.module._parameters.items()
+    return (*(name for name, p in own if p is not None and p.requires_grad), str(len(record.parameters)))
+
+
+def _kind(like: tuple[Any, ...], tap: TappedLayer, a: Tensor, b: Tensor) -> tuple[Kind, int] | None:
+    most = SMALL.get(b.device.type, 0)
+    if like[1] is None or tap.batch_dim or tap.folded or a.nbytes > most or b.nbytes > most:
         return None
-    if a.device != device or not shape_b or shape_a[:1] != shape_b[:1] or not shape_b[0]:
+    if a.device != b.device or not b.shape or a.shape[:1] != b.shape[:1] or not b.shape[0]:
         return None
-    own = tap.module._parameters.items()  # by name: one that was deleted and set again stands last
-    trainable = tuple([name for name, p in own if p is not None and p.requires_grad])
-    stream = torch.cuda.current_stream(device) if b.is_cuda else device
-    return rule, like, trainable, len(record.parameters), shape_a, shape_b, a.dtype, b.dtype, stream
+    if len(_kinds) >= _MOST_KINDS:
+        _kinds.clear()
+    kind = _kinds.setdefault(like, Kind())
+    return kind, max(1, AT_ONCE[a.device.type] // max(1, a.nbytes + b.nbytes))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import chain, compress
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,22 +14,29 @@ from torch.utils.hooks import RemovableHandle
 from dpfast.errors import EscapedGradientError
 
 
-def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """As ``parameters()`` has them, one that is there twice twice; that takes several times as long, and this runs in
-    each step."""
-    found, seen = [], set()
-    modules: list[nn.Module | None] = [model]
-    while modules:
-        module = modules.pop()
-        number = id(module)
-        if module is None or number in seen:
-            continue
-        seen.add(number)
-        if module._modules:
-            modules.extend(reversed(module._modules.values()))
-        if module._parameters:
-            found += [p for p in module._parameters.values() if p is not None and p.requires_grad]
-    return found
+class Trainable:
+    """A model's trainable parameters, as ``parameters()`` has them, one that is there twice twice; that takes several
+    times as long, and this is asked twice in each step."""
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+        self._modules: list[nn.Module] = []
+        self._seen: list[nn.Module | None] = []  # their children, then
+
+    def __call__(self) -> list[nn.Parameter]:
+        """Those of now."""
+        children = list(chain.from_iterable(map(dict.values, map(_children, self._modules))))
+        if children != self._seen or not self._modules:  # modules are equal where they are the same
+            self._modules = list(self._model.modules())
+            self._seen = list(chain.from_iterable(map(dict.values, map(_children, self._modules))))
+        of_all = chain.from_iterable(map(dict.values, map(_parameters, self._modules)))
+        found = [p for p in of_all if p is not None]
+        return list(compress(found, map(_is_trained, found)))
+
+
+# Without a line of Python for each.
+_children, _parameters = attrgetter("_modules"), attrgetter("_parameters")
+_is_trained: Any = Tensor.requires_grad.__get__  # type: ignore[attr-defined]  # torch's stubs have a bool
 
 
 class Guards:
@@ -39,6 +48,7 @@ class Guards:
 
     def __init__(self, model: nn.Module, is_fine: Callable[[nn.Parameter, Tensor], bool]):
         self._model = model
+        self.trainable = Trainable(model)
         self._is_fine = is_fine
         self._handles: dict[int, tuple[nn.Parameter, RemovableHandle]] = {}  # by id, which the parameter itself keeps
         self._seen: list[int] = []
@@ -47,11 +57,12 @@ class Guards:
     def set(self) -> bytes:
         """On every parameter that is trainable now; asked again before each step, because that may change. Returns a
         byte for each of the model's parameters, whether it is."""
-        found = trainable_parameters(self._model)
-        for p in found:
-            if id(p) not in self._handles:
-                self.guard(p)
+        found = self.trainable()
         seen = list(map(id, found))
+        if not self._handles.keys() >= set(seen):
+            for p in found:
+                if id(p) not in self._handles:
+                    self.guard(p)
         if seen != self._seen:
             self._seen, self._trainable = seen, bytes(p.requires_grad for p in self._model.parameters())
         return self._trainable

@@ -13,7 +13,8 @@ from dpfast.distributed import Sums, not_in, parts_of, sums_of, told_to_all
 from dpfast.errors import InputError, StateError
 from dpfast.factors import Factor, Ragged, Waiting, pin
 from dpfast.modes.accumulation import Left, left_in
-from dpfast.modes.clipped import Clipped, clip
+from dpfast.modes.before import Before
+from dpfast.modes.clipped import Clipped, clip, clip_to
 from dpfast.modes.clippers import (
     ClipFactors,
     ConstantFlatClipper,
@@ -23,8 +24,7 @@ from dpfast.modes.clippers import (
     check_threshold,
     safe_factors,
 )
-from dpfast.modes.escaped_gradients import trainable_parameters
-from dpfast.modes.gathered import Gathered, clipped_totals, rounding, take_norms
+from dpfast.modes.gathered import Deferred, Gathered, clipped_totals, rounding, take_norms
 from dpfast.modes.grad_sample_module import GradSampleModule
 from dpfast.modes.leave_sums import LeavesSums
 from dpfast.modes.memory_budget import MemoryBudget
@@ -90,6 +90,7 @@ class GradSampleModuleFastGradientClipping(LeavesSums, PerUnit, GradSampleModule
     _met = False  # whether its ranks have agreed on what they train
     _left: Left | None = None  # what was in p.grad, where there are other ranks
     _budget: MemoryBudget | None = None  # what plans which layers write their gradients
+    _before: Before | None = None  # what is known from the last step
 
     def __init__(
         self,
@@ -127,6 +128,7 @@ class GradSampleModuleFastGradientClipping(LeavesSums, PerUnit, GradSampleModule
         self._at_fault = DroppedSamples(_SUMS_OF_ZEROS)
         self._norm_clipper = norm_clipper
         self._places: dict[nn.Parameter, int] = {}
+        self._numbers: list[int] = []
         self._norms: SquaredNorm | None = None
         self._clip_factors: Any = None  # a Tensor, from the first norms on
         self._first = FirstPass()
@@ -286,6 +288,10 @@ class GradSampleModuleFastGradientClipping(LeavesSums, PerUnit, GradSampleModule
         if self._budget is not None:
             self._budget.end()
         deferred = step.deferred.take() if step.deferred else []
+        alone = not step.gathered and step.waiting is None and step.valid is None and self._norm_clipper is None
+        order = step.deferred.order if step.deferred and alone and self._budget is None else None
+        if order is not None and self._finish_as_before(step, deferred, order):
+            return
         check_own(self._places, step.gathered, *(parameters for parameters, _ in deferred))
         if step.waiting is not None:
             step.waiting.take()
@@ -317,6 +323,22 @@ class GradSampleModuleFastGradientClipping(LeavesSums, PerUnit, GradSampleModule
                 self._over_ranks.keep_promises(self._note_again)
             return
         self._leave_sums(clipped_totals(self._places, entries, deferred, clipped))
+        if order is not None:
+            self._before = Before.learned(self._places, step.num_samples or 0, order, deferred)
+
+    def _finish_as_before(self, step: Step, deferred: Deferred, order: object) -> bool:
+        """Finishes the step, where it is like the last one; else does nothing."""
+        before, n = self._before, step.num_samples or 0
+        if before is None or not before.fits(self._places, n, order):
+            return False
+        norm = before.remembered.total_sq_norm([alike for _, alike in deferred])
+        limit = self._clipper().sensitivity
+        clipped = clip_to(limit, norm, self._scale(step))
+        self._dropped.add(clipped.measured)
+        self._norms, self._clip_factors = SquaredNorm(clipped.norms, clipped.upper), clipped.factors
+        if not before.leave(deferred, clipped.single, limit):
+            self._leave_sums(clipped_totals(self._places, [None] * len(self._places), deferred, clipped))
+        return True
 
     def _clip(self, norms: Sequence[SquaredNorm | None], scale: float | Tensor, valid: Tensor | None) -> Clipped:
         """What the sums are weighted with; counts the samples that are dropped."""
@@ -350,16 +372,28 @@ class GradSampleModuleFastGradientClipping(LeavesSums, PerUnit, GradSampleModule
         if self._budget is not None:
             self._budget.begin(step.units)
         if step.second is None or self._over_ranks is not None:
-            tapped, parameters = self._tapped, trainable_parameters(self._module)
-            trainable = dict.fromkeys(tapped.own_all(parameters) if tapped else parameters)  # None: removed since
-            self._places = dict(zip(trainable, range(len(trainable)), strict=True))
-            self._clipper().for_parameters(len(trainable))
+            if self._tapped is None:  # removed since
+                trainable = [p for p in self._module.parameters() if p.requires_grad]
+            else:
+                trainable = self._tapped.trainable()
+            numbers = list(map(id, trainable))
+            if numbers != self._numbers:  # which are those of the parameters in ``_places``
+                self._places = {p: i for i, p in enumerate(dict.fromkeys(trainable))}
+                self._numbers = numbers
+            self._clipper().for_parameters(len(self._places))
         if self._over_ranks is not None:  # by the end of the pass DDP may have put other tensors into p.grad
             self._left = left_in(self._places)
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles leave out what the last batch has left here, which is private."""
-        return {**self.__dict__, "_norms": None, "_clip_factors": None, "_first": FirstPass()}
+        now: dict[str, Any] = {
+            "_norms": None,
+            "_clip_factors": None,
+            "_first": FirstPass(),
+            "_before": None,
+            "_numbers": [],
+        }
+        return {**self.__dict__, **now}
 
     def _name(self, parameter: nn.Parameter) -> str:
         return next((n for n, p in self._module.named_parameters() if p is parameter), "?")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from dpfast.arithmetic import is_traced
+from dpfast.taps import kind_here
 
 
 def storage(x: Tensor) -> int:
@@ -31,22 +32,39 @@ def num_samples(leaves: Iterable[Any], dim: int) -> int | None:
     return next(sizes, None)
 
 
+class Pass(NamedTuple):
+    """One forward pass of a tapped model.
+
+    Attributes:
+        size: how many samples it has. units, kind: whose they are, and of which kind its inputs.
+    """
+
+    size: int | None
+    units: Any
+    kind: Any
+
+
 class Running(threading.local):
-    """The batch sizes of the forward passes that run in this thread, innermost last."""
+    """The forward passes that run in this thread, of each model innermost last."""
 
     def __init__(self) -> None:
-        self.sizes: dict[int, list[int | None]] = {}
+        self.passes: dict[int, list[Pass]] = {}
         self.inputs: set[int] = set()
 
-    def push(self, model: object, size: int | None) -> None:
-        self.sizes.setdefault(id(model), []).append(size)
+    def here(self, model: object) -> Pass | None:
+        """That of the model which runs in this thread, where it is none that a backward pass repeats."""
+        passes = self.passes.get(id(model))
+        return passes[-1] if passes else None
+
+    def push(self, model: object, size: int | None, units: Any) -> None:
+        self.passes.setdefault(id(model), []).append(Pass(size, units, kind_here(model)))
 
     def pop(self, model: object) -> int | None:
-        sizes = self.sizes[id(model)]
-        size = sizes.pop()
-        if not sizes:
-            del self.sizes[id(model)]
-        return size
+        passes = self.passes[id(model)]
+        ended = passes.pop()
+        if not passes:
+            del self.passes[id(model)]
+        return ended.size
 
 
 running = Running()

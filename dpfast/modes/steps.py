@@ -6,6 +6,7 @@ keeps alive: a pass that fails takes its step with it.
 
 from __future__ import annotations
 
+import collections
 import threading
 import weakref
 from collections import Counter
@@ -23,6 +24,9 @@ from dpfast.modes.deferred import Deferred
 from dpfast.modes.second_pass import FirstPass, SecondPass
 from dpfast.modes.units import Units
 from dpfast.taps import Record, in_backward
+
+_count: Any = collections._count_elements  # type: ignore[attr-defined]  # what Counter.update does at last
+_pass_here = torch._C._current_graph_task_id  # -1: no backward pass
 
 
 class Step:
@@ -71,7 +75,8 @@ class Step:
         """Whether a layer of one input and one output waits for others alike; then it does."""
         if self.deferred is None or not self.deferred.takes(record, activations, backprops):
             return False
-        self.saw(backprops.shape[0], record.tap.layer, record.tap.batch_dim)
+        if backprops.shape[0] != self.num_samples:
+            self.saw(backprops.shape[0], record.tap.layer, record.tap.batch_dim)
         return True
 
     def give(self, parameter: nn.Parameter, gradient: Tensor) -> None:
@@ -126,16 +131,24 @@ class Steps:
     each thread's next one will differentiate."""
 
     def __init__(self) -> None:
-        self._running: weakref.WeakValueDictionary[int | None, Step] = weakref.WeakValueDictionary()
+        self._running: dict[int, weakref.ref[Step]] = {}
         self._uses: dict[int, Counter[int]] = {}
 
     def here(self) -> Step | None:
         """The step of the backward pass that runs in this thread."""
-        return self._running.get(in_backward())
+        found = self._running.get(_pass_here())
+        return None if found is None else found()
 
     def open(self, step: Step, finish: Callable[[Step], None]) -> Step:
         """Makes it that of the backward pass that runs in this thread; ``finish`` is called at its end."""
-        self._running[in_backward()] = step
+        number = _pass_here()
+        running = self._running
+
+        def ended(reference: weakref.ref[Step]) -> None:
+            if running.get(number) is reference:
+                del running[number]
+
+        running[number] = weakref.ref(step, ended)
         # The callback's reference is the one that keeps the step alive.
         torch.autograd.Variable._execution_engine.queue_callback(lambda: finish(step))
         return step
@@ -158,10 +171,11 @@ class Steps:
     def repeating(self, backward: int | None) -> Step | None:
         """The step whose backward pass, of that number or with it nested inside, repeats a forward (checkpointing);
         None where that is not certain."""
-        step = self._running.get(backward)
+        found = self._running.get(-1 if backward is None else backward)
+        step = None if found is None else found()
         if step is not None:
             return step
-        running = set(self._running.values())
+        running = {step for reference in list(self._running.values()) if (step := reference()) is not None}
         return running.pop() if len(running) == 1 else None
 
     def count_uses(self, parameters: Sequence[nn.Parameter]) -> Counter[int]:
@@ -170,8 +184,7 @@ class Steps:
         uses = self._uses.get(threading.get_ident())
         if uses is None:
             uses = self._uses[threading.get_ident()] = Counter()
-        for p in parameters:
-            uses[id(p)] = uses.get(id(p), 0) + 1
+        _count(uses, map(id, parameters))
         return uses
 
     def forget_uses(self) -> None:

@@ -22,7 +22,7 @@ from dpfast.factors import Factor
 from dpfast.modes.deferred import Deferred
 from dpfast.modes.escaped_gradients import Guards
 from dpfast.modes.mixed_losses import expect_loss, note_forward, refuse_mixed
-from dpfast.modes.running import num_samples, running, storage
+from dpfast.modes.running import Pass, num_samples, running, storage
 from dpfast.modes.scalar_loss import check_losses
 from dpfast.modes.second_pass import FirstPass, Output, SecondPass, check_ordinary
 from dpfast.modes.steps import Mode, Step, Steps, check_answer, check_valid
@@ -193,7 +193,7 @@ class TappedModel:
         if units is not None and self.enabled and torch.is_grad_enabled():
             units.look(self._documents, (args, kwargs))
         running.inputs = {storage(x) for x in tensors}
-        running.push(self, size)
+        running.push(self, size, units_here(self))
         follow_model(self, self.model, leaves)
         if self.valid is not None and size is not None:
             check_valid(self.valid, size)
@@ -221,13 +221,13 @@ class TappedModel:
     def batch_size(self) -> int | None:
         """How many samples the first tensor of the model's input has; None where the model's own forward is not
         what runs. A forward that is repeated in a backward pass has its step's."""
-        step = None if in_backward() is None else self._steps.repeating(in_backward())
+        step, here = None if in_backward() is None else self._steps.repeating(in_backward()), running.here(self)
         if step is not None:
             step.repeats = True
-        sizes = running.sizes.get(id(self))
-        if sizes:
-            return sizes[-1]
-        return None if step is None else step.batch_size
+        return here.size if here is not None else None if step is None else step.batch_size
+
+    def forward_here(self) -> Pass | None:
+        return running.here(self)
 
     def units(self) -> Units | None:
         """Those of the forward pass of this thread; one repeated in a backward pass has its step's."""
@@ -241,9 +241,9 @@ class TappedModel:
     def samples_are_bags(self, indices: Tensor, offsets: Tensor, bags: int) -> None:
         """All bags of an EmbeddingBag in one row: the batch is the bags, where the model was called with their
         offsets and what was taken for the batch is the length of that row or of the offsets."""
-        sizes = running.sizes.get(id(self))
-        if sizes and sizes[-1] in (len(indices), len(offsets)) and self.is_input(offsets):
-            sizes[-1] = bags
+        passes = running.passes.get(id(self))
+        if passes and passes[-1].size in (len(indices), len(offsets)) and self.is_input(offsets):
+            passes[-1] = passes[-1]._replace(size=bags)
 
     # --- nothing escapes ---
 
@@ -279,8 +279,9 @@ class TappedModel:
         """The model's own, where this one stands in for it (FSDP2)."""
         return self._swapped.own(parameter)
 
-    def own_all(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
-        return self._swapped.own_all(parameters)
+    def trainable(self) -> list[nn.Parameter]:
+        """The model's own that are trained now, one that is there twice twice."""
+        return self._swapped.own_all(self._guards.trainable())
 
     def has_stand_ins(self) -> bool:
         """Whether parameters are parted, or others stand in for them."""
@@ -326,8 +327,8 @@ class TappedModel:
         self._steps.forget_uses()
         if step.ordinary:
             return
-        known = step.units is None and None not in (step.batch_size, step.num_samples)
-        if known and step.num_samples != step.batch_size:
+        sizes = {step.batch_size, step.num_samples}
+        if step.units is None and None not in sizes and len(sizes) > 1:
             raise InputError(
                 f"{step.first_layer} saw a batch of {step.num_samples} samples, but the first tensor of the model's "
                 f"input has {step.batch_size} in dimension {self.batch_dim}: a layer must see each sample once, in "
@@ -358,9 +359,8 @@ class TappedModel:
     def waits(self, record: Record, activations: Tensor, backprops: Tensor) -> bool:
         """What :meth:`receive` does with a layer that waits for others alike, where nothing else has to be asked."""
         step = self._steps.here() if self.enabled else None
-        if step is None or record.units is not step.units or units_here(self) is not None:
-            return False
-        return step.defers(record, activations, backprops)
+        fits = step is not None and record.units is step.units and units_here(self) is None
+        return fits and step.defers(record, activations, backprops)  # type: ignore[union-attr]  # it fits
 
     def receive(self, record: Record, activations: Activations, backprops: Any) -> Mapping[nn.Parameter, Tensor]:
         """Hands a module's factors to the mode; returns the ordinary gradients that it wants beside."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -9,11 +10,20 @@ from torch import Tensor, nn
 
 from dpfast.arithmetic import accumulating_dtype
 from dpfast.errors import InputError, UnsupportedModuleError
-from dpfast.factors import Factor, Lookup
-from dpfast.taps import Activations, register_rule
+from dpfast.factors import Factor, Lookup, is_small_table
+from dpfast.taps import Activations, register_node, register_rule
 
 
-@register_rule(nn.Embedding, fresh=True)
+def _likeness(layer: nn.Embedding) -> Hashable:
+    """Of those whose tables are small; the others are better taken by the rows that were looked up."""
+    weight = layer.weight
+    if layer.scale_grad_by_freq or layer.max_norm is not None:
+        return None
+    small = is_small_table(weight.shape, accumulating_dtype(weight), weight.device)
+    return (weight.shape, layer.padding_idx) if small else None
+
+
+@register_rule(nn.Embedding, fresh=True, alike=_likeness)
 def embedding(layer: nn.Embedding, activations: Activations, backprops: Tensor) -> dict[nn.Parameter, Factor]:
     """activations[0] (N, ...) indices, backprops (N, ..., D)."""
     _refuse_mixing(layer)
@@ -23,6 +33,14 @@ def embedding(layer: nn.Embedding, activations: Activations, backprops: Tensor) 
         raise InputError("its input has no dimension of samples")
     factor = Lookup(activations[0], backprops, len(layer.weight), layer.padding_idx)
     return {layer.weight: factor}  # type: ignore[dict-item]  # torch declares a Tensor
+
+
+def _forward(parameters: Mapping[str, Any], layer: Any, x: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
+    padding = -1 if layer.padding_idx is None else layer.padding_idx
+    return torch.embedding(parameters.get("weight"), x, padding, False, False), ()  # type: ignore[arg-type]
+
+
+register_node(nn.Embedding, _forward, None, rank=1)
 
 
 @register_rule(nn.EmbeddingBag, fresh=True)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpfast.arithmetic import accumulating_dtype, ops
 from dpfast.errors import InputError
 from dpfast.factors import Factor, OuterProduct, Reshaped, row_sum
-from dpfast.taps import Activations, register_rule
+from dpfast.taps import Activations, register_node, register_rule
 
 
 @register_rule(nn.Linear, fresh=True, alike=lambda layer: (layer.in_features, layer.out_features))
@@ -26,6 +28,20 @@ def linear(layer: nn.Linear, activations: Activations, backprops: Tensor) -> dic
     if layer.bias is not None and layer.bias.requires_grad:
         factors[layer.bias] = row_sum(backprops)
     return factors
+
+
+def _forward(parameters: Mapping[str, Any], layer: Any, x: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
+    weight = parameters.get("weight")
+    return F.linear(x, weight, parameters.get("bias")), (weight,)  # type: ignore[arg-type]  # there is one
+
+
+def _backward(gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    if gradient.dim() == 2:
+        return torch.mm(gradient, weight)
+    return torch.mm(gradient.reshape(-1, weight.shape[0]), weight).view(x.shape)
+
+
+register_node(nn.Linear, _forward, _backward)
 
 
 def compute_linear_grad_sample(

@@ -6,6 +6,7 @@ x̂ is computed again, in fp32 or fp64, from the layer's input; its own rounding
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from dpfast.arithmetic import accumulating_dtype, bounds, smallest_normal, sums
 from dpfast.errors import UnsupportedModuleError
 from dpfast.factors import Dense, Factor, channel_sum, row_sum
-from dpfast.taps import Activations, register_rule
+from dpfast.taps import Activations, register_node, register_rule
 
 _SMALL_EPS = 1e-6
 """Below it a constant row, whose x̂ is 0, would get a large error: 1/√eps of what rounds its mean."""
@@ -100,6 +101,22 @@ def layer_norm(layer: nn.LayerNorm, activations: Activations, backprops: Tensor)
         constant = _is_constant(inputs)
         normalized, error = normalized.masked_fill(constant, 0.0), error.masked_fill(constant, 0.0)
     return _factors(layer, normalized, backprops, error.squeeze(-1))
+
+
+def _forward(parameters: Mapping[str, Any], layer: Any, x: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
+    weight = parameters.get("weight")
+    output, mean, rstd = torch.native_layer_norm(x, layer.normalized_shape, weight, parameters.get("bias"), layer.eps)
+    return output, (mean, rstd, weight)
+
+
+def _backward(gradient: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor) -> Tensor:
+    of_input, _, _ = torch.ops.aten.native_layer_norm_backward.default(
+        gradient, x, weight.shape, mean, rstd, weight, None, [True, False, False]
+    )
+    return of_input
+
+
+register_node(nn.LayerNorm, _forward, _backward)
 
 
 def rms_norm(layer: Any, inputs: Tensor, backprops: Tensor, width: int, eps: float) -> dict[nn.Parameter, Factor]:

@@ -13,8 +13,18 @@ from dpfast.taps.followed import Source
 from dpfast.taps.gathered import end_model, experts_of, follow_model
 from dpfast.taps.held import Held
 from dpfast.taps.inputs import keys_of, leaves_of
-from dpfast.taps.layout import Rows, batch_in_front, batch_to_front, given_layout, layouts, tokens_in, unfolded
-from dpfast.taps.node import Record
+from dpfast.taps.layout import (
+    Rows,
+    batch_in_front,
+    batch_to_front,
+    given_layout,
+    kind_here,
+    layouts,
+    tokens_in,
+    unfolded,
+)
+from dpfast.taps.node import Record, TappedLayer
+from dpfast.taps.own_node import register_node
 from dpfast.taps.passes import forget_compiled_code, in_backward, never_compiled, suspended, taps_suspended
 from dpfast.taps.probe import Probe
 from dpfast.taps.registry import (
@@ -58,6 +68,7 @@ __all__ = [
     "Source",
     "Tap",
     "TappedForward",
+    "TappedLayer",
     "Told",
     "batch_in_front",
     "batch_to_front",
@@ -73,6 +84,7 @@ __all__ = [
     "has_something_to_tap",
     "in_backward",
     "keys_of",
+    "kind_here",
     "layouts",
     "leaves_of",
     "never_compiled",
@@ -86,6 +98,7 @@ __all__ = [
     "register_forward",
     "register_function",
     "register_grad_sampler",
+    "register_node",
     "register_norm_sampler",
     "register_rule",
     "registry",

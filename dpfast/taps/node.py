@@ -38,6 +38,10 @@ class Receiver(Protocol):
     def batch_size(self) -> int | None:
         """How many samples the model's input has, in the pass that runs in this thread; None: not known."""
 
+    def forward_here(self) -> Any:
+        """The forward pass of the model that runs in this thread, its ``size``, ``units`` and ``kind``; None: none
+        does."""
+
     def units(self) -> Any:
         """Whose each of these samples is, where several may be one's; None: each its own."""
 
@@ -85,6 +89,8 @@ class TappedLayer:
         self.gathers = False  # whether it is one because it has been seen to get rows that the data picks
         self.alone = False  # whether it is known that its output may have no samples
         self.plain: Any = None  # what is known of the module's class (``plain.Known``)
+        self.own_parameters: Any = None  # the module's parameters, as they were (``plain.Own``)
+        self.like: Any = None  # what the module was last seen to have in common with others (``modes.deferred``)
         self.shapes: dict[Any, str] = {}  # those seen under two batch sizes, in words
         self.given: Given = None
         self.name = name
@@ -95,11 +101,13 @@ class TappedLayer:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A tap that an earlier version has pickled has learned nothing."""
         learned = {"places": {}, "shapes": {}, "alone": False, "sends": False, "receives": False, "gathers": False}
-        self.__dict__.update({**learned, "given": None, "name": "", "plain": None, **state})
+        self.__dict__.update(
+            {**learned, "given": None, "name": "", "plain": None, "own_parameters": None, "like": None, **state}
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """Rules may be functions that cannot be pickled."""
-        return {**self.__dict__, "plain": None}
+        return {**self.__dict__, "plain": None, "own_parameters": None, "like": None}
 
 
 class Record:
@@ -116,6 +124,7 @@ class Record:
     watch: Watch | None = None  # where the module may have kept its outputs
     seen_by: object = None  # what the receiver notes of the backward pass that came by
     picked: Any = None  # the rows that it saw, within an expert
+    names: tuple[str, ...] | None = None  # of its parameters in the module, where that is a plain layer
 
     def __init__(
         self,

@@ -36,7 +36,8 @@ def never_compiled(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if "torch._dynamo" not in sys.modules or _nothing_compiles():
+        asked = _compiles[0] or _found()
+        if asked is None or asked() is None:
             return function(*args, **kwargs)
         if not disabled:
             disabled.append(torch.compiler.disable(function))
@@ -46,10 +47,16 @@ def never_compiled(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def _nothing_compiles() -> bool:
-    """Whether no code of this thread is compiled as it runs, so that there is nothing to disable."""
-    frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
-    return hasattr(frames, "get_eval_frame_callback") and frames.get_eval_frame_callback() is None
+_compiles: list[Callable[[], object] | None] = [None]
+"""Gives None where no code of this thread is compiled as it runs, so that there is nothing to disable."""
+
+
+def _found() -> Callable[[], object] | None:
+    """None as long as nothing has ever been compiled here."""
+    if "torch._dynamo" in sys.modules:
+        frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+        _compiles[0] = getattr(frames, "get_eval_frame_callback", lambda: True)
+    return _compiles[0]
 
 
 def suspended() -> bool:

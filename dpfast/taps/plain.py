@@ -6,6 +6,7 @@ and its node (``node.TapFunction``) has one output and one input. Such layers ta
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -13,12 +14,16 @@ from torch import Tensor, nn
 
 from dpfast.taps.detached import run_detached
 from dpfast.taps.gathered import rows_are_followed
-from dpfast.taps.layout import kind_here
 from dpfast.taps.node import Record, TapFunction
+from dpfast.taps.own_node import OwnNode, find_node, tapped_layer
 from dpfast.taps.passes import in_backward, suspended
 from dpfast.taps.registry import Rule, find_fault, makes_fresh_output, plain_rule, registered
 
 _will_run = torch._C._will_engine_execute_node
+_trained: Any = Tensor.requires_grad.__get__  # type: ignore[attr-defined]  # of a tensor, without a line of Python
+_autocast = torch.is_autocast_enabled
+# Of saved tensors: a checkpoint's forward must save the same when it is repeated. (torch before 2.8 cannot be asked.)
+_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: True)
 _transforms = torch._C._are_functorch_transforms_active  # of torch.func
 
 
@@ -28,19 +33,46 @@ class Known(NamedTuple):
     Attributes:
         rule: None where layers of the class go the general way.
         places_samples: the tap may have to expand an input to the batch.
+        node: one that is the layer's own and the tap's, where there is one.
     """
 
     cls: type
     registered: tuple[int, ...]
     rule: Rule | None
     places_samples: bool
+    node: OwnNode | None
 
 
 def _known(module: nn.Module) -> Known:
     rule = None if isinstance(module, nn.EmbeddingBag) else plain_rule(module)
     if not makes_fresh_output(rule):
         rule = None
-    return Known(type(module), registered(type(module)), rule, isinstance(module, nn.Embedding))
+    cls = type(module)
+    return Known(cls, registered(cls), rule, isinstance(module, nn.Embedding), find_node(cls))
+
+
+class Own(NamedTuple):
+    """A module's parameters, as they were.
+
+    Attributes:
+        numbers: their ids, None's too. values: without None. flags: which of these are trained.
+        trained, names: those. ordinary: all are parameters of torch's, and no subclass.
+    """
+
+    numbers: list[int]
+    values: list[nn.Parameter]
+    flags: list[bool]
+    trained: list[nn.Parameter]
+    names: tuple[str, ...]
+    ordinary: bool
+
+    @classmethod
+    def of(cls, parameters: Mapping[str, Any]) -> Own:
+        values = [p for p in parameters.values() if p is not None]
+        trained = {name: p for name, p in parameters.items() if p is not None and p.requires_grad}
+        ordinary = all(type(p) is nn.Parameter for p in values)
+        numbers, flags = list(map(id, parameters.values())), [p.requires_grad for p in values]
+        return cls(numbers, values, flags, list(trained.values()), tuple(trained), ordinary)
 
 
 def caught_plainly(tap: Any, own: object, x: object) -> Any:
@@ -62,25 +94,35 @@ def caught_plainly(tap: Any, own: object, x: object) -> Any:
     taps = tap.taps
     if not torch.is_grad_enabled() or not taps.inserts or find_fault(module) is not None:
         return None
-    n = taps.batch_size()
-    if known.places_samples and (n is None or (n > 1 and (x.dim() < 2 or 1 in x.shape))):
+    created_in = in_backward()
+    here = taps.forward_here() if created_in is None else None
+    n = here.size if here is not None else taps.batch_size()
+    dims = x.dim()
+    if known.places_samples and (n is None or (n > 1 and (dims < 2 or 1 in x.shape))):
         return None
-    parameters = [p for p in module._parameters.values() if p is not None and p.requires_grad]
+    values = module._parameters.values()
+    of: Own | None = tap.own_parameters
+    if of is None or of.numbers != list(map(id, values)) or of.flags != list(map(_trained, of.values)):
+        of = tap.own_parameters = Own.of(module._parameters)
+    parameters, node = of.trained, known.node
     if not parameters:
         return None
+    record = Record.__new__(Record)
+    record.tap, record.rule, record.parameters, record.names = tap, known.rule, parameters, of.names
+    record.batch_size, record.leaves, record.followed = n, [x], [x.requires_grad]
+    if node is not None and of.ordinary and n is not None and here is not None and cls.forward is node.plain:
+        place = tap.places.get(dims + node.rank)
+        usual = type(place) is int and tap.given is None and here.kind is not None
+        usual = usual and dims > 1 and not x.is_inference()
+        if usual and _hooks(True) is None and not (_autocast("cpu") or _autocast("cuda")):
+            record.place, record.units, record.uses = place, here.units, taps.count_uses(parameters)
+            return tapped_layer(record, node, x, *parameters)  # type: ignore[no-untyped-call]  # torch's
     output = run_detached(module._parameters, cls.forward, module, x)
     if type(output) is not Tensor or not output.is_floating_point():
         return tap.tapped(output, ((x,), {}), parameters, fresh=True, rule=known.rule)
-    record = Record.__new__(Record)
-    record.tap, record.rule, record.parameters, record.batch_size = tap, known.rule, parameters, n
-    record.units, record.leaves, record.followed = taps.units(), [x], [x.requires_grad]
-    record.created_in = in_backward()
-    if record.created_in is not None:
-        record.place = tap._place(output, record)
-    else:
-        place = tap.places.get(output.dim())
-        usual = type(place) is int and tap.given is None and n is not None and kind_here(taps) is not None
-        record.place = place if usual else tap._place(output, record)
+    record.created_in, record.units = created_in, taps.units()
+    record.place = tap._place(output, record)
+    if created_in is None:
         record.uses = taps.count_uses(parameters)
     return _apply(record, output, *parameters)  # type: ignore[no-untyped-call]  # torch's
 

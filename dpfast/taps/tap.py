@@ -68,14 +68,14 @@ class TappedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.around is not None:
             return with_inner(self.around, self._inner)(*args, **kwargs)
+        if len(args) == 1 and not kwargs and self.replaced is None:
+            output = caught_plainly(self.tap, self, args[0])
+            if output is not None:
+                return output
         return self._inner(*args, **kwargs)
 
     def _inner(self, *args: Any, **kwargs: Any) -> Any:
         module = self.tap.module
-        if len(args) == 1 and not kwargs and self.replaced is None and self.around is None:
-            output = caught_plainly(self.tap, self, args[0])
-            if output is not None:
-                return output
         return self.tap.run(self.replaced or type(module).forward.__get__(module), args, kwargs)
 
     @property

@@ -50,7 +50,7 @@ def waited(monkeypatch):
     found, take = [], deferred.Deferred._take
 
     def watched(self, key):
-        found.append(len(self._queues[key]))
+        found.append(len(self._queues[key].records))
         take(self, key)
 
     monkeypatch.setattr(deferred.Deferred, "_take", watched)

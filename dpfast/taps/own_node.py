@@ -1,0 +1,101 @@
+"""One autograd node for a layer and its tap.
+
+Behind a small layer the tap's node, the layer's own nodes and what detaches its parameters from them take longer than
+its arithmetic. Of a few classes of torch's the backward pass is one call that is known: their forward runs within the
+tap's node, where nothing is recorded, and the node gives the gradient of the input as torch's own would, to the bit.
+What it saves is other than what they would, so it is not taken where saved tensors have hooks (checkpoints, offload).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from dpfast.taps.node import Record, TapFunction
+
+_will_run = torch._C._will_engine_execute_node
+
+
+class OwnNode(NamedTuple):
+    """A class's forward and backward pass.
+
+    Attributes:
+        plain: the forward of the class, of which they are those.
+        rank: how many dimensions its output has more than its input.
+        forward: ``(parameters, layer, x) -> (output, what the backward pass takes)``; nothing is recorded in it.
+        backward: ``(gradient, x, *what it takes) -> gradient of x``; None where no gradient goes through x.
+    """
+
+    plain: Callable[..., Any]
+    rank: int
+    forward: Callable[[Mapping[str, Any], Any, Tensor], tuple[Tensor, tuple[Any, ...]]]
+    backward: Callable[..., Tensor] | None
+
+
+_nodes: dict[type[nn.Module], OwnNode] = {}
+
+
+def register_node(
+    cls: type[nn.Module],
+    forward: Callable[[Mapping[str, Any], Any, Tensor], tuple[Tensor, tuple[Any, ...]]],
+    backward: Callable[..., Tensor] | None,
+    *,
+    rank: int = 0,
+) -> None:
+    """Gives a class, and it alone, a node of its own; see :class:`OwnNode`."""
+    _nodes[cls] = OwnNode(cls.forward, rank, forward, backward)
+
+
+def find_node(cls: type[nn.Module]) -> OwnNode | None:
+    """Of that very class."""
+    return _nodes.get(cls)
+
+
+class LayerTap(torch.autograd.Function):
+    """The layer, and :class:`node.TapFunction` behind it."""
+
+    @staticmethod
+    def forward(ctx: Any, record: Record, node: OwnNode, x: Tensor, *parameters: nn.Parameter) -> Tensor:
+        ctx.record, ctx.node = record, node
+        module = record.tap.module
+        output, taken = node.forward(module._parameters, module, x)
+        record.leaves[0] = None
+        if node.backward is not None and x.requires_grad:
+            ctx.save_for_backward(x.detach(), *taken)
+        else:
+            ctx.save_for_backward(x.detach())
+        ctx.set_materialize_grads(False)
+        # No view to autograd, so operations in place may follow.
+        return output.detach() if output._is_view() else output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # create_graph=True
+            return _once_differentiable(ctx, grad)
+        return LayerTap._caught(ctx, grad)
+
+    @staticmethod
+    def _caught(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        edges = ctx.next_functions
+        to_parameters: tuple[Tensor | None, ...] = (None,) * (len(edges) - 1)
+        if grad is None:
+            return None, None, None, *to_parameters
+        record: Record = ctx.record
+        saved = ctx.saved_tensors  # once: checkpoints give them once
+        first = edges[1][0]
+        try:
+            runs = first is not None and _will_run(first)
+        except RuntimeError:  # torch.autograd.grad: the general way says it
+            runs = False
+        if not runs or not record.tap.taps.waits(record, saved[0], grad):
+            _, _, *to_parameters = TapFunction._caught(ctx, grad, saved=saved[:1])  # type: ignore[assignment]
+        of_input = ctx.node.backward(grad, *saved) if len(saved) > 1 else None
+        return None, None, of_input, *to_parameters
+
+
+_once_differentiable = once_differentiable(LayerTap._caught)
+tapped_layer = super(torch.autograd.Function, LayerTap).apply  # without transforms of torch.func

@@ -1,0 +1,182 @@
+"""A step like the one before is finished by what is known from it, to the same bits; any difference is seen."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import dpfast
+from dpfast.arithmetic import SquaredNorm
+from dpfast.errors import DpfastWarning
+from dpfast.modes import before, deferred
+from dpfast.modes.clipped import clip, clip_to
+from dpfast.testing import clipped_sum, loop_over_samples, relative_error
+
+N, T, D, WORDS, C = 4, 6, 8, 11, 0.05
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.places = nn.Embedding(WORDS, D), nn.Embedding(T, D)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(D), nn.Linear(D, 40), nn.Linear(40, D)) for _ in range(3)
+        )
+        self.unused, self.head = nn.Linear(D, D), nn.Linear(D, 5, bias=False)
+
+    def forward(self, words):
+        x = self.words(words) + self.places(torch.arange(T).repeat(len(words), 1))
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return self.head(x)
+
+
+def losses(model, words):
+    return model(words).square().flatten(1).sum(1)
+
+
+def wrap(**options):
+    torch.manual_seed(0)
+    return dpfast.GradSampleModuleFastGradientClipping(Model(), max_grad_norm=C, **options)
+
+
+def batch(n=N, seed=0):
+    return torch.randint(0, WORDS, (n, T), generator=torch.Generator().manual_seed(seed))
+
+
+def step(wrapped, words):
+    losses(wrapped, words).mean().backward()
+    return [p.grad.clone() for p in wrapped.parameters()], wrapped._norms, wrapped._clip_factors
+
+
+@pytest.fixture
+def as_before(monkeypatch):
+    """How many steps were finished as the one before."""
+    found, total = [], before.Remembered.total_sq_norm
+
+    def watched(self, alikes):
+        found.append(len(alikes))
+        return total(self, alikes)
+
+    monkeypatch.setattr(before.Remembered, "total_sq_norm", watched)
+    monkeypatch.setattr(deferred, "_kinds", {})
+    return found
+
+
+def same(one, other):
+    for x, y in zip((*one[0], *one[1], one[2]), (*other[0], *other[1], other[2]), strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_gives_the_bits_of_the_long_way(reduction, as_before, monkeypatch):
+    wrapped, found = wrap(loss_reduction=reduction), []
+    for seed in range(4):
+        wrapped.zero_grad()
+        found.append(step(wrapped, batch(seed=seed)))
+    assert len(as_before) == 2  # recipes are learned in the first step, the order from the second
+    monkeypatch.setattr(before.Before, "learned", lambda *_: None)
+    other = wrap(loss_reduction=reduction)
+    for seed in range(4):
+        other.zero_grad()
+        same(step(other, batch(seed=seed)), found[seed])
+    assert len(as_before) == 2
+
+
+def test_as_a_loop_over_samples(as_before):
+    wrapped = wrap()
+    for seed in range(4):
+        wrapped.zero_grad()
+        step(wrapped, batch(seed=seed))
+    exact = loop_over_samples(wrapped._module, lambda m, x: losses(m, x).sum(), batch(seed=3))
+    assert as_before
+    for name, total in clipped_sum(exact, C).items():
+        assert relative_error(wrapped._module.get_parameter(name).grad, total) <= 1e-4, name
+    assert (wrapped.norm_slack >= 0).all() and (wrapped.norm_slack <= 1e-3).all()
+
+
+def change_size(wrapped):
+    return batch(3)
+
+
+def freeze(wrapped):
+    wrapped._module.blocks[1][1].weight.requires_grad_(False)
+    wrapped._module.blocks[1][1].weight.grad = None
+    return batch()
+
+
+def replace(wrapped):
+    layer = wrapped._module.blocks[2][1]
+    layer.weight = nn.Parameter(layer.weight.detach() * 0.5)
+    return batch()
+
+
+def narrow(wrapped):
+    wrapped._module.blocks[0][0].eps = 0.1
+    return batch()
+
+
+@pytest.mark.parametrize("change", [change_size, freeze, replace, narrow])
+def test_what_is_other_than_before_is_seen(change, as_before, monkeypatch):
+    one, other = wrap(), wrap()
+    for wrapped in (one, other):
+        for _ in range(3):
+            wrapped.zero_grad()
+            step(wrapped, batch())
+    as_before.clear()
+    found = []
+    for wrapped, known in ((one, True), (other, False)):
+        if not known:
+            monkeypatch.setattr(wrapped, "_before", None)
+        wrapped.zero_grad()
+        words = change(wrapped)
+        losses(wrapped, words).mean().backward()
+        found.append([p.grad for p in wrapped.parameters() if p.requires_grad])
+    assert not as_before
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+
+
+def test_sums_are_added_to_what_is_there_and_noted(as_before):
+    wrapped = wrap()
+    for _ in range(3):
+        wrapped.zero_grad()
+        once, *_ = step(wrapped, batch())
+    twice, *_ = step(wrapped, batch())
+    assert len(as_before) == 2
+    assert all(torch.equal(x, 2 * y) for x, y in zip(twice, once, strict=True))
+    assert not wrapped._module.unused.weight.grad.any()
+    wrapped.zero_grad()
+    wrapped.forbid_grad_accumulation()
+    step(wrapped, batch())
+    with pytest.raises(dpfast.errors.StateError, match="accumulation"):
+        step(wrapped, batch())
+
+
+def test_a_sample_that_is_not_finite_is_dropped(as_before):
+    wrapped = wrap()
+    for _ in range(2):
+        wrapped.zero_grad()
+        step(wrapped, batch())
+    with torch.no_grad():
+        wrapped._module.words.weight[0] = math.nan
+    words = batch().clamp(min=1)
+    words[1, 0] = 0
+    wrapped.zero_grad()
+    with pytest.warns(DpfastWarning, match="inf or NaN"):
+        step(wrapped, words)
+    assert as_before and wrapped.nonfinite_samples == 1
+    assert wrapped._clip_factors[1] == 0 and all(p.grad.isfinite().all() for p in wrapped.parameters())
+
+
+def test_factors_are_those_of_the_clipper():
+    numbers = [0.0, 5e-324, 1e-300, 0.3, 0.999999, 1.0, 1.0000001, 7.0, 1e150, 1e308, math.inf, math.nan]
+    for limit in (1e-300, 1e-6, 1.0, 3.7, 1e100):
+        squares = torch.tensor(numbers, dtype=torch.float64)
+        norm = SquaredNorm(squares * 0.99, squares)
+        clipper = dpfast.ConstantFlatClipper(limit)
+        for scale in (1.0, 12.0):
+            one = clip_to(limit, norm, scale)
+            other = clip(clipper, [norm], scale=scale, rounding=[0.0])
+            for name, x, y in zip(one._fields, one, other, strict=True):
+                assert torch.equal(x.nan_to_num(-1.0), y.nan_to_num(-1.0)), (name, limit, scale)

@@ -1,0 +1,134 @@
+"""A layer and its tap in one autograd node: what goes in and out is what torch's own nodes make of it, to the bit."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import dpfast
+from dpfast.taps import own_node
+from dpfast.testing import clipped_sum, loop_over_samples, relative_error
+
+N, T, D = 3, 5, 8
+
+
+class Around(nn.Module):
+    """Something in front of the layer that gradients go to, and something in place behind it."""
+
+    def __init__(self, layer, rank=3):
+        super().__init__()
+        self.first, self.layer, self.rank = nn.Linear(D, D), layer, rank
+
+    def forward(self, x):
+        x = self.first(x)
+        if self.rank == 4:
+            x = x.unflatten(1, (T, 1))
+        elif self.rank == 2:
+            x = x[:, 0]
+        return self.layer(x.transpose(1, 2) if self.rank == 0 else x).mul_(2.0).tanh_()
+
+
+LAYERS = {
+    "linear": (lambda: nn.Linear(D, 7), 3),
+    "without a bias": (lambda: nn.Linear(D, 7, bias=False), 3),
+    "of one position": (lambda: nn.Linear(D, 7), 2),
+    "of four dimensions": (lambda: nn.Linear(D, 7), 4),
+    "of a transposed input": (lambda: nn.Linear(T, 7), 0),
+    "frozen weight": (lambda: frozen(nn.Linear(D, 7)), 3),
+    "layer norm": (lambda: nn.LayerNorm(D), 3),
+    "layer norm without a bias": (lambda: nn.LayerNorm(D, bias=False), 3),
+}
+
+
+def frozen(layer):
+    layer.weight.requires_grad_(False)
+    return layer
+
+
+@pytest.fixture
+def nodes(monkeypatch):
+    """How many layers ran in a node of their own."""
+    found, run = [], own_node.LayerTap.forward
+
+    def watched(ctx, record, node, x, *parameters):
+        found.append(record.tap.name)
+        return run(ctx, record, node, x, *parameters)
+
+    monkeypatch.setattr(own_node.LayerTap, "forward", staticmethod(watched))
+    return found
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_values_and_gradients_are_torchs(name, dtype, nodes):
+    torch.manual_seed(0)
+    build, rank = LAYERS[name]
+    plain = Around(build(), rank).to(dtype)
+    wrapped = dpfast.GradSampleModuleFastGradientClipping(copy.deepcopy(plain), max_grad_norm=0.1)
+    x = torch.randn(N, T, D, dtype=dtype)
+    outputs, gradients = [], []
+    for model in (plain, wrapped):
+        given = x.clone().requires_grad_()
+        output = model(given)
+        output.square().flatten(1).sum(1).mean().backward()
+        outputs.append(output.detach())
+        gradients.append(given.grad)
+    assert set(nodes) == {"first", "layer"}
+    assert torch.equal(*outputs) and torch.equal(*gradients)
+    exact = loop_over_samples(plain, lambda m, x: m(x).square().flatten(1).sum(1).sum(), x)
+    for key, total in clipped_sum(exact, 0.1).items():
+        assert relative_error(wrapped._module.get_parameter(key).grad, total) <= 1e-4, key
+
+
+def test_an_embedding(nodes):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Embedding(11, D, padding_idx=2), nn.Linear(D, 3))
+    wrapped = dpfast.GradSampleModuleFastGradientClipping(copy.deepcopy(plain), max_grad_norm=0.1)
+    words = torch.randint(0, 11, (N, T))
+    assert torch.equal(wrapped(words), plain(words)) and nodes == ["0", "1"]
+    wrapped(words).square().flatten(1).sum(1).mean().backward()
+    exact = loop_over_samples(plain, lambda m, x: m(x).square().flatten(1).sum(1).sum(), words)
+    for key, total in clipped_sum(exact, 0.1).items():
+        assert relative_error(wrapped._module.get_parameter(key).grad, total) <= 1e-4, key
+
+
+def test_where_saved_tensors_have_hooks_layers_have_their_own_nodes(nodes):
+    """A checkpoint's forward is repeated in the backward pass, and must save the same then."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(D, D), nn.Linear(D, D)  # square, so that tensors could be taken for each other
+
+        def forward(self, x):
+            return checkpoint(self.b, checkpoint(self.a, x, use_reentrant=False), use_reentrant=False)
+
+    torch.manual_seed(0)
+    plain, x = Checkpointed(), torch.randn(D, D)
+    wrapped = dpfast.GradSampleModuleFastGradientClipping(copy.deepcopy(plain), max_grad_norm=0.1)
+    wrapped(x).square().sum(1).mean().backward()
+    assert not nodes
+    exact = loop_over_samples(plain, lambda m, x: m(x).square().sum(1).sum(), x)
+    for key, total in clipped_sum(exact, 0.1).items():
+        assert relative_error(wrapped._module.get_parameter(key).grad, total) <= 1e-4, key
+
+
+def test_a_weight_that_is_written_to_before_the_backward_pass_is_an_error():
+    model = nn.Sequential(nn.Linear(D, D), nn.Linear(D, D))
+    wrapped = dpfast.GradSampleModuleFastGradientClipping(model)
+    loss = wrapped(torch.randn(N, D)).square().sum(1).mean()
+    with torch.no_grad():
+        model[1].weight.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_gradient_of_the_gradient_is_refused_as_behind_other_layers():
+    model = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 1))
+    wrapped = dpfast.GradSampleModuleFastGradientClipping(model)
+    x = torch.randn(N, D, requires_grad=True)
+    (gradient,) = torch.autograd.grad(wrapped(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.square().sum().backward()
