@@ -37,8 +37,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from workloads import Gpt, Llama, Workload, language_losses
 
 import dpfast
-from dpfast.factors import Recipe
-from dpfast.modes import deferred, fast_gradient_clipping, leave_sums, tapped_model
+from dpfast.factors import Recipe, Remembered
+from dpfast.modes import before, deferred, fast_gradient_clipping, leave_sums, tapped_model
 
 ROUNDS, WARM_UP = 60, 5
 N, WORDS = 4, 100
@@ -136,8 +136,13 @@ STAGES = {
         (deferred, "Alike"),
         (Recipe, "made"),
         (fast_gradient_clipping, "take_norms"),
+        (Remembered, "total_sq_norm"),
     ),
-    "clipped sums": ((leave_sums.LeavesSums, "_leave_sums"), (fast_gradient_clipping, "clipped_totals")),
+    "clipped sums": (
+        (before.Before, "leave"),
+        (leave_sums.LeavesSums, "_leave_sums"),
+        (fast_gradient_clipping, "clipped_totals"),
+    ),
 }
 """Which functions a stage is, without what other stages have of them. The first two are differences to plain."""
 

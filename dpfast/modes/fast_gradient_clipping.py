@@ -91,6 +91,7 @@ class GradSampleModuleFastGradientClipping(LeavesSums, PerUnit, GradSampleModule
     _left: Left | None = None  # what was in p.grad, where there are other ranks
     _budget: MemoryBudget | None = None  # what plans which layers write their gradients
     _before: Before | None = None  # what is known from the last step
+    _numbers: list[int] | None = None  # id of each trainable parameter, of the places' step
 
     def __init__(
         self,
@@ -128,7 +129,6 @@ class GradSampleModuleFastGradientClipping(LeavesSums, PerUnit, GradSampleModule
         self._at_fault = DroppedSamples(_SUMS_OF_ZEROS)
         self._norm_clipper = norm_clipper
         self._places: dict[nn.Parameter, int] = {}
-        self._numbers: list[int] = []
         self._norms: SquaredNorm | None = None
         self._clip_factors: Any = None  # a Tensor, from the first norms on
         self._first = FirstPass()
@@ -391,7 +391,7 @@ class GradSampleModuleFastGradientClipping(LeavesSums, PerUnit, GradSampleModule
             "_clip_factors": None,
             "_first": FirstPass(),
             "_before": None,
-            "_numbers": [],
+            "_numbers": None,
         }
         return {**self.__dict__, **now}
 

@@ -202,7 +202,7 @@ def test_where_there_is_nothing_to_plan_it_is_refused(net, monkeypatch):
         step(model, x)
     monkeypatch.setattr(model, "_wrapper", lambda: SimpleNamespace(kind="DDP", module=model))
     with pytest.raises(StateError, match="one process"):
-        model.on_forward([x])
+        model.on_forward([x], ((x,), {}))
 
 
 def test_per_layer_clipping_holds_nothing_to_plan(net):
