@@ -302,6 +302,7 @@ class CompiledStep:
             tuple(m.training for m in own.modules),
             tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices),
             (reduced_products(), reduced_convolutions(), torch.are_deterministic_algorithms_enabled()),
+            torch.get_num_threads(),
             self._mode._clipper().is_per_layer,
         )
 

@@ -7,7 +7,7 @@ and ``escaped_gradients`` are what they share; ``clippers`` says what is release
 
 from dpfast.modes import autograd_grad_sample
 from dpfast.modes.accumulation import Left, held_by, left_in, shares_noise
-from dpfast.modes.clipped import Clipped
+from dpfast.modes.clipped import Clipped, clip_to
 from dpfast.modes.clippers import (
     AutomaticClipper,
     ClipFactors,
@@ -18,6 +18,7 @@ from dpfast.modes.clippers import (
     safe_factors,
 )
 from dpfast.modes.fast_gradient_clipping import GradSampleModuleFastGradientClipping
+from dpfast.modes.gathered import rounding
 from dpfast.modes.grad_sample_module import GradSampleModule, Hooks
 from dpfast.modes.memory_budget import held_one_by_one, plans, size_of, way_unwritten
 from dpfast.modes.mixed_losses import expect_loss
@@ -48,12 +49,14 @@ __all__ = [
     "autograd_grad_sample",
     "check_threshold",
     "check_valid",
+    "clip_to",
     "create_norm_sample",
     "expect_loss",
     "held_by",
     "held_one_by_one",
     "left_in",
     "plans",
+    "rounding",
     "safe_factors",
     "shares_noise",
     "size_of",

@@ -92,12 +92,16 @@ def clip(
     )
 
 
-def clip_to(limit: float, norm: SquaredNorm, scale: float) -> Clipped:
-    """:func:`clip` by a ``ConstantFlatClipper`` of this limit, the same bits: of one norm, of parameters whose sums are
-    rounded in fp32 or fp64."""
-    value, upper = norm.value * (scale**2 * 1.0), norm.upper * (scale**2 * (1.0 + 9 * 2.0**-53))
+def clip_to(limit: float, norm: SquaredNorm, scale: float, *, added: int = 1, valid: Tensor | None = None) -> Clipped:
+    """:func:`clip` by a ``ConstantFlatClipper`` of this limit, the same bits, where sums are rounded in fp32 or fp64.
+
+    Args:
+        norm: of so many parameters, whose squares were ``added`` one after another.
+    """
+    value, upper = _valid(norm.value, valid), _valid(norm.upper, valid)
+    value, upper = value * scale**2, upper * (scale**2 * (1.0 + (added + 8) * 2.0**-53))
     measured = upper.sqrt()
-    factors = constant_factors(limit, measured)
+    factors = _valid(constant_factors(limit, measured), valid)
     weights = factors * scale
     rounded, single = towards_zero(torch.stack([factors, weights]), torch.float32).unbind()
     return Clipped(value, upper, rounded, weights, single, measured.unsqueeze(0))

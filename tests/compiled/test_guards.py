@@ -57,6 +57,35 @@ def test_another_shape_dtype_flag_or_clipper_is_captured_again():
     assert len(step._graphs) == 5
 
 
+def test_another_number_of_threads_is_captured_again():
+    """Inductor writes it into its loops, and torch's own guards are off: the key has to say everything."""
+    net, before = Mlp(), torch.get_num_threads()
+    step = compiled(net)
+    try:
+        for threads, graphs in ((1, 1), (2, 2), (1, 2)):
+            torch.set_num_threads(threads)
+            check(step, net, square_losses, mlp_batch(5))
+            assert len(step._graphs) == graphs
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_model_in_another_layout_or_dtype():
+    """What torch's guards would have seen."""
+    torch.manual_seed(0)
+    net = Mlp()
+    step = compiled(net, backend="aot_eager")
+    check(step, net, square_losses, mlp_batch(5))
+    with torch.no_grad():
+        weight = net.layers[0].weight
+        weight.data = weight.detach().mT.contiguous().mT
+    assert not weight.is_contiguous()
+    check(step, net, square_losses, mlp_batch(5))
+    net.double()
+    check(step, net, square_losses, tuple(x.double() for x in mlp_batch(5)))
+    assert len(step._graphs) == 3
+
+
 def test_dropout_is_fresh_in_each_step_and_off_in_eval():
     torch.manual_seed(0)
     net = Noisy()

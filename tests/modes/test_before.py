@@ -1,5 +1,6 @@
 """A step like the one before is finished by what is known from it, to the same bits; any difference is seen."""
 
+import itertools
 import math
 
 import pytest
@@ -175,8 +176,10 @@ def test_factors_are_those_of_the_clipper():
         squares = torch.tensor(numbers, dtype=torch.float64)
         norm = SquaredNorm(squares * 0.99, squares)
         clipper = dpfast.ConstantFlatClipper(limit)
-        for scale in (1.0, 12.0):
-            one = clip_to(limit, norm, scale)
-            other = clip(clipper, [norm], scale=scale, rounding=[0.0])
+        valid = torch.arange(len(numbers)) % 3 > 0
+        for scale, number, mask in itertools.product((1.0, 12.0), (1, 5), (None, valid)):
+            value, upper = (x.expand(number, -1).cumsum(0)[-1] for x in norm)
+            one = clip_to(limit, SquaredNorm(value, upper), scale, added=number, valid=mask)
+            other = clip(clipper, [norm] * number, scale=scale, rounding=[0.0] * number, valid=mask)
             for name, x, y in zip(one._fields, one, other, strict=True):
-                assert torch.equal(x.nan_to_num(-1.0), y.nan_to_num(-1.0)), (name, limit, scale)
+                assert torch.equal(x.nan_to_num(-1.0), y.nan_to_num(-1.0)), (name, limit, scale, number)
