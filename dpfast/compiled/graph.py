@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dpfast.arithmetic import exact_convolutions, leave_pins_to_inductor
+from dpfast.arithmetic import exact_arithmetic, exact_convolutions, leave_pins_to_inductor
 from dpfast.errors import BackendError, StateError
 
 if TYPE_CHECKING:
@@ -95,8 +95,7 @@ class Graph:
         """
         state = [*own.parameters, *own.buffers, *self._others]
         if self._first is None:
-            with exact_convolutions():  # a graph does not hold the switches that its operations were captured under
-                return self._compiled(*state, *inputs)
+            return self._run(*state, *inputs)
         say = self._backend == "inductor"
         if say:
             print(
@@ -104,8 +103,7 @@ class Graph:
             )
         start, self._first = time.perf_counter(), None
         try:
-            with exact_convolutions():
-                result = self._compiled(*state, *inputs)
+            result = self._run(*state, *inputs)
         except Exception as error:
             if say:
                 print("not here", file=sys.stderr)
@@ -119,6 +117,13 @@ class Graph:
         if say:
             print(f"{time.perf_counter() - start:.1f} s", file=sys.stderr)
         return result
+
+    def _run(self, *inputs: Tensor) -> Sequence[Tensor]:
+        """Under the switches that its operations were captured under, which a graph does not hold: autocast's roundings
+        are operations in it, and would be taken again, of norms and sums too."""
+        with exact_convolutions(), exact_arithmetic():
+            result: Sequence[Tensor] = self._compiled(*inputs)
+            return result
 
 
 def _same(before: Sequence[object], now: Sequence[object]) -> bool:

@@ -44,6 +44,25 @@ def test_no_sample_exceeds_c_on_inputs_that_cancel(backend, dtype, t):
                 assert (step.clip_factors.double()[fits] * exact[fits] <= limit).all(), (exponent, limit)
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(("t", "d", "p"), [(70, 40, 24), (3, 600, 40), (5, 4, 3)])
+def test_a_step_within_autocast_takes_norms_and_sums_in_fp32(backend, t, d, p):
+    """What autocast rounds is in the graph, which may run within it."""
+    torch.manual_seed(0)
+    net, (a, b) = nn.Linear(d, p, bias=False), (torch.randn(3, t, k).bfloat16().float() for k in (d, p))
+    exact = exact_norms(a, b)
+    limit = float(exact.min()) / 2
+    step = dpfast.compile_step(net, products, max_grad_norm=limit, batch_size=3, backend=backend)
+    with torch.autocast("cpu", torch.bfloat16):
+        for _ in range(2):
+            net.zero_grad()
+            step(a, b)
+    factors = step.clip_factors.double()
+    assert (factors * exact <= limit).all() and (factors * exact >= limit * (1.0 - 1e-3)).all()
+    total = torch.einsum("n,ntp,ntd->pd", factors, b.double(), a.double())
+    assert (net.weight.grad - total).norm() <= 1e-5 * total.norm()
+
+
 def test_inductor_sums_what_was_measured():
     """One graph for all sizes of batches; what norms read is what is summed, in memory and not computed again."""
     from torch._inductor.utils import run_and_get_code
