@@ -117,6 +117,11 @@ class GradSampleModule(nn.Module):
                 raise
             if isinstance(getattr(type(self), name, None), property):
                 return object.__getattribute__(self, name)  # the property's own error, not the module's
+            if name == "units" and not hasattr(self._module, name):
+                raise AttributeError(
+                    f"{type(self).__name__} gives gradients of samples and clips none; "
+                    "GradSampleModuleFastGradientClipping has units(...)"
+                ) from None
             return getattr(self._module, name)
 
     def __repr__(self) -> str:

@@ -207,6 +207,14 @@ def test_bad_input(ids, num_units, more, message):
     assert module.get_norm_sample().shape == (6,)
 
 
+def test_a_mode_without_clipping_has_none():
+    with pytest.raises(AttributeError, match=r"GradSampleModuleFastGradientClipping has units\(...\)"):
+        dpfast.GradSampleModule(build("mlp")[0]).units  # noqa: B018  # asking is enough
+    model = build("mlp")[0]
+    model.units = 64  # a model's own
+    assert dpfast.GradSampleModule(model).units == 64
+
+
 def test_what_stands_in_the_wrong_order():
     model, batch = build("mlp")
     ids = torch.tensor([0, 0, 1, 1, 2, 2])
