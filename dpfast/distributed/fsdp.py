@@ -76,8 +76,15 @@ class ShardedSums:
 
     def on_forward(self) -> None:
         """Raises StateError where an earlier backward pass has failed: FSDP would gather and reduce nothing from there
-        on."""
+        on. And where other parameters than the model's stand in its units between forward and backward."""
         for state in self._states() if in_backward() is None else ():
+            few = [g for g in _groups(state) if g.post_forward_mesh_info not in (None, g.mesh_info)]
+            if few and state is not self._root._get_fsdp_state():  # type: ignore[operator]  # the root stays whole
+                raise StateError(
+                    "fully_shard(..., reshard_after_forward=a number of ranks) puts parameters of other shapes in the "
+                    "model's place between forward and backward, whose gradients dpfast does not find; use "
+                    "reshard_after_forward=True or False"
+                )
             shared = getattr(state, "_state_ctx", None)  # nothing public tells
             if getattr(shared, "post_backward_final_callback_queued", False):
                 raise StateError(
@@ -130,7 +137,7 @@ class ShardedSums:
         names = {self._own(p): name for name, p in self._model.named_parameters()}
         units = [[p for p in unit if p in wanted] for unit in self._units]
         units = [unit for unit in units if unit]
-        same = agreement(*settings, [names.get(p) for p in parameters])
+        same = agreement(*settings, [[names.get(p) for p in unit] for unit in units])
 
         def own_total(p: nn.Parameter) -> Tensor | None:
             return total(p) if p in wanted else None

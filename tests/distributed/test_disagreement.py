@@ -17,7 +17,7 @@ def ranks(tmp_path_factory):
 
 def test_all_ranks_raise_the_same_error(ranks):
     of_all = [{what: error for what, error in rank.items() if isinstance(what, tuple)} for rank in ranks]
-    assert len(of_all[0]) == 3 * 5 + 2 + 5
+    assert len(of_all[0]) == 3 * 5 + 2 + 5 + 1
     for errors in of_all:
         assert errors == of_all[0]
         for what, error in errors.items():

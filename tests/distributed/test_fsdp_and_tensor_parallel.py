@@ -142,6 +142,7 @@ def test_ranks_that_disagree_all_raise(ranks, what, message):
     [
         ("GradSampleModule", "StateError: .*was given to fully_shard, and GradSampleModule has no gradients"),
         ("without a secret", "StateError: .*must all add the same noise"),
+        ("resharded to a few", "StateError: fully_shard.*use reshard_after_forward=True or False"),
         ("engine", "InputError: the model sums over 2 of 4 ranks"),
     ],
 )

@@ -97,6 +97,16 @@ def called_otherwise(wrapper):
     step(**({"mask": torch.ones_like(step.x)} if first() else {}))
 
 
+def sharded_otherwise():
+    """Units of as many numbers, so that FSDP2 itself does not notice."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(12, 12) for _ in range(3)))
+    fully_shard(model[0 if first() else 1])
+    fully_shard(model)
+    wrapped = dpfast.GradSampleModuleFastGradientClipping(model, max_grad_norm=C)
+    wrapped(torch.randn(6, 12)).square().sum(1).mean().backward()
+
+
 def unfrozen_and_frozen_on_all():
     """Gradients of three steps, of which the second trains a layer more."""
     step, found = Step("FSDP2", frozen=True), []
@@ -119,6 +129,7 @@ def main():
         for when in ("from the first step on", "frozen later", "unfrozen later"):
             if wrapper == "FSDP2" or (wrapper, when) in (("DDP", "frozen later"), ("TP", "from the first step on")):
                 found[wrapper, when] = attempt(trains_other, wrapper, when)
+    found["FSDP2", "units"] = attempt(sharded_otherwise)
     found["on all"] = attempt(unfrozen_and_frozen_on_all)
     return found
 

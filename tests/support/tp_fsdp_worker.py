@@ -194,6 +194,13 @@ def engine():
     )
 
 
+def resharded_to_a_few():
+    """FSDP2 alone, over all four."""
+    model, x, y = case()
+    shard(model, None, reshard_after_forward=2)
+    backward(wrapped(model), x, y)
+
+
 def main():
     rank = dist.get_rank()
     found = {}
@@ -227,6 +234,7 @@ def main():
     found["random"] = refused("vocabulary", lambda: torch.manual_seed(rank), model={"dropout": 0.5})
     found["GradSampleModule"] = attempt(backward, built(cls=dpfast.GradSampleModule)[1], *case()[1:])
     found["without a secret"], found["engine"] = attempt(without_a_secret), attempt(engine)
+    found["resharded to a few"] = attempt(resharded_to_a_few)
     return found
 
 
