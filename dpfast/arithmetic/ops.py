@@ -219,7 +219,7 @@ def row_norm(x: Tensor) -> Tensor:
 
 def raw_row_norm(x: Tensor) -> tuple[Tensor, float]:
     """:func:`row_norm` in some dtype, and what each norm may lack for underflow."""
-    if torch.compiler.is_compiling():
+    if is_traced():
         return sums.raw_row_norm(x), sums.lost_to_underflow(x)
     if x.shape[1] * x.shape[2] >= _WORTH_A_KERNEL and runs_kernels(x):
         return kernel_norms.row_norm(unit_last_stride(x)), 0.0

@@ -9,6 +9,7 @@ from small_steps import check, median_norm, token_batch, token_losses
 from torch import nn
 
 import dpfast
+from dpfast.arithmetic import ops
 from dpfast.compiled import graph
 
 
@@ -40,6 +41,21 @@ def test_a_step(monkeypatch):
     nodes = Counter(str(node.target).partition(".")[2] for node in seen[0].graph.nodes if "dpfast" in str(node.target))
     assert nodes["clip.default"] == nodes["lookup_sq_norm.default"] == 1
     assert nodes["directs.default"] >= 1 and nodes["weighted_sum.default"] == nodes["sq_norm.default"] == 2, nodes
+
+
+def test_rows_whose_norms_have_a_launch_of_their_own(monkeypatch):
+    """A bias takes norms of rows alone; while a graph is captured there is nothing to launch a kernel on."""
+    monkeypatch.setenv("DPFAST_BACKEND", "triton")
+    torch.manual_seed(0)
+    net, batch = nn.Linear(4, 64), (torch.randn(2, 256, 4), torch.randn(2, 256, 64))
+    assert batch[1][0].numel() >= ops._WORTH_A_KERNEL
+
+    def losses(model, x, backprops):
+        return (model(x) * backprops).sum((1, 2))
+
+    limit = median_norm(net, losses, batch)
+    step = dpfast.compile_step(net, losses, max_grad_norm=limit, batch_size=2, backend="eager")
+    check(step, net, losses, batch)
 
 
 @pytest.mark.parametrize("keep", [False, True])
