@@ -30,7 +30,7 @@ def raw_row_norm(x: Tensor) -> Tensor:
         return row_sq_norm(x).sqrt_()
     if x.dtype is not torch.float32:
         x = x.to(accumulating_dtype(x))
-    return torch.linalg.vector_norm(x, dim=-1)
+    return torch.linalg.vector_norm(x, dim=x.dim() - 1)  # with -1 torch 2.8's fakes keep a dimension of 1
 
 
 def lost_to_underflow(x: Tensor) -> float:
@@ -47,9 +47,9 @@ def row_sq_norm(x: Tensor) -> Tensor:
             # Channels first. vector_norm is 20 times slower there than a sum over the slow dimension.
             squares = torch.empty_like(x[0])
             return torch.stack([torch.mul(x_n, x_n, out=squares).sum(-1) for x_n in x]).double()
-        return torch.linalg.vector_norm(x, dim=-1).double().square_()
+        return torch.linalg.vector_norm(x, dim=x.dim() - 1).double().square_()
     whole = width - width % SUM_BLOCK
-    blocks = torch.linalg.vector_norm(x[..., :whole].unflatten(-1, (-1, SUM_BLOCK)), dim=-1)
+    blocks = torch.linalg.vector_norm(x[..., :whole].unflatten(-1, (-1, SUM_BLOCK)), dim=x.dim())
     total = blocks.double().square_().sum(-1)
     return total + row_sq_norm(x[..., whole:]) if whole < width else total
 
@@ -77,7 +77,7 @@ def norm_of_rows(row_norms: Tensor) -> Tensor:
         whole = row_norms.shape[-1] - row_norms.shape[-1] % SUM_BLOCK
         blocks = norm_of_rows(row_norms[..., :whole].unflatten(-1, (-1, SUM_BLOCK)))
         row_norms = torch.cat([blocks, row_norms[..., whole:].double()], dim=-1)
-    return torch.linalg.vector_norm(row_norms, dim=-1, dtype=torch.float64)
+    return torch.linalg.vector_norm(row_norms, dim=row_norms.dim() - 1, dtype=torch.float64)
 
 
 def rows_of_entries(values: Tensor) -> Tensor:
