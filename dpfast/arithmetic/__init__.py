@@ -5,7 +5,7 @@ einsum path (``reference``, ``reference_norms``) or the kernels as ``backends`` 
 of the proofs (docs/bounds.md), ``cost`` those of the choice of way.
 """
 
-from dpfast.arithmetic import bounds, buffers, cost, depthwise, ops, products, reference, sums, unit_runs
+from dpfast.arithmetic import bounds, buffers, cost, ops, products, reference, sums, unit_runs
 from dpfast.arithmetic.backends import backend_report
 from dpfast.arithmetic.bounds import SquaredNorm
 from dpfast.arithmetic.kernel_norms import UnitRuns, lookup_sq_norm, lookup_unit_sq_norm
@@ -46,7 +46,6 @@ __all__ = [
     "capturing",
     "cost",
     "dense_sq_norm",
-    "depthwise",
     "exact_arithmetic",
     "exact_convolutions",
     "finish_norms",

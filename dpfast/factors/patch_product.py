@@ -16,7 +16,6 @@ from dpfast.arithmetic import (
     buffers,
     cost,
     dense_sq_norm,
-    depthwise,
     exact_convolutions,
     is_traced,
     products,
@@ -58,7 +57,6 @@ class PatchProduct:
     """
 
     output: Tensor | None = None
-
     keep_ratio: float | None = None  # see ``cost.keeps``
 
     def __init__(
@@ -94,15 +92,20 @@ class PatchProduct:
 
     def taken(self, samples: Tensor | slice) -> PatchProduct:
         """Those samples alone."""
+        rows_norm = None if self._rows_norm is None else take(self._rows_norm, samples)
+        return self._of(take(self.image, samples), take(self.rows, samples), rows_norm)
+
+    def _of(self, image: Tensor, rows: Tensor, rows_norm: Tensor | None = None) -> PatchProduct:
+        """Of the same layer."""
         return PatchProduct(
-            take(self.image, samples),
-            take(self.rows, samples),
+            image,
+            rows,
             kernel=self.kernel,
             stride=self.stride,
             dilation=self.dilation,
             padding=self.padding,
             groups=self.groups,
-            rows_norm=None if self._rows_norm is None else take(self._rows_norm, samples),
+            rows_norm=rows_norm,
         )
 
     def _reached(self) -> list[int]:
@@ -184,25 +187,22 @@ class PatchProduct:
             missing = 0 if self._together == 1 else next(size for size in (2, 4, 8, TOGETHER) if n <= size) - n
             if missing:
                 image, rows = (torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) for x in (image, rows))
-            if self._is_depthwise:
-                total: Any = depthwise.gradients(self._padded(image), rows, self.kernel, self.stride, self.dilation)
-            elif self._blocks == 1:
-                total = self._added_up(image, rows, self.padding)
+            if self._blocks == 1:
+                total: Any = self._added_up(image, rows, self.padding)
             else:
-                image, total = self._padded(image), None
+                image, total, none = self._padded(image), None, [0] * len(self.kernel)
                 for start in range(0, rows.shape[2], self._block):
                     length = min(self._block, rows.shape[2] - start)
                     part = image.narrow(2, start * self.stride[0], (length - 1) * self.stride[0] + span)
-                    none = [0] * len(self.kernel)
                     gradients = self._added_up(part, rows.narrow(2, start, length), none)
                     total = gradients if total is None else total.add_(gradients)
             yield total[:n].clone() if missing else total
 
     @property
     def _is_depthwise(self) -> bool:
-        """Whether each channel has its own patches, and products of matrices are the fastest way to them."""
-        depth = self.shape[:2] == (self.groups, 1) and reduced_products() == 0.0
-        return depth and depthwise.faster(self.rows.shape[2:], self.kernel, self.dilation)
+        """Whether each channel has its own patches and one row; on a CPU, in fp32."""
+        is_fp32 = accumulating_dtype(self.image, self.rows) is torch.float32
+        return self.shape[:2] == (self.groups, 1) and self.rows.device.type == "cpu" and is_fp32
 
     @property
     def _is_narrow(self) -> bool:
@@ -231,8 +231,10 @@ class PatchProduct:
 
     @property
     def _block(self) -> int:
-        """Positions along the first dimension that one call adds up."""
-        return max(1, min(self.rows.shape[2], CHAIN // max(1, self.rows.shape[3:].numel())))
+        """Positions along the first dimension that one call adds up; of depthwise kernels half as many, because the
+        routine that they take adds up one after the other what the other adds in parts."""
+        chain = CHAIN // 2 if self._is_depthwise else CHAIN
+        return max(1, min(self.rows.shape[2], chain // max(1, self.rows.shape[3:].numel())))
 
     @property
     def _blocks(self) -> int:
@@ -242,18 +244,24 @@ class PatchProduct:
         """How far :meth:`_convolved` may be from the exact gradients, in L2 norm, (N,): ``Σ_t |b_tp||a_td|`` is at most
         the product of two columns' norms, and a pixel is in at most as many patches as the kernel has places."""
         dtype = accumulating_dtype(self.image, self.rows)
-        patches_norm, rows_norm = self.norms()
         chain = self._block * self.rows.shape[3:].numel() + self._blocks
-        if self._is_depthwise:
-            chain = depthwise.chain(self.rows.shape[2:])
         operations = 2 * self.rows.shape[2:].numel()
         return bounds.chain_error(
-            patches_norm * rows_norm, terms=chain, numel=self.shape.numel(), dtype=dtype, operations=operations
+            self._norm_products(), terms=chain, numel=self.shape.numel(), dtype=dtype, operations=operations
         )
+
+    def _norm_products(self) -> Tensor:
+        """An upper bound of the L2 norm of ``Σ_t |b_tp||a_td|``, (N,): of groups, each has its own."""
+        if self.groups == 1:
+            patches_norm, rows_norm = self.norms()
+            return patches_norm * rows_norm
+        by_channel = (sums.row_norm(x.to(accumulating_dtype(x)).flatten(2), once=True) for x in (self.image, self.rows))
+        of_image, of_rows = (x.unflatten(1, (self.groups, -1)).norm(dim=2) for x in by_channel)
+        return (of_image * of_rows).norm(dim=1) * self.shape[2:].numel() ** 0.5
 
     def _added_up(self, image: Tensor, rows: Tensor, padding: Sequence[int]) -> Tensor:
         """Gradients (n, *shape) of n samples: as the weight gradient of one sample with n times the groups, or as
-        products of pixels or of small patches."""
+        products of pixels or of small patches; of depthwise kernels as a convolution of the images with the rows."""
         n = len(rows)
         if self._is_pointwise:
             patches, rows = self._cut_out(self._padded(image) if any(padding) else image, rows)
@@ -261,30 +269,42 @@ class PatchProduct:
         if self._is_narrow:
             patches, rows = self._cut_out(self._padded(image) if any(padding) else image, rows)
             return products.batched(patches, rows.mT).mT.reshape(n, *self.shape)
+        if self._is_depthwise:
+            return self._with_rows_as_kernels(image, rows, padding)
         rows = rows.reshape(1, -1, *rows.shape[2:])
         weight = rows.new_empty(rows.shape[1], *self.shape[1:])  # of which nothing but the shape is used
         return self._weight_gradient(
             image.reshape(1, -1, *image.shape[2:]), rows, weight, padding, n * self.groups
         ).view(n, *self.shape)
 
+    def _with_rows_as_kernels(self, image: Tensor, rows: Tensor, padding: Sequence[int]) -> Tensor:
+        """Of depthwise kernels: each channel of each image convolved with its rows, stride and dilation exchanged. For
+        this oneDNN has a fast routine, for the weight gradient only where three places are in a row (7×7: 5 to 25 times
+        slower; AMD EPYC, as it is and with AVX2 alone)."""
+        image, kernels = image.reshape(1, -1, *image.shape[2:]), rows.reshape(-1, 1, *rows.shape[2:])
+        geometry = (self.dilation, padding, self.stride, False, [0] * len(self.kernel))
+        found = torch.convolution(image, kernels, None, *geometry, image.shape[1])
+        for i, places in enumerate(self.kernel):  # a stride may leave over room for more
+            found = found.narrow(2 + i, 0, places)
+        return found.reshape(-1, *self.shape)
+
     def _weight_gradient(
         self, image: Tensor, rows: Tensor, weight: Tensor, padding: Sequence[int], groups: int
     ) -> Tensor:
         if image.is_contiguous():  # one pixel has strides that torch takes for channels last, and fails over in fp64
             image = image.flatten().view(image.shape)
-        none = [0] * len(self.kernel)
         _, gradient, _ = torch.ops.aten.convolution_backward(
-            *(rows, image, weight, None, self.stride, padding, self.dilation, False, none, groups),
+            *(rows, image, weight, None, self.stride, padding, self.dilation, False, [0] * len(self.kernel), groups),
             [False, True, False],
         )
         return gradient
 
     def weighted_sum(self, coefficients: Tensor) -> Tensor:
         dtype = accumulating_dtype(self.image, self.rows)
+        if self.num_samples == 0:
+            return self.rows.new_zeros(self.shape, dtype=dtype)
         c = towards_zero(coefficients, dtype).view(-1, *[1] * (self.rows.dim() - 1))
         image, rows = self.image.to(dtype), self.rows.to(dtype) * c
-        if self.num_samples == 0:
-            return rows.new_zeros(self.shape)
         if is_traced() or c.device.type != "cpu" or not bool((c != 0).all()):
             image, rows = (x.masked_fill(c == 0, 0.0) for x in (image, rows))
         if self._has_few_positions:
@@ -292,6 +312,8 @@ class PatchProduct:
             rows, patches = (x.transpose(0, 1).flatten(1) for x in (rows, patches))
             return torch.mm(rows, patches.mT).view(self.shape)
         with exact_convolutions():
+            if self._is_depthwise:
+                return self._with_rows_as_kernels(image, rows, self.padding).sum(0)
             return self._weight_gradient(image, rows, rows.new_empty(self.shape), self.padding, self.groups)
 
     def materialized(self) -> Dense:
@@ -326,15 +348,7 @@ class PatchProduct:
     def with_scaled_rows(self, scales: Tensor) -> PatchProduct:
         """The same with each row of the gradients multiplied by a number of its own, (P,)."""
         rows = self.rows.to(accumulating_dtype(self.image, self.rows)) * scales.view(-1, *[1] * len(self.kernel))
-        return PatchProduct(
-            self.image,
-            rows,
-            kernel=self.kernel,
-            stride=self.stride,
-            dilation=self.dilation,
-            padding=self.padding,
-            groups=self.groups,
-        )
+        return self._of(self.image, rows)
 
     def row_sums(self) -> Tensor:
         """The sum of the entries of each row of the gradients, (N, P); no gradient is written."""

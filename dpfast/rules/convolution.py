@@ -85,7 +85,7 @@ def _bias(layer: nn.modules.conv._ConvNd, backprops: Tensor) -> tuple[dict[nn.Pa
         factor = row_sum_in_blocks(rows.mT, norms)
     else:
         rows = rows.contiguous()
-        norms = sums.row_norm(rows)
+        norms = sums.row_norm(rows, once=True)
         factor = channel_sum(rows, norms)
     return {layer.bias: factor}, norms.norm(dim=1)  # type: ignore[dict-item]  # torch declares a Tensor
 

@@ -261,3 +261,41 @@ def test_a_pixel_whose_strides_say_channels_last(n):
         find_rule(layer)(layer, Activations([x]), b)[layer.weight].weighted_sum(torch.ones(n)).double(),
         expected["weight"].values.sum(0),
     )
+
+
+@pytest.mark.parametrize(("channels", "size"), [(1, (9, 8)), (3, (7, 7)), (20, (30, 40))])
+@pytest.mark.parametrize(
+    ("kernel", "geometry"), [(3, {}), (5, {"stride": 2}), (7, {"padding": 3}), (4, {"dilation": 2})]
+)
+def test_depthwise_bits_do_not_depend_on_the_batch(channels, size, kernel, geometry):
+    torch.manual_seed(0)
+    layer = nn.Conv2d(channels, channels, kernel, groups=channels, **geometry)
+    x = torch.randn(TOGETHER + 3, channels, *size)
+    backprops = torch.randn_like(layer(x))
+    whole = factors(layer, x, backprops)["weight"]
+    for chosen in ([TOGETHER], [5, 0], [2, 3, 4], [*range(1, 9)], [*range(TOGETHER)]):
+        part = factors(layer, x[chosen], backprops[chosen])["weight"]
+        assert torch.equal(part.values, whole.values[chosen])
+        assert torch.equal(part.sq_norm().upper, whole.sq_norm().upper[chosen])
+
+
+def test_each_depthwise_channel_has_its_own_error():
+    """Of channels as large as each other the error is smaller by the root of how many they are."""
+    torch.manual_seed(0)
+    layer, x = nn.Conv2d(64, 64, 5, groups=64, bias=False), torch.randn(2, 64, 12, 12)
+    backprops = torch.randn_like(layer(x))
+    product = find_rule(layer)(layer, Activations([x]), backprops)[layer.weight]
+    of_all = torch.stack(product.norms()).prod(0)
+    assert (product._norm_products() <= 1.1 * of_all / 8.0).all()
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_clipped_sums_of_depthwise_kernels(memory_format):
+    torch.manual_seed(0)
+    layer = nn.Conv2d(6, 6, 7, padding=3, stride=2, groups=6)
+    x = torch.randn(4, 6, 15, 12).to(memory_format=memory_format)
+    backprops, c = torch.randn_like(layer(x)), torch.tensor([1.0, 0.0, 0.5, 2.0])
+    truth = (exact(layer, x, backprops)["weight"] * c.double().view(-1, 1, 1, 1, 1)).sum(0)
+    x[1] = float("inf")
+    factor = find_rule(layer)(layer, Activations([x]), backprops)[layer.weight]
+    assert (factor.weighted_sum(c) - truth).norm() <= 1e-6 * truth.norm()
