@@ -71,6 +71,23 @@ def sum_block(length: int) -> int:
     return block if block >= 8 else length
 
 
+def sums_of_products(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """``Σ_t x_nct y_nct`` and ``Σ_t y_nct``, (N, C) in fp64, each added in blocks (:func:`sum_block`).
+
+    A group norm's backward gives just these for weight and bias where mean is 0 and rstd 1; every block is a channel.
+    """
+    n, channels, positions = x.shape
+    block = sum_block(positions)
+    rows = n * channels * (positions // max(1, block))
+    if rows == 0:
+        return tuple(x.new_zeros(2, n, channels, dtype=torch.float64))
+    none, one = x.new_zeros(1, 1), x.new_ones(1, 1)
+    _, *found = torch.ops.aten.native_group_norm_backward(
+        *(y, x, none, one, x.new_ones(rows), 1, rows, block, 1), [False, True, True]
+    )
+    return tuple(s.view(n, channels, -1).sum(-1, dtype=torch.float64) for s in found)
+
+
 def norm_of_rows(row_norms: Tensor) -> Tensor:
     """The norm of all rows from theirs, (..., R) -> (...) fp64, in blocks as :func:`sum_blocks`."""
     while row_norms.shape[-1] > SUM_BLOCK:

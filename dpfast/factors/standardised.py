@@ -103,8 +103,7 @@ class Standardised:
         self.factor, self.normal, self.shape, self._with_normal = factor, normal, factor.shape, with_normal
         self._norm, width = norm, normal.shape[1]
         self._block = max(1, sums.sum_block(width))
-        self._mean = _in_blocks(normal, self._block) / width
-        self._square = sums.row_sq_norm(normal) / width
+        self._square, self._mean = (x.squeeze(0) / width for x in _two_sums(normal, normal.unsqueeze(0)))
 
     @property
     def num_samples(self) -> int:
@@ -138,9 +137,8 @@ class Standardised:
 
         def watched() -> Iterator[Tensor]:
             for block in blocks:
-                rows = block.flatten(2)
-                plain.append(_in_blocks(rows, self._block))
-                with_normal.append(_in_blocks(rows * self.normal, self._block))
+                for x, found in zip((with_normal, plain), _two_sums(self.normal, block.flatten(2)), strict=True):
+                    x.append(found)
                 held.append(block)
                 yield block
 
@@ -158,10 +156,9 @@ class Standardised:
 
     def _applied(self, values: Tensor) -> Tensor:
         """``J values``, (..., *shape); overwrites them."""
-        rows, width = values.view(*values.shape[: values.dim() - len(self.shape)], *self.normal.shape), self._block
-        means, with_normal = (_in_blocks(x, width) / rows.shape[-1] for x in (rows, rows * self.normal))
-        rows.sub_(means.to(rows.dtype).unsqueeze(-1))
-        rows.addcmul_(self.normal, with_normal.to(rows.dtype).unsqueeze(-1), value=-1.0)
+        rows = values.view(-1, *self.normal.shape)
+        with_normal, means = (x.div_(rows.shape[-1]).to(rows.dtype).unsqueeze(-1) for x in _two_sums(self.normal, rows))
+        rows.sub_(means).addcmul_(self.normal, with_normal, value=-1.0)
         return values
 
     def _sums_of(self, product: PatchProduct) -> _Sums:
@@ -185,7 +182,7 @@ class Standardised:
         taken = taken.sum(-1) / width
         dtype = self.normal.dtype
         off_mean = bounds.gamma(self._block + 1, dtype) * largest.sqrt()
-        off_square = bounds.gamma(min(width, sums.SUM_BLOCK) + 4, dtype) * largest
+        off_square = bounds.gamma(self._block + 4, dtype) * largest
         of_m, of_q = m.norm(dim=-1) + off_m, q.norm(dim=-1) + off_q
         off = 2.0 * of_m * off_m + off_m.square()
         off = off + (2.0 + largest) * (2.0 * of_q * off_q + off_q.square())
@@ -198,7 +195,7 @@ class Standardised:
 
     def _largest(self) -> Tensor:
         """No row's mean square of x̂ is larger."""
-        off = bounds.gamma(min(self.normal.shape[1], sums.SUM_BLOCK) + 4, self.normal.dtype)
+        off = bounds.gamma(self._block + 4, self.normal.dtype)
         return self._square.amax() * (1.0 + 2.0 * off) + smallest_normal(self.normal.dtype)
 
     def _stretch(self) -> Tensor:
@@ -215,6 +212,8 @@ class Standardised:
         return terms * self.normal.numel() * smallest_normal(self.normal.dtype)
 
 
-def _in_blocks(x: Tensor, block: int) -> Tensor:
-    """Sums over the last dimension, in fp64, of which no chain in ``x``'s own dtype is longer than ``block``."""
-    return x.unflatten(-1, (-1, block)).sum(-1).sum(-1, dtype=torch.float64)
+def _two_sums(normal: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Q and M of gradients (n, P, D), (n, P) each, a sample at a time: x̂ is not copied for it."""
+    found = [sums.sums_of_products(normal.unsqueeze(0), x.unsqueeze(0)) for x in rows.contiguous()]
+    with_normal, plain = zip(*found, strict=True)
+    return torch.cat(with_normal), torch.cat(plain)

@@ -46,7 +46,9 @@ def group_norm_as_one(input: Tensor, num_groups: int, weight: Tensor | None, bia
     """The group norm of (N, C, *spatial) with weights and biases (N·C,)."""
     n, channels = input.shape[:2]
     as_one = input.view(1, n * channels, *input.shape[2:])
-    return F.group_norm(as_one, n * num_groups, weight, bias, eps).view(input.shape)
+    output = F.group_norm(as_one, n * num_groups, weight, bias, eps)
+    # No view to autograd, which would copy the gradient three times where an operation in place follows.
+    return torch.ops.aten._unsafe_view.default(output, input.shape)
 
 
 def _of_copies(

@@ -174,11 +174,11 @@ def _by_channel(
         x, mean, rstd = torch.native_group_norm(x, None, None, n, channels, positions, num_groups, eps)
         x = x.reshape(n, channels, positions)
         by_group = (n, num_groups, channels // num_groups)
-        squares, totals = (s.view(by_group) for s in _sums_of_products(x, x))
+        squares, totals = (s.view(by_group) for s in sums.sums_of_products(x, x))
         size = max(1, by_group[2] * positions)
         m, q = (s.sum(-1, keepdim=True) / size for s in (totals, squares))
         again = torch.rsqrt(q - m.square() + eps * rstd.double().square().unsqueeze(-1))
-        products, bias_sums = _sums_of_products(x, backprops)
+        products, bias_sums = sums.sums_of_products(x, backprops)
         products, b = products.view(by_group), bias_sums.view(by_group)
         values = (products - m * b) * again
         # Of the sums over blocks, m and q among them, and of x̂ = x·rstd - mean·rstd, whose two terms may cancel.
@@ -194,20 +194,3 @@ def _by_channel(
     if layer.bias is not None and layer.bias.requires_grad:
         factors[layer.bias] = channel_sum(backprops, norm_b, bias_sums)
     return factors
-
-
-def _sums_of_products(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """``Σ_t x_nct y_nct`` and ``Σ_t y_nct``, (N, C) in fp64, each added in blocks (``sums.sum_block``).
-
-    A group norm's backward gives just these for weight and bias where mean is 0 and rstd 1; every block is a channel.
-    """
-    n, channels, positions = x.shape
-    block = sums.sum_block(positions)
-    rows = n * channels * (positions // max(1, block))
-    if rows == 0:
-        return tuple(x.new_zeros(2, n, channels, dtype=torch.float64))
-    none, one = x.new_zeros(1, 1), x.new_ones(1, 1)
-    _, *found = torch.ops.aten.native_group_norm_backward(
-        *(y, x, none, one, x.new_ones(rows), 1, rows, block, 1), [False, True, True]
-    )
-    return tuple(s.view(n, channels, -1).sum(-1, dtype=torch.float64) for s in found)

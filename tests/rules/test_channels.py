@@ -9,7 +9,7 @@ from torch import nn
 
 import dpfast
 from dpfast.factors.patch_product import CHAIN, TOGETHER
-from dpfast.rules import functional
+from dpfast.rules import copies, functional
 from dpfast.taps import Activations, find_rule
 
 CONVOLUTIONS = {
@@ -299,3 +299,10 @@ def test_clipped_sums_of_depthwise_kernels(memory_format):
     x[1] = float("inf")
     factor = find_rule(layer)(layer, Activations([x]), backprops)[layer.weight]
     assert (factor.weighted_sum(c) - truth).norm() <= 1e-6 * truth.norm()
+
+
+def test_an_operation_in_place_behind_a_group_norm_copies_no_gradient():
+    x, (weight, bias) = torch.randn(3, 6, 4, 5), torch.ones(2, 18, requires_grad=True)
+    output = copies.group_norm_as_one(x, 2, weight, bias, 1e-5).relu_()
+    assert output.grad_fn.name() == "ReluBackward0"
+    assert torch.equal(output, F.group_norm(x, 2, weight[:6], bias[:6], 1e-5).relu())
