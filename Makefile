@@ -18,7 +18,7 @@ docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 
 fuzz: $(READY)
-	$(BIN)/python -m pytest tests/test_fuzz.py tests/test_fuzz_steps.py --hypothesis-profile=fuzz
+	$(BIN)/python -m pytest tests/test_fuzz.py tests/test_fuzz_compiled.py tests/test_fuzz_steps.py --hypothesis-profile=fuzz
 
 # Opacus's own tests: as they are, with dpfast installed, and on dpfast's modules. They build models of torchvision,
 # which stays out of .venv because other packages change their ways where it is installed.
@@ -126,6 +126,7 @@ SLOW := tests/arithmetic/test_bounds.py::test_the_kernels_bounds_hold_too \
 	tests/taps/test_picks.py \
 	tests/test_benchmarks.py::test_smoke_runs_every_kernel \
 	tests/test_fuzz.py \
+	tests/test_fuzz_compiled.py \
 	tests/test_fuzz_steps.py \
 	tests/test_packaging.py::test_wheel_holds_every_source_file
 
