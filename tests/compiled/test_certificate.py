@@ -8,8 +8,11 @@ from cases import MODELS, exact_norms, hostile
 from hypothesis import given, settings
 from small_steps import Mlp, check, mlp_batch, square_losses
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import dpfast
+from dpfast.arithmetic import capturing, reference_norms
+from dpfast.factors import Lookup, OuterProduct, row_sum
 
 
 def products(model, x, scale):
@@ -121,6 +124,44 @@ def test_one_sample_moves_the_sum_by_at_most_c(name, n, which, c, weight, seed):
     others = everyone.clone()
     others[which % n] = False
     assert (total(everyone) - total(others)).norm() <= c * (1.0 + 1e-5 * n)
+
+
+WAYS = {
+    **reference_norms.SQ_NORMS,
+    "kept": lambda a, b: OuterProduct(a, b).materialized().sq_norm(),
+    "lookup": lambda a, b: Lookup(a[..., 0].abs().long() % 3, b, 3).sq_norm(),
+    "rows": lambda a, b: row_sum(b).sq_norm(),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("way", "t", "d", "p"),
+    [
+        *(("rank_one", 1, d, 5) for d in (1, 1023, 1024, 1025, 2049)),
+        *((way, t, 5, 4) for way in ("direct", "kept", "lookup", "rows") for t in (2, 255, 256, 257, 513)),
+        *(("gram", t, 9, 8) for t in (2, 15, 16, 17, 127, 128, 129, 257)),
+        *(("gram", 3, d, p) for d, p in ((511, 4), (512, 513), (513, 1024), (1025, 2))),
+        ("direct", 300, 1025, 3),
+    ],
+)
+def test_bounds_hold_in_a_graph_on_either_side_of_every_block(way, t, d, p, dtype):
+    """Each way by itself, whose inputs a whole step would have to be found for."""
+
+    def norm(a, b):
+        return tuple(WAYS[way](a, b))
+
+    a, b = hostile(2, t, d, 1.0, dtype, 0), hostile(2, t, p, 1.0, dtype, 1)
+    with capturing():
+        graph = make_fx(norm, tracing_mode="fake")(a, b)
+    for seed, exponent in enumerate((0, 0, -18, 6)):
+        a, b = hostile(2, t, d, 10.0**exponent, dtype, seed), hostile(2, t, p, 1.0, dtype, seed + 1)
+        if seed % 2:
+            b = b[:, :1].expand_as(b).contiguous()
+        of = {"lookup": F.one_hot(a[..., 0].abs().long() % 3, 3).double(), "rows": torch.ones(2, t, 1)}.get(way, a)
+        exact, (value, upper) = exact_norms(of, b), graph(a, b)
+        assert (upper.sqrt() >= exact).all()
+        assert ((value.sqrt() - exact).abs() <= (upper.sqrt() - exact) + 1e-6 * exact).all()
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
