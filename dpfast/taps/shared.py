@@ -230,6 +230,10 @@ def without_samples(tap: Owner, output: Tensor, inputs: Any, parameters: Sequenc
     return Shared.make(tap, key, value, (*before, Source(tap, key, parameters, value, factors)))
 
 
+_LOOK_AT_OTHERS = {Tensor.to, Tensor.type_as, Tensor.expand_as, Tensor.reshape_as, Tensor.view_as}
+"""Operations in which only dtype, device or shape of other tensors count."""
+
+
 class Operation:
     """One operation that a Shared tensor goes into.
 
@@ -249,7 +253,7 @@ class Operation:
     def meets_others(self) -> bool:
         """Whether a gradient would go through a tensor that is not Shared, a parameter that was frozen when the way was
         learned: it would be lost in a result that remains without samples."""
-        return any(x.requires_grad for x in self.others)
+        return self.func not in _LOOK_AT_OTHERS and any(x.requires_grad for x in self.others)
 
     def times(self) -> tuple[int, ...]:
         """Of a repetition."""

@@ -122,6 +122,19 @@ class RootMeanSquare(nn.Module):
         return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6))
 
 
+class AsOthersAre(nn.Module):
+    """A parameter that takes dtype, device and shape from tensors with gradients (PEFT's BOFT)."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin, self.gain = nn.Linear(D, D), nn.Parameter(torch.rand(D))
+
+    def forward(self, x):
+        h = self.lin(x)
+        gain = self.gain.tanh().to(h).type_as(h).view_as(self.lin.bias).reshape_as(self.lin.bias)
+        return h * gain.expand_as(self.lin.weight)[0]
+
+
 class RelativeBias(nn.Module):
     """One table of relative positions, permuted, added to in place by several layers (T5), which are checkpointed."""
 
@@ -183,6 +196,7 @@ class Products(nn.Module):
 
 
 MODELS = [
+    AsOthersAre,
     *(Positions, PositionsOfShape, NotUsed, Prompt, TiedHead, FusedBias, FreeParameters),
     *(RelativeBias, RelativeBiasInCheckpoint, ThroughLayers, Products, OwnBackwards, AttentionInFull),
 ]
