@@ -47,7 +47,7 @@ def switch(request):
     def set_(name: str, value: str) -> None:
         holder = torch.backends
         for part in filter(None, name.split(".")):
-            holder = getattr(holder, part)
+            holder = getattr(holder, part, None)
         if not hasattr(holder, "fp32_precision"):
             pytest.skip("this torch has no such switch")
         undo.append((holder, holder.fp32_precision))

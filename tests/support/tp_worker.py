@@ -29,10 +29,10 @@ SENT = Counter()
 def count(name):
     function = getattr(dist, name)
 
-    def counted(output, *args, **options):
-        given = args[0] if args and isinstance(args[0], torch.Tensor) else output
-        SENT[name] += given.nbytes
-        return function(output, *args, **options)
+    def counted(*args, **options):
+        output, *rest = [x for x in (*args, *options.values()) if isinstance(x, torch.Tensor)]
+        SENT[name] += (rest[0] if rest else output).nbytes
+        return function(*args, **options)
 
     setattr(dist, name, counted)
 
