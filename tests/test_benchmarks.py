@@ -12,8 +12,6 @@ from pathlib import Path
 
 import contenders
 import gpu
-import host_report
-import host_time
 import in_turns
 import kernel_report
 import kernel_table
@@ -271,22 +269,6 @@ def test_without_rows_the_report_says_that_nothing_was_measured(tmp_path):
         "Nothing has been measured yet." in made[tmp_path / "docs" / f"{p}.md"] for p in ("compiled", "migration")
     )
     assert tmp_path / "docs" / "kernels.md" not in made
-
-
-def test_host_time_counts_every_op_in_one_stage(tmp_path):
-    tiny = replace(host_time.MODELS["toy"], build=lambda: workloads.Gpt(host_time.WORDS, 8, 1, 8))
-    measured = host_time.measure(tiny, rounds=2)
-    by_leg = {row["leg"]: row for row in measured}
-    plain, private = by_leg["plain"], by_leg[host_time.ONE_PASS]
-    assert private["taps"] == 10 and plain["ratio_plain"] == 1.0 and plain["ops_a_tap"] == 0
-    stages = private["stages"]
-    assert sum(of["ops_a_tap"] for of in stages.values()) == pytest.approx(private["ops_a_tap"])
-    assert all(stages[stage]["ops_a_tap"] > 0 for stage in ("rules", "norms and bounds", "clipped sums"))
-    for row in measured:
-        table(tmp_path / "host_time.jsonl").add(**row)
-    written = list(host_report.lines(host_report.newest(tmp_path)))
-    assert f"## {tiny.title}" in written
-    assert all(any(line.startswith(f"| {name} |") for line in written) for name in (*by_leg, *stages))
 
 
 def test_the_published_tables_are_what_the_rows_say():
