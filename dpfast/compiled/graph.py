@@ -61,6 +61,7 @@ class Graph:
         self._looks = 3  # batches that are asked once more
         self.of = captured.of
         self._others = captured.others
+        self._others_were = list(map(_looks, self._others))
         self._backend = backend
         self._own = own
         self._first: str | None = (
@@ -91,8 +92,13 @@ class Graph:
         """The sums of :attr:`of` and what ``modes.Clipped`` holds.
 
         Raises:
-            BackendError: torch.compile cannot compile here.
+            BackendError: torch.compile cannot compile here. StateError: tensors that modules hold were changed.
         """
+        if self._others_were != list(map(_looks, self._others)):  # which no key can have: they are found by capturing
+            raise StateError(
+                "a tensor that is an attribute of a module, and no buffer, has another shape, dtype or device than "
+                "when the step was captured; make a new one with dpfast.compile_step"
+            )
         state = [*own.parameters, *own.buffers, *self._others]
         if self._first is None:
             return self._run(*state, *inputs)
@@ -128,3 +134,7 @@ class Graph:
 
 def _same(before: Sequence[object], now: Sequence[object]) -> bool:
     return len(before) == len(now) and all(a is b for a, b in zip(before, now, strict=True))
+
+
+def _looks(x: Tensor) -> tuple[object, ...]:
+    return x.shape, x.stride(), x.dtype, x.device

@@ -86,6 +86,31 @@ def test_the_model_in_another_layout_or_dtype():
     assert len(step._graphs) == 3
 
 
+class Scaled(Mlp):
+    """Holds a tensor that is no buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.tensor(0.5)
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+def test_a_tensor_that_a_module_holds_may_have_other_values_alone():
+    torch.manual_seed(0)
+    net = Scaled()
+    step = compiled(net, backend="aot_eager")
+    check(step, net, square_losses, mlp_batch(5))
+    net.scale.fill_(0.25)
+    check(step, net, square_losses, mlp_batch(5))
+    net.scale.data = torch.tensor(0.25, dtype=torch.float64)
+    net.zero_grad()
+    with pytest.raises(StateError, match="an attribute of a module, and no buffer"):
+        step(*mlp_batch(5))
+    assert all(p.grad is None for p in net.parameters())
+
+
 def test_dropout_is_fresh_in_each_step_and_off_in_eval():
     torch.manual_seed(0)
     net = Noisy()
