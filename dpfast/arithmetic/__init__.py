@@ -29,6 +29,7 @@ from dpfast.arithmetic.stacked_norms import (
     finished,
     norm_terms,
     sum_error_columns,
+    sum_errors,
     unfinished_norm,
 )
 from dpfast.arithmetic.tracing import capturing, is_traced, leave_pins_to_inductor, pinned
@@ -66,6 +67,7 @@ __all__ = [
     "reference",
     "smallest_normal",
     "sum_error_columns",
+    "sum_errors",
     "sums",
     "taken_once",
     "towards_zero",

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpfast.arithmetic import SquaredNorm, Unfinished, norm_terms, reference, sum_error_columns
+from dpfast.arithmetic import SquaredNorm, Unfinished, norm_terms, reference, sum_error_columns, sum_errors
 from dpfast.factors.alike import SMALL, Alike
 from dpfast.factors.dense import Dense
 
@@ -92,13 +92,7 @@ class Remembered:
                 error = norms[which[0]].error
                 errors.append((torch.zeros_like(norms[which[0]].norm) if error is None else error).view(-1, n))
                 continue
-            *lost, relative, least = columns
-            product: Any = None
-            for k, lost_k in enumerate(lost):
-                rows = torch.cat([norms[i].error.norms[k] for i in which])
-                rows = rows.view(-1, n, rows.shape[1]).double().add_(lost_k)
-                product = rows if product is None else product.mul_(rows)
-            errors.append(torch.addcmul(least, product.sum(-1), relative))
+            errors.append(sum_errors([norms[i].error for i in which], n, columns))
         upper = torch.addcmul(self._least, value, self._relative).sqrt_()
         upper = upper.add_(torch.cat(errors) if len(errors) > 1 else errors[0]).square_().mul_(self._slop)
         value, upper = (x.index_select(0, self._index).cumsum(0)[-1] for x in (value, upper))
