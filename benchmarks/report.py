@@ -265,6 +265,7 @@ def documents(results: Path = RESULTS, root: Path = ROOT) -> dict[Path, str]:
     rows = latest_rows(results)
     sections = {
         "performance.md": {"steps": summary_of_steps(rows, cuda=False), "gpu": summary_of_gpu(results, rows)},
+        "bounds.md": {"watch": section_reports.watch(results)},
         "compiled.md": {"compiled": section_reports.compiled(results)},
         "migration.md": {"install": section_reports.install(results)},
     }

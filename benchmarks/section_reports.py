@@ -1,4 +1,5 @@
-"""Sections of docs/compiled.md and docs/migration.md, from the rows of compiled.py and opacus_ghost.py."""
+"""Sections of docs/bounds.md, docs/compiled.md and docs/migration.md, from the rows of watch.py, compiled.py and
+opacus_ghost.py."""
 
 from __future__ import annotations
 
@@ -53,6 +54,24 @@ def install(results: Path = RESULTS) -> Iterator[str]:
             f"| {mode}, {title} | {row['ms_as_it_is']:.0f} ms | {row['ms']:.0f} ms | {times} | {row['error']:.0e} | "
             f"{where} |"
         )
+
+
+def watch(results: Path = RESULTS) -> Iterator[str]:
+    """A line a workload: the share of a two-pass step with each number of threads, newest rows."""
+    newest: dict[str, dict[int, dict]] = {}
+    for row in read(results / "watch.jsonl"):
+        newest.setdefault(row["title"], {})[row["threads"]] = row
+    if not newest:
+        yield "Nothing has been measured yet."
+        return
+    counts = sorted({threads for rows in newest.values() for threads in rows})
+    names = (f"{threads} thread{'s' * (threads > 1)}" for threads in counts)
+    yield f"| share of a two-pass step | {' | '.join(names)} | rounds | machine, torch, commit |"
+    yield "|---|" + "--:|" * (len(counts) + 1) + "---|"
+    for title, rows in newest.items():
+        cells = (f"{rows[threads]['share']:.2%}" if threads in rows else "–" for threads in counts)
+        row = next(iter(rows.values()))
+        yield f"| {title} | {' | '.join(cells)} | {row['rounds']} | {_where(row)} |"
 
 
 def _where(row: dict) -> str:

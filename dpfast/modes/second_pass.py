@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dpfast.distributed import is_shard
 from dpfast.errors import StateError
-from dpfast.modes.sketches import SKETCHED, Sketches, sketch
+from dpfast.modes.sketches import Sketches, entries
 from dpfast.modes.units import Units
 from dpfast.taps import Record
 
@@ -70,8 +70,8 @@ class FirstPass:
         dim, n = output.batch_dim, len(self.weights)
         if output.grad is None or grad.dim() <= dim or grad.shape[dim] != n or n == 0:
             return None
-        weights = self.weights.to(grad.device).unsqueeze(1)
-        before, now = sketch(output.grad, dim), sketch(grad, dim)
+        before, now = entries(output.grad, dim), entries(grad, dim)
+        weights = self.weights.to(grad.device).view(-1, *[1] * (now.dim() - 1))
         if grad.is_cpu and grad.dtype.itemsize >= 4:  # most are, without a look at what underflows or is dropped
             expected = before * weights
             size = float(expected.norm())
@@ -81,7 +81,7 @@ class FirstPass:
         expected = (before * weights).masked_fill(no_factor, 0.0)
         found = now.double().masked_fill(no_factor, 0.0)
         # What underflow hides, in both passes.
-        lost = (weights.norm() + len(weights) ** 0.5) * torch.finfo(grad.dtype).tiny * SKETCHED
+        lost = (weights.norm() + len(weights) ** 0.5) * torch.finfo(grad.dtype).tiny * now[0].numel()
         # A first pass that sees nothing but zeros says nothing of the loss.
         return ((found - expected).norm() <= _WEIGHTED * expected.norm() + lost) | (expected == 0).all()
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from dpfast import GradSampleModuleFastGradientClipping
 from dpfast.errors import StateError
-from dpfast.modes.sketches import sketch
+from dpfast.modes.sketches import entries
 from dpfast.testing import clipped_sum, loop_over_samples, norms_of, relative_error
 
 C = 0.1
@@ -102,9 +102,16 @@ def test_rows_that_differ_are_seen_where_samples_are_second():
         (factors * losses).sum().backward()
 
 
-def test_a_sketch_of_an_empty_batch_of_large_gradients():
-    """Poisson batches may be empty; runs of no sample were reshaped to what cannot be told of none."""
-    assert sketch(torch.zeros(0, 30, 100)).shape[0] == 0
+@pytest.mark.parametrize("samples", [0, 1, 64, 300])
+def test_each_sample_of_large_gradients_is_looked_at(samples):
+    """From its first entry to about its last, whatever the strides; Poisson batches may be empty."""
+    x = torch.arange(samples * 30 * 100).view(samples, 30, 100)
+    for grad, dim in ((x, 0), (x.mT, 0), (x.movedim(0, 1).contiguous(), 1)):
+        seen = entries(grad, dim)
+        assert seen.shape[0] == samples and 16 <= seen[:1].numel() < 1000 or samples == 0
+        assert (seen.flatten(1) // 3000 == torch.arange(samples).unsqueeze(1)).all()
+        if samples and grad is x:
+            assert seen.flatten(1)[:, 0].remainder(3000).max() == 0 and seen.flatten(1)[:, -1].remainder(3000).min() > 2980
 
 
 class Mixed(nn.Module):
