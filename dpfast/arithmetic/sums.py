@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -72,20 +74,32 @@ def sum_block(length: int) -> int:
 
 
 def sums_of_products(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """``Σ_t x_nct y_nct`` and ``Σ_t y_nct``, (N, C) in fp64, each added in blocks (:func:`sum_block`).
+    """``Σ_t x_nct y_nct`` and ``Σ_t y_nct``, (N, C) in fp64, each added in blocks (:func:`sum_block`)."""
+    n, channels, positions = x.shape
+    if x.numel() == 0:
+        return tuple(x.new_zeros(2, n, channels, dtype=torch.float64))
+    return tuple(s.view(n, channels, -1).sum(-1, dtype=torch.float64) for s in sums_of_blocks(x, y))
+
+
+def sums_of_blocks(x: Tensor, y: Tensor) -> list[Tensor]:
+    """Of each block of entries ``Σ x y`` and ``Σ y``, (blocks,) each, where neither is empty and the last dimension is
+    ``sum_block`` after ``sum_block``.
 
     A group norm's backward gives just these for weight and bias where mean is 0 and rstd 1; every block is a channel.
     """
-    n, channels, positions = x.shape
-    block = sum_block(positions)
-    rows = n * channels * (positions // max(1, block))
-    if rows == 0:
-        return tuple(x.new_zeros(2, n, channels, dtype=torch.float64))
-    none, one = x.new_zeros(1, 1), x.new_ones(1, 1)
+    block = sum_block(x.shape[-1])
+    rows = x.numel() // block
+    none, one = (x.new_zeros(1, 1), x.new_ones(1, 1)) if is_traced() else _none_and_one(x.dtype, x.device)
+    weight = one.view(1).expand(rows)  # of which nothing but the shape is used
     _, *found = torch.ops.aten.native_group_norm_backward(
-        *(y, x, none, one, x.new_ones(rows), 1, rows, block, 1), [False, True, True]
+        *(y, x, none, one, weight, 1, rows, block, 1), [False, True, True]
     )
-    return tuple(s.view(n, channels, -1).sum(-1, dtype=torch.float64) for s in found)
+    return found
+
+
+@lru_cache(maxsize=16)
+def _none_and_one(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    return torch.zeros(1, 1, dtype=dtype, device=device), torch.ones(1, 1, dtype=dtype, device=device)
 
 
 def norm_of_rows(row_norms: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ and x̂². Source: Qiao et al., Weight Standardization (2019), eq. 11.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -75,12 +76,11 @@ def _before(node: Any) -> Any:
 
 
 class _Sums(NamedTuple):
-    """M and Q of a sample's channels, (N, P) in fp64, and how far they may be off, in L2 norm over channels, (N,)."""
+    """M and Q of a sample's channels, (N, P) in fp64, and how far either may be off, in L2 norm over channels, (N,)."""
 
     plain: Tensor
     with_normal: Tensor
     error: Tensor
-    error_with_normal: Tensor
 
 
 class Standardised:
@@ -101,9 +101,14 @@ class Standardised:
         with_normal: Tensor | None = None,
     ):
         self.factor, self.normal, self.shape, self._with_normal = factor, normal, factor.shape, with_normal
-        self._norm, width = norm, normal.shape[1]
-        self._block = max(1, sums.sum_block(width))
-        self._square, self._mean = (x.squeeze(0) / width for x in _two_sums(normal, normal.unsqueeze(0)))
+        self._norm = norm
+        self._block = max(1, sums.sum_block(normal.shape[1]))
+
+    @cached_property
+    def _moments(self) -> tuple[Tensor, Tensor]:
+        """Means of x̂² and x̂, (P,) in fp64."""
+        square, mean = (x.squeeze(0).div_(self.normal.shape[1]) for x in _two_sums(self.normal, self.normal.unsqueeze(0)))
+        return square, mean
 
     @property
     def num_samples(self) -> int:
@@ -118,7 +123,7 @@ class Standardised:
 
     def materialized(self) -> Dense:
         dense: Any = self.factor.materialized()  # of products, which have an error
-        error = self._stretch() * dense.error + self._rounding() * dense.sq_norm().upper.sqrt()
+        error = self._stretch * dense.error + self._rounding * dense.sq_norm().upper.sqrt()
         return Dense(self._applied(dense.values), error=error)
 
     def sq_norm(self) -> SquaredNorm:
@@ -143,9 +148,8 @@ class Standardised:
                 yield block
 
         norm = dense_sq_norm(watched())
-        off = bounds.gamma(self._block + 2, self.normal.dtype) * norm.upper.sqrt() + self._underflow(1.0)
-        root = self.normal.shape[1] ** 0.5
-        found = _Sums(torch.cat(plain), torch.cat(with_normal), root * off, root * self._largest().sqrt() * off)
+        off = norm.upper.sqrt().mul_(bounds.gamma(self._block + 2, self.normal.dtype)).add_(self._underflow(1.0))
+        found = _Sums(torch.cat(plain), torch.cat(with_normal), off.mul_(self.normal.shape[1] ** 0.5).mul_(self._reach))
         norm = self._without_means(norm, found, error)
         return Standardised(InBlocks(held, error, norm), self.normal, norm)
 
@@ -166,54 +170,68 @@ class Standardised:
         patches_norm, rows_norm = product.norms()
         positions, width = product.rows.shape[2:].numel(), self.normal.shape[1]
         off = bounds.gamma_matmul(width + positions + 2, self.normal.dtype) * patches_norm * rows_norm
-        off = width**0.5 * off + self._underflow(width * positions) * (1.0 + rows_norm)
+        off = (width**0.5 * off).add_(rows_norm + 1.0, alpha=self._underflow(width * positions))
         with_normal = product.row_products(self.normal) if self._with_normal is None else self._with_normal
-        return _Sums(product.row_sums(), with_normal, off, off * self._largest().sqrt().clamp(min=1.0))
+        return _Sums(product.row_sums(), with_normal, off.mul_(self._reach))
 
     def _without_means(self, norm: SquaredNorm, found: _Sums, error: Tensor | float) -> SquaredNorm:
-        """``‖J h‖²`` from ``‖h‖²``; derived in docs/bounds.md.
+        """``‖J h‖²`` from ``‖h‖²``; derived in docs/bounds.md. Its numbers are few and its calls are what takes time.
 
         Args:
             error: how far h itself may be off, where ``norm`` does not say it.
         """
-        m, q, off_m, off_q = found
-        width, largest = self.normal.shape[1], self._largest()
-        taken = m.square() + (2.0 - self._square) * q.square() - 2.0 * self._mean * m * q
-        taken = taken.sum(-1) / width
-        dtype = self.normal.dtype
-        off_mean = bounds.gamma(self._block + 1, dtype) * largest.sqrt()
-        off_square = bounds.gamma(self._block + 4, dtype) * largest
-        of_m, of_q = m.norm(dim=-1) + off_m, q.norm(dim=-1) + off_q
-        off = 2.0 * of_m * off_m + off_m.square()
-        off = off + (2.0 + largest) * (2.0 * of_q * off_q + off_q.square())
-        off = off + 2.0 * self._mean.abs().amax() * (of_m * off_q + of_q * off_m + off_m * off_q)
-        off = (off + off_square * of_q.square() + 2.0 * off_mean * of_m * of_q) / width
-        upper = (norm.upper - taken).clamp(min=0.0) + 1.01 * off + 2.0**-40 * norm.upper
-        upper = upper.sqrt() + self._stretch() * error + self._rounding() * norm.upper.sqrt()
-        value = (norm.value - taken).clamp(min=0.0)
-        return SquaredNorm(value, upper.square() * (1.0 + 2.0**-40))
+        m, q, e = found
+        (square, mean), width, dtype = self._moments, self.normal.shape[1], self.normal.dtype
+        sq_q = q.square()
+        taken = torch.addcmul(m, mean, q, value=-2.0).mul_(m).add_(sq_q, alpha=2.0).addcmul_(sq_q, square, value=-1.0)
+        taken = taken.sum(-1).div_(width)
+        delta = bounds.gamma(self._block + 1, dtype) + bounds.gamma(self._block + 4, dtype)
+        both = m.norm(dim=-1).add_(q.norm(dim=-1)).add_(e, alpha=2.0)
+        off = both.square().mul_(self._largest * delta + delta)
+        off.addcmul_(both + e, e * (self._largest + self._lean + 2.0), value=2.0)
+        upper = (norm.upper - taken).clamp_(min=0.0).add_(off, alpha=1.01 / width).add_(norm.upper, alpha=2.0**-40)
+        upper = upper.sqrt_().addcmul_(norm.upper.sqrt(), self._rounding)
+        if isinstance(error, Tensor):
+            upper.addcmul_(self._stretch, error)
+        value = (norm.value - taken).clamp_(min=0.0)
+        return SquaredNorm(value, upper.square_().mul_(1.0 + 2.0**-40))
 
+    @cached_property
     def _largest(self) -> Tensor:
         """No row's mean square of x̂ is larger."""
         off = bounds.gamma(self._block + 4, self.normal.dtype)
-        return self._square.amax() * (1.0 + 2.0 * off) + smallest_normal(self.normal.dtype)
+        return self._moments[0].amax().mul_(1.0 + 2.0 * off).add_(smallest_normal(self.normal.dtype))
 
+    @cached_property
+    def _lean(self) -> Tensor:
+        """No row's mean of x̂, as computed, is farther from 0."""
+        return torch.linalg.vector_norm(self._moments[1], torch.inf)
+
+    @property
+    def _reach(self) -> Tensor:
+        """An upper bound of 1 and of ``‖x̂‖ / √D`` of any row."""
+        return self._largest.sqrt().clamp_(min=1.0)
+
+    @property
     def _stretch(self) -> Tensor:
         """An upper bound of ``‖J‖``: 1 where x̂ has mean 0 and mean square 1 or less, up to rounding."""
-        return (self._largest() + 1.01 * self._mean.abs().amax() + 1e-3 - 1.0).clamp(min=1.0)
+        return torch.add(self._largest, self._lean, alpha=1.01).add_(1e-3 - 1.0).clamp_(min=1.0)
 
+    @property
     def _rounding(self) -> Tensor:
         """What :meth:`_applied` rounds, relative to ``‖h‖``."""
         dtype = self.normal.dtype
-        gamma = bounds.gamma(self._block + 2, dtype) + bounds.gamma(12, dtype)
-        return 1.01 * gamma * (1.0 + self._largest())
+        gamma = 1.01 * (bounds.gamma(self._block + 2, dtype) + bounds.gamma(12, dtype))
+        return self._largest * gamma + gamma
 
     def _underflow(self, terms: float) -> float:
         return terms * self.normal.numel() * smallest_normal(self.normal.dtype)
 
 
 def _two_sums(normal: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Q and M of gradients (n, P, D), (n, P) each, a sample at a time: x̂ is not copied for it."""
-    found = [sums.sums_of_products(normal.unsqueeze(0), x.unsqueeze(0)) for x in rows.contiguous()]
-    with_normal, plain = zip(*found, strict=True)
-    return torch.cat(with_normal), torch.cat(plain)
+    """Q and M of gradients (n, P, D), (n, P) each in fp64, added in blocks, a sample at a time: x̂ is not copied."""
+    n, p, width = rows.shape
+    if rows.numel() == 0:
+        return tuple(rows.new_zeros(2, n, p, dtype=torch.float64))
+    found = zip(*(sums.sums_of_blocks(normal, x) for x in rows.contiguous()), strict=True)
+    return tuple(torch.cat(some).view(n, p, -1).sum(-1, dtype=torch.float64) for some in found)
