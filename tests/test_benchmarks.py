@@ -230,7 +230,12 @@ def test_candidates_start_with_the_own_tile_and_fit_the_device(arch):
 def results(folder, **row):
     """Pages with marked sections, and kernel rows of an invented device."""
     (folder / "docs").mkdir()
-    pages = {"performance": ("steps", "gpu"), "bounds": ("watch",), "compiled": ("compiled",), "migration": ("install",)}
+    pages = {
+        "performance": ("steps", "gpu"),
+        "bounds": ("watch",),
+        "compiled": ("compiled",),
+        "migration": ("install",),
+    }
     for page, names in pages.items():
         marks = (f"<!-- {name}: made by benchmarks/report.py -->\nold\n<!-- /{name} -->\n" for name in names)
         (folder / "docs" / f"{page}.md").write_text("".join(marks))

@@ -9,6 +9,7 @@ from dpfast.arithmetic import bounds, buffers, cost, ops, products, reference, s
 from dpfast.arithmetic.backends import backend_report
 from dpfast.arithmetic.bounds import SquaredNorm
 from dpfast.arithmetic.kernel_norms import UnitRuns, lookup_sq_norm, lookup_unit_sq_norm
+from dpfast.arithmetic.patch_norms import gram_sq_norm_of_patches
 from dpfast.arithmetic.precision import (
     accumulating_dtype,
     exact_arithmetic,
@@ -52,6 +53,7 @@ __all__ = [
     "finish_norms",
     "finished",
     "gram_positions",
+    "gram_sq_norm_of_patches",
     "gram_tile",
     "is_traced",
     "leave_pins_to_inductor",

@@ -188,6 +188,7 @@ def gram(
     row: int,
     dtype: torch.dtype,
     kernel_chain: int | None = None,
+    added: int = 0,
 ) -> SquaredNorm:
     """Bound of Σ_tt' (a_t·a_t')(b_t·b_t') from its computed value.
 
@@ -201,10 +202,12 @@ def gram(
         shape: (T, D, P); T may be each one's own, (N,).
         row: the longest sum over products of Gram entries that was taken in ``dtype``.
         kernel_chain: the Gram matrices come from tensor cores, in chains of so many features; None for the reference.
+        added: an entry of Â is the sum of so many that came from fewer features, of the reference alone.
     """
     t, d, p = shape
     if kernel_chain is None:
-        gamma_d, gamma_p = (gamma_matmul(blocked_terms(k, DOT_BLOCK) + 1, dtype) for k in (d, p))
+        gamma_d = gamma_matmul(blocked_terms(d, DOT_BLOCK) + 1 + added, dtype)
+        gamma_p = gamma_matmul(blocked_terms(p, DOT_BLOCK) + 1, dtype)
     else:
         gamma_d, gamma_p = (gamma(kernel_terms(k, kernel_chain) + 1, dtype) for k in (d, p))
     tiles = summed_after(GRAM_TILE + (t // GRAM_TILE + 1) ** 2, dtype)

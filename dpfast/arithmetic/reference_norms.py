@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -67,7 +69,7 @@ def gram_sq_norm(activations: Tensor, backprops: Tensor) -> SquaredNorm:
     """‖G_n‖² = Σ_tt' (a_t·a_t')(b_t·b_t') over tiles of the lower triangle, with the sums its error bound needs."""
     dtype = accumulating_dtype(activations, backprops)
     activations, backprops = activations.to(dtype), backprops.to(dtype)
-    n, t, d = activations.shape
+    _, t, d = activations.shape
     norm_a, norm_b = (taken_once(sums.raw_row_norm, x) for x in (activations, backprops))
     missing = gram_positions(t) - t
     if missing:  # rows of zeros, so that no tile is narrower than what products.batched needs
@@ -76,18 +78,52 @@ def gram_sq_norm(activations: Tensor, backprops: Tensor) -> SquaredNorm:
     norm_a, norm_b = (
         sums.no_smaller(raw, sums.lost_to_underflow(x)) for raw, x in ((norm_a, activations), (norm_b, backprops))
     )
-    totals = activations.new_zeros(4, n, dtype=torch.float64)
-    t_padded = activations.shape[1]
-    side = max(1, min(t_padded, bounds.GRAM_TILE))
+    return gram_from_tiles(
+        lambda s, r, c: gram_tile(activations[s, r], activations[s, c]),
+        lambda s, r, c: gram_tile(backprops[s, r], backprops[s, c]),
+        norm_a,
+        norm_b,
+        shape=(d, backprops.shape[-1]),
+        dtype=dtype,
+    )
+
+
+GramTiles = Callable[[slice, slice, slice], Tensor]
+"""Of so many samples, rows and columns of their Gram matrices; in fresh memory."""
+
+
+def gram_from_tiles(
+    of_a: GramTiles,
+    of_b: GramTiles,
+    norm_a: Tensor,
+    norm_b: Tensor,
+    *,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    together: int | None = None,
+    added: int = 0,
+) -> SquaredNorm:
+    """‖G_n‖² from tiles of the two Gram matrices.
+
+    Args:
+        norm_a, norm_b: upper bounds of ‖a_t‖ and ‖b_t‖, (N, T) fp64.
+        shape: (D, P).
+        together: samples whose tiles fit the workspace, if it is not their size that says so.
+        added: of how many parts an entry of a's is the sum beyond its blocks (see bounds.gram).
+    """
+    n, t = norm_a.shape
+    totals = norm_a.new_zeros(4, n)
+    side = max(1, min(t, bounds.GRAM_TILE))
     samples = max(1, reference.WORKSPACE_BYTES // (3 * dtype.itemsize * side**2))
+    samples = samples if together is None else min(samples, together)
     for first in range(0, n, samples):
         s = slice(first, first + samples)
-        for i in range(0, t_padded, side):
+        for i in range(0, t, side):
             for j in range(0, i + 1, side):
                 r, c = slice(i, i + side), slice(j, j + side)
-                a = gram_tile(activations[s, r], activations[s, c])
-                b = gram_tile(backprops[s, r], backprops[s, c])
-                tile_sums = _gram_tile_sums(a, b, norm_a[s, r], norm_a[s, c], norm_b[s, r], norm_b[s, c])
+                tile_sums = _gram_tile_sums(
+                    of_a(s, r, c), of_b(s, r, c), norm_a[s, r], norm_a[s, c], norm_b[s, r], norm_b[s, c]
+                )
                 # A tile off the diagonal stands for its mirror image too.
                 totals[:, s] += tile_sums if i == j else 2 * tile_sums
     return bounds.gram(
@@ -95,9 +131,10 @@ def gram_sq_norm(activations: Tensor, backprops: Tensor) -> SquaredNorm:
         sum_a=norm_a.sum(-1),
         sum_b=norm_b.sum(-1),
         row_products=(norm_a * norm_b).sum(-1),
-        shape=(t_padded, d, backprops.shape[-1]),
+        shape=(t, *shape),
         row=side,
         dtype=dtype,
+        added=added,
     )
 
 

@@ -75,10 +75,12 @@ def sum_block(length: int) -> int:
 
 def sums_of_products(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """``Σ_t x_nct y_nct`` and ``Σ_t y_nct``, (N, C) in fp64, each added in blocks (:func:`sum_block`)."""
-    n, channels, positions = x.shape
+    n, channels = x.shape[:2]
     if x.numel() == 0:
-        return tuple(x.new_zeros(2, n, channels, dtype=torch.float64))
-    return tuple(s.view(n, channels, -1).sum(-1, dtype=torch.float64) for s in sums_of_blocks(x, y))
+        none = x.new_zeros(n, channels, dtype=torch.float64)
+        return none, none
+    products, totals = (s.view(n, channels, -1).sum(-1, dtype=torch.float64) for s in sums_of_blocks(x, y))
+    return products, totals
 
 
 def sums_of_blocks(x: Tensor, y: Tensor) -> list[Tensor]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dpfast.arithmetic import (
@@ -17,6 +17,7 @@ from dpfast.arithmetic import (
     cost,
     dense_sq_norm,
     exact_convolutions,
+    gram_sq_norm_of_patches,
     is_traced,
     products,
     reduced_convolutions,
@@ -27,6 +28,7 @@ from dpfast.arithmetic import (
 )
 from dpfast.factors.dense import Dense, Factor, InBlocks
 from dpfast.factors.outer_product import OuterProduct
+from dpfast.factors.patches import Patches
 from dpfast.factors.runs import take
 
 TOGETHER = 16
@@ -41,16 +43,8 @@ FEW = 16
 """Positions up to which clipped sums are products of patches."""
 
 
-class PatchProduct:
+class PatchProduct(Patches):
     """``G_n = Σ_t rows_nt patch_nt``, of shape (P, D / groups, *kernel); patches are cut out only when they are needed.
-
-    Args:
-        image: (N, D, *spatial). Kept, not copied; never written to.
-        rows: (N, P, *positions).
-        kernel, stride, dilation: one number a spatial dimension.
-        padding: zeros around the image, on both sides alike.
-        groups: channels of image and rows that go together.
-        rows_norm: L2 norms of ``rows`` by sample, (N,) fp64, where they are known.
 
     Attributes:
         output: of the convolution whose weight's gradients these are, without a bias, where it is at hand.
@@ -58,37 +52,6 @@ class PatchProduct:
 
     output: Tensor | None = None
     keep_ratio: float | None = None  # see ``cost.keeps``
-
-    def __init__(
-        self,
-        image: Tensor,
-        rows: Tensor,
-        *,
-        kernel: Sequence[int],
-        stride: Sequence[int],
-        dilation: Sequence[int],
-        padding: Sequence[int],
-        groups: int,
-        rows_norm: Tensor | None = None,
-    ):
-        self.kernel, self.stride, self.dilation, self.groups = tuple(kernel), tuple(stride), tuple(dilation), groups
-        self.image, self.rows, self.padding = image, rows, tuple(padding)
-        self._rows_norm = rows_norm
-        reached = self._reached()
-        sizes = [size + 2 * p for size, p in zip(image.shape[2:], padding, strict=True)]
-        if any(size - end >= s for size, end, s in zip(sizes, reached, stride, strict=True)):
-            # Room for more positions than there are rows: torch's convolution would want them.
-            self.image, self.padding = self._padded(image), (0,) * len(self.kernel)
-        self.shape = torch.Size((rows.shape[1], image.shape[1] // groups, *kernel))
-
-    @property
-    def num_samples(self) -> int:
-        return self.rows.shape[0]
-
-    @property
-    def matrix_shape(self) -> tuple[int, int, int]:
-        """(T, D, P) of one group's outer product."""
-        return self.rows[0:1, 0].numel() if self.num_samples else 0, self.shape[1:].numel(), self._rows_a_group
 
     def taken(self, samples: Tensor | slice) -> PatchProduct:
         """Those samples alone."""
@@ -108,42 +71,10 @@ class PatchProduct:
             rows_norm=rows_norm,
         )
 
-    def _reached(self) -> list[int]:
-        """How far the patches reach into the padded image, along each dimension."""
-        geometry = zip(self.rows.shape[2:], self.kernel, self.stride, self.dilation, strict=True)
-        return [(positions - 1) * s + d * (k - 1) + 1 for positions, k, s, d in geometry]
-
-    def _padded(self, image: Tensor) -> Tensor:
-        """(..., *spatial) with its zeros around it, without what a stride leaves over."""
-        if any(self.padding):
-            image = F.pad(image, [p for p in reversed(self.padding) for _ in range(2)])
-        for i, end in enumerate(self._reached()):
-            image = image.narrow(2 + i, 0, end)
-        return image
-
-    @property
-    def _rows_a_group(self) -> int:
-        return self.shape[0] // self.groups
-
     def _outer_product(self, first: int, last: int) -> OuterProduct:
         """Samples first to last, groups folded into samples."""
         patches, rows = self._cut_out(self._padded(self.image[first:last]), self.rows[first:last])
         return OuterProduct(patches.mT, rows.mT)
-
-    def _cut_out(self, image: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Patches (n·groups, D/groups·kernel, positions) of an image without padding, and rows to match."""
-        n, dims = len(image), len(self.kernel)
-        # (n, D, *positions, *kernel) -> (n, D, *kernel, *positions)
-        image = self._windows(image).movedim(tuple(range(2 + dims, 2 + 2 * dims)), tuple(range(2, 2 + dims)))
-        positions = rows.shape[2:].numel()
-        patches = image.reshape(n * self.groups, self.shape[1:].numel(), positions)
-        return patches, rows.reshape(n * self.groups, self._rows_a_group, positions)
-
-    def _windows(self, image: Tensor) -> Tensor:
-        """What the kernel sees of an image without padding, (n, D, *positions, *kernel), a view."""
-        for i, (k, s, d) in enumerate(zip(self.kernel, self.stride, self.dilation, strict=True)):
-            image = image.unfold(2 + i, d * (k - 1) + 1, s)[..., ::d]
-        return image
 
     def _outer_products(self) -> list[tuple[int, int]]:
         """Ranges of samples whose patches fit the workspace."""
@@ -158,9 +89,14 @@ class PatchProduct:
     def sq_norm(self) -> SquaredNorm:
         if self._by_convolution and self._goes_direct:
             return dense_sq_norm(self._convolved(), self._error())
-        norms = [self._outer_product(i, j).sq_norm() for i, j in self._outer_products()]
-        if not norms:
+        if self.num_samples == 0:
             return SquaredNorm(*(self.rows.new_zeros(0, dtype=torch.float64) for _ in range(2)))
+        if self._by_pixels:
+            parts = (self._padded(self.image), self.rows)
+            image, rows = (x.reshape(-1, x.shape[1] // self.groups, *x.shape[2:]) for x in parts)
+            norms = [gram_sq_norm_of_patches(image, rows, self.kernel, self.dilation)]
+        else:
+            norms = [self._outer_product(i, j).sq_norm() for i, j in self._outer_products()]
         value, upper = (torch.cat(x).view(-1, self.groups).sum(1) for x in zip(*norms, strict=True))
         return SquaredNorm(value, upper * (1.0 + 2.0**-40))
 
@@ -169,9 +105,22 @@ class PatchProduct:
         """Whether the norm comes from the gradient itself where torch's convolution gives that. A FLOP of Gram matrices
         costs 2 to 3 of the convolution's there, cut out patches included (T = 64, D = 576, P = 64, AMD EPYC)."""
         t, d, p = self.matrix_shape
-        return cost.norm_way(t, d, p) == "direct" or cost.norm_flops("direct", t, d, p) < 2 * cost.norm_flops(
-            "gram", t, d, p
-        )
+        direct = cost.norm_flops("direct", t, d, p)
+        if self._by_pixels and cost.gram_slack(t, d, p) <= cost.MAX_GRAM_SLACK:
+            return direct < 2 * (self._pixel_flops + cost.norm_flops("gram", t, 0, p))
+        return cost.norm_way(t, d, p) == "direct" or direct < 2 * cost.norm_flops("gram", t, d, p)
+
+    @property
+    def _by_pixels(self) -> bool:
+        """Whether the Gram way goes by the Gram matrices of the pixels: on a CPU, where that is less."""
+        t, d, _ = self.matrix_shape
+        ones = t > 1 and self.shape[2:].numel() > 1 and all(s == 1 for s in self.stride)
+        return ones and self.rows.device.type == "cpu" and self._pixel_flops < cost.norm_flops("gram", t, d, 0)
+
+    @property
+    def _pixel_flops(self) -> int:
+        sizes = (size + 2 * p for size, p in zip(self.image.shape[2:], self.padding, strict=True))
+        return 2 * math.prod(sizes) ** 2 * self.shape[1]
 
     @property
     def _by_convolution(self) -> bool:
@@ -368,20 +317,10 @@ class PatchProduct:
             found.append((products.batched(by_group, patches) * rows).sum(-1).view(j - i, -1).double())
         return torch.cat(found)
 
-    def norms(self) -> tuple[Tensor, Tensor]:
-        """Upper bounds of the L2 norms of a sample's patches, all together, and of its rows, (N,)."""
-        rows_norm = _norm(self.rows) if self._rows_norm is None else self._rows_norm
-        return _norm(self.image) * self.shape[2:].numel() ** 0.5, rows_norm
-
     @property
     def keeps(self) -> bool:
         """Whether :meth:`kept` writes the gradients."""
         return keeps_gradients(self.image, self.rows, self.shape, self.groups, self.keep_ratio)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the inputs."""
-        return self.image.nbytes + self.rows.nbytes
 
 
 def keeps_gradients(image: Tensor, rows: Tensor, shape: torch.Size, groups: int, ratio: float | None = None) -> bool:
@@ -391,9 +330,3 @@ def keeps_gradients(image: Tensor, rows: Tensor, shape: torch.Size, groups: int,
     gradient = shape.numel() * accumulating_dtype(image, rows).itemsize
     patches = t * (groups * shape[1:].numel() * image.element_size() + shape[0] * rows.element_size())
     return cost.keeps(t, gradient, patches, ratio)
-
-
-def _norm(x: Tensor) -> Tensor:
-    """L2 norms by sample for error bounds, (N,) in fp64, along what lies together in memory."""
-    x = x.to(accumulating_dtype(x)).flatten(2)
-    return sums.row_norm(x.mT if x.stride(1) == 1 else x).norm(dim=1)

@@ -9,7 +9,7 @@ and x̂². Source: Qiao et al., Weight Standardization (2019), eq. 11.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -107,7 +107,9 @@ class Standardised:
     @cached_property
     def _moments(self) -> tuple[Tensor, Tensor]:
         """Means of x̂² and x̂, (P,) in fp64."""
-        square, mean = (x.squeeze(0).div_(self.normal.shape[1]) for x in _two_sums(self.normal, self.normal.unsqueeze(0)))
+        square, mean = (
+            x.squeeze(0).div_(self.normal.shape[1]) for x in _two_sums(self.normal, self.normal.unsqueeze(0))
+        )
         return square, mean
 
     @property
@@ -230,8 +232,13 @@ class Standardised:
 
 def _two_sums(normal: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Q and M of gradients (n, P, D), (n, P) each in fp64, added in blocks, a sample at a time: x̂ is not copied."""
-    n, p, width = rows.shape
+    n, p = rows.shape[:2]
     if rows.numel() == 0:
-        return tuple(rows.new_zeros(2, n, p, dtype=torch.float64))
-    found = zip(*(sums.sums_of_blocks(normal, x) for x in rows.contiguous()), strict=True)
-    return tuple(torch.cat(some).view(n, p, -1).sum(-1, dtype=torch.float64) for some in found)
+        none = rows.new_zeros(n, p, dtype=torch.float64)
+        return none, none
+    with_normal, plain = zip(*(sums.sums_of_blocks(normal, x) for x in rows.contiguous()), strict=True)
+    return _added(with_normal, n, p), _added(plain, n, p)
+
+
+def _added(blocks: Sequence[Tensor], n: int, p: int) -> Tensor:
+    return torch.cat(list(blocks)).view(n, p, -1).sum(-1, dtype=torch.float64)

@@ -131,7 +131,9 @@ class Sketches:
                 continue
             for p, q in zip(before, now, strict=True):
                 if not p.x.is_cpu or not torch.equal(p.x, q.x):
-                    alike[p.exact and p.x.is_cpu and p.x.itemsize >= 4, p.x.shape, p.x.dtype, p.x.device].append((tap.layer, p.x, q.x))
+                    alike[p.exact and p.x.is_cpu and p.x.itemsize >= 4, p.x.shape, p.x.dtype, p.x.device].append(
+                        (tap.layer, p.x, q.x)
+                    )
         for (exact, *_), uses in alike.items():
             layers += [use[0] for use in uses]
             firsts, seconds = torch.stack([use[1] for use in uses]), torch.stack([use[2] for use in uses])

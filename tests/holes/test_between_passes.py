@@ -108,10 +108,12 @@ def test_each_sample_of_large_gradients_is_looked_at(samples):
     x = torch.arange(samples * 30 * 100).view(samples, 30, 100)
     for grad, dim in ((x, 0), (x.mT, 0), (x.movedim(0, 1).contiguous(), 1)):
         seen = entries(grad, dim)
-        assert seen.shape[0] == samples and 16 <= seen[:1].numel() < 1000 or samples == 0
+        assert (seen.shape[0] == samples and 16 <= seen[:1].numel() < 1000) or samples == 0
         assert (seen.flatten(1) // 3000 == torch.arange(samples).unsqueeze(1)).all()
         if samples and grad is x:
-            assert seen.flatten(1)[:, 0].remainder(3000).max() == 0 and seen.flatten(1)[:, -1].remainder(3000).min() > 2980
+            assert (
+                seen.flatten(1)[:, 0].remainder(3000).max() == 0 and seen.flatten(1)[:, -1].remainder(3000).min() > 2980
+            )
 
 
 class Mixed(nn.Module):

@@ -157,7 +157,7 @@ def test_a_dropped_sample_adds_exactly_nothing(bad):
 @pytest.mark.parametrize("kept", ["small, held", "large, held", "entries"])
 @pytest.mark.parametrize("fault", [None, "numbers", "one sample", "written"])
 def test_another_gradient_in_the_second_pass_is_refused(kept, fault, monkeypatch):
-    """Whether what taps see is small and held itself, or large and looked at here and there; what comes twice is none."""
+    """Whether what taps see is small and held itself, or large and looked at in places; what comes twice is none."""
     if kept == "entries":
         monkeypatch.setattr(sketches, "_HELD", 0)
     positions = 4 if kept == "small, held" else 300
