@@ -38,6 +38,8 @@ over are filled up to 2 or 4: a group has the same bits in calls of 2, 4 and 8 (
 CHAIN = 1024
 """Positions that such a call adds up, if a row of the image is no longer, before it starts a new partial sum."""
 
+SHORT_CHAIN = 128
+"""The same where there are few channels, and most positions: these are products of our own."""
 
 FEW = 16
 """Positions up to which clipped sums are products of patches."""
@@ -193,7 +195,8 @@ class PatchProduct(Patches):
         """How far :meth:`_convolved` may be from the exact gradients, in L2 norm, (N,): ``Σ_t |b_tp||a_td|`` is at most
         the product of two columns' norms, and a pixel is in at most as many patches as the kernel has places."""
         dtype = accumulating_dtype(self.image, self.rows)
-        chain = self._block * self.rows.shape[3:].numel() + self._blocks
+        chain = self._block * self.rows.shape[3:].numel()
+        chain = (bounds.blocked_terms(chain, SHORT_CHAIN) if self._is_narrow else chain) + self._blocks
         operations = 2 * self.rows.shape[2:].numel()
         return bounds.chain_error(
             self._norm_products(), terms=chain, numel=self.shape.numel(), dtype=dtype, operations=operations
@@ -217,7 +220,11 @@ class PatchProduct(Patches):
             return products.batched(rows, patches.mT).view(n, *self.shape)
         if self._is_narrow:
             patches, rows = self._cut_out(self._padded(image) if any(padding) else image, rows)
-            return products.batched(patches, rows.mT).mT.reshape(n, *self.shape)
+            total: Tensor | None = None
+            for some, of_some in zip(patches.split(SHORT_CHAIN, 2), rows.split(SHORT_CHAIN, 2), strict=True):
+                total = products.batched(some, of_some.mT, add_to=total)
+            assert total is not None
+            return total.mT.reshape(n, *self.shape)
         if self._is_depthwise:
             return self._with_rows_as_kernels(image, rows, padding)
         rows = rows.reshape(1, -1, *rows.shape[2:])
