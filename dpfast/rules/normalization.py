@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpfast.arithmetic import accumulating_dtype, bounds, smallest_normal, sums
+from dpfast.arithmetic import accumulating_dtype, bounds, is_traced, smallest_normal, sums
 from dpfast.errors import UnsupportedModuleError
 from dpfast.factors import Dense, Factor, channel_sum, row_sum
 from dpfast.taps import Activations, register_node, register_rule
@@ -41,8 +41,11 @@ def _bits(rows: Tensor) -> Tensor:
     return bits.masked_fill(bits == torch.iinfo(bits.dtype).min, 0)
 
 
-def _is_constant(rows: Tensor) -> Tensor:
-    """Whether all entries of each row (..., D), D > 0, are the same finite number, (..., 1)."""
+def _is_constant(rows: Tensor) -> Tensor | None:
+    """Whether all entries of each row (..., D), D > 0, are the same finite number, (..., 1); None where no row's are,
+    which on a CPU the first and the last entries mostly tell."""
+    if rows.is_cpu and not is_traced() and not bool((rows[..., 0] == rows[..., -1]).any()):
+        return None
     low, high = _bits(rows).aminmax(dim=-1, keepdim=True)
     return (low == high) & torch.isfinite(rows[..., :1])
 
@@ -99,7 +102,8 @@ def layer_norm(layer: nn.LayerNorm, activations: Activations, backprops: Tensor)
     error = _where_known(error, rstd, layer.eps, dtype)
     if layer.eps < _SMALL_EPS:
         constant = _is_constant(inputs)
-        normalized, error = normalized.masked_fill(constant, 0.0), error.masked_fill(constant, 0.0)
+        if constant is not None:
+            normalized, error = normalized.masked_fill(constant, 0.0), error.masked_fill(constant, 0.0)
     return _factors(layer, normalized, backprops, error.squeeze(-1))
 
 
@@ -189,7 +193,8 @@ def _by_channel(
         error = _where_known(error, rstd.unsqueeze(-1), eps, dtype)
         if eps < _SMALL_EPS and positions:
             constant = _is_constant(inputs.to(dtype).reshape(n, num_groups, size))
-            values, error = values.masked_fill(constant, 0.0), error.masked_fill(constant, 0.0)
+            if constant is not None:
+                values, error = values.masked_fill(constant, 0.0), error.masked_fill(constant, 0.0)
         factors[layer.weight] = Dense(values.view(n, channels).to(dtype), error=error.flatten(1).norm(dim=1))
     if layer.bias is not None and layer.bias.requires_grad:
         factors[layer.bias] = channel_sum(backprops, norm_b, bias_sums)
