@@ -90,7 +90,7 @@ class Sketches:
             look = _Look(record, x, x._version)
             self._looks.append(look)
             self._held.append(look)
-            self._bytes += x.nbytes
+            self._bytes += x.untyped_storage().nbytes()  # which lives as long as a view of it
             if self._bytes > _HELD:
                 self._let_go()
 
