@@ -165,7 +165,8 @@ def _held_and_same(p: _Look, q: _Look) -> bool:
 
 
 def _differ(before: Tensor, now: Tensor, tolerance: float, weights: Tensor) -> Tensor:
-    """Of numbers (K, N, ·) taken together, (K,)."""
+    """Of numbers (K, N, ·) taken together, (K,). In fp64: where a norm overflows nothing is farther than it."""
+    before, now = before.double(), now.double()
     far = (now - before).norm(dim=2) > tolerance * before.norm(dim=2)
     unlike = far | (torch.isfinite(now) != torch.isfinite(before)).any(2)
     if len(weights) == unlike.shape[1]:

@@ -154,6 +154,17 @@ def test_a_dropped_sample_adds_exactly_nothing(bad):
     assert torch.equal(*sums)
 
 
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float16, 2e4), (torch.float32, 1e30), (torch.float32, 1e-30)])
+def test_differences_are_seen_where_norms_overflow_or_underflow(dtype, size):
+    """An infinite norm had nothing farther than it, and a norm of 0 hid a difference of 0."""
+    before = torch.full((1, 3, 256), size, dtype=dtype)
+    now = before.clone()
+    now[0, 1, ::2] *= 0.5
+    weights = torch.ones(3, dtype=torch.float64)
+    assert sketches._differ(before, now, sketches._ALIKE, weights).tolist() == [True]
+    assert sketches._differ(before, before, sketches._ALIKE, weights).tolist() == [False]
+
+
 @pytest.mark.parametrize("kept", ["small, held", "large, held", "entries"])
 @pytest.mark.parametrize("fault", [None, "numbers", "one sample", "written"])
 def test_another_gradient_in_the_second_pass_is_refused(kept, fault, monkeypatch):
