@@ -27,6 +27,9 @@ _LEAST_WEIGHT = 2.0**-100
 """Samples whose factors are smaller are left out of that."""
 
 
+_LEAST_SIZE = 2.0**-40
+"""Of a norm whose squares do not underflow in fp32."""
+
 _NOT_WEIGHTED = (
     "the second backward pass is not that of Σ_n c_n loss_n with the factors of get_clipping_coef() and the losses of "
     "the first: give (factors * losses).sum(), or take passes=1"
@@ -71,12 +74,12 @@ class FirstPass:
         if output.grad is None or grad.dim() <= dim or grad.shape[dim] != n or n == 0:
             return None
         before, now = entries(output.grad, dim), entries(grad, dim)
-        weights = self.weights.to(grad.device).view(-1, *[1] * (now.dim() - 1))
         if grad.is_cpu and grad.dtype.itemsize >= 4:  # most are, without a look at what underflows or is dropped
-            expected = before * weights
-            size = float(expected.norm())
-            if float((now - expected).norm()) <= _WEIGHTED * size < math.inf:
+            expected = before * self.single.to(grad.dtype).view(-1, *[1] * (now.dim() - 1))
+            size = float(torch.linalg.vector_norm(expected))
+            if _LEAST_SIZE < size < math.inf and float(torch.dist(now, expected)) <= _WEIGHTED * size:
                 return None
+        weights = self.weights.to(grad.device).view(-1, *[1] * (now.dim() - 1))
         no_factor = weights < _LEAST_WEIGHT  # in fp32 it may be 0
         expected = (before * weights).masked_fill(no_factor, 0.0)
         found = now.double().masked_fill(no_factor, 0.0)

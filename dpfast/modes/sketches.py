@@ -16,9 +16,12 @@ from dpfast.distributed import local
 from dpfast.errors import StateError
 from dpfast.taps import Activations, Record
 
-_RUN, _RUNS, _ALL_RUNS = 16, (4, 16), 512
-"""Entries beside each other, a line of a cache; how many such runs are looked at of each sample of a large tensor, at
-least and at most, spread over it; and of all samples, if that leaves the least."""
+_RUN, _RUNS, _ALL_RUNS = 16, 16, 512
+"""Entries beside each other, a line of a cache; how many such runs are looked at of each sample of a large tensor at
+most, spread over it; and of all samples, where that leaves the least."""
+
+_LEAST_RUNS, _LEAST_RUNS_OF_ROWS = 4, 2
+"""The least of each sample, and of one that is a single row: where it has positions, some may be padding."""
 
 _HELD = 2**23
 """Bytes of gradients that a pass holds as they are, before it keeps entries of them in their place. Between two large
@@ -77,22 +80,22 @@ class Sketches:
             whole: forwards have been run again, so look at every entry, and at activations too; without that these are
                 the very tensors that the forward has saved.
         """
-        seen = tree_leaves((tuple(activations), activations.kwargs, backprops)) if whole else backprops
         dim = _dim(record)
-        for x in map(local, seen):
-            if not isinstance(x, Tensor) or x.is_complex() or x.dim() <= dim:
-                continue
-            if whole:
-                exact = x.is_cpu and x.itemsize >= 4
-                x = x if x.is_floating_point() else x.double()  # rows of a table, masks
-                self._looks.append(_Look(record, sketch(x, dim), None, exact))
-                continue
-            look = _Look(record, x, x._version)
-            self._looks.append(look)
-            self._held.append(look)
-            self._bytes += x.untyped_storage().nbytes()  # which lives as long as a view of it
-            if self._bytes > _HELD:
-                self._let_go()
+        if whole:
+            for x in map(local, tree_leaves((tuple(activations), activations.kwargs, backprops))):
+                if _has_samples(x, dim):
+                    exact = x.is_cpu and x.itemsize >= 4
+                    x = x if x.is_floating_point() else x.double()  # rows of a table, masks
+                    self._looks.append(_Look(record, sketch(x, dim), None, exact))
+            return
+        for x in map(local, backprops):
+            if _has_samples(x, dim):
+                look = _Look(record, x, x._version)
+                self._looks.append(look)
+                self._held.append(look)
+                self._bytes += x.untyped_storage().nbytes()  # which lives as long as a view of it
+        if self._bytes > _HELD:
+            self._let_go()
 
     def _let_go(self) -> None:
         """Of what is held; entries stay.
@@ -152,6 +155,10 @@ def _dim(record: Record) -> int:
     return record.place if isinstance(record.place, int) else record.tap.batch_dim
 
 
+def _has_samples(x: Any, dim: int) -> bool:
+    return isinstance(x, Tensor) and not x.is_complex() and x.dim() > dim
+
+
 def _held_and_same(p: _Look, q: _Look) -> bool:
     """Bit by bit, of what both passes hold on the CPU."""
     if p.version is None or q.version is None or p.record is not q.record:
@@ -182,8 +189,8 @@ def entries(x: Tensor, dim: int = 0) -> Tensor:
     """
     x = x.movedim(dim, 0) if dim else x
     numel, dims = x.shape[1:].numel(), x.dim() - 1
-    least, most = _RUNS
-    runs = max(least, min(most, _ALL_RUNS // max(1, len(x))))
+    least = _LEAST_RUNS if dims > 1 else _LEAST_RUNS_OF_ROWS
+    runs = max(least, min(_RUNS, _ALL_RUNS // max(1, len(x))))
     if numel <= runs * _RUN:
         return x
     if x.is_contiguous():
