@@ -43,6 +43,8 @@ class TensorParallel:
 
     Attributes:
         number: of ranks; 0 where nothing is parted so.
+        agreed: shape and dtype of the parameters whose gradients ranks send parts of, by name, as all of them know;
+            None before their first pass.
 
     Raises:
         UnsupportedModuleError: parameters are on several meshes, or on several further axes of one.
@@ -66,6 +68,7 @@ class TensorParallel:
                     "the mesh, then fully_shard on the others), without DistributedDataParallel or another mesh"
                 )
         self._inputs = torch.zeros((), dtype=torch.float64)
+        self.agreed: dict[str, tuple[torch.Size, torch.dtype]] | None = None
 
     def _axis(self, p: Any) -> int | None:
         """Of the parameter's mesh, over which tensor parallel has parted or repeated it."""
@@ -96,44 +99,81 @@ class TensorParallel:
         sums = [_checksum(x) for x in inputs]
         self._inputs = torch.stack([x.to(sums[0].device) for x in sums]).sum() if sums else self._inputs.new_zeros(())
 
-    def meet(self, *settings: object) -> None:
-        """Once, before a message is sent whose length follows from what this rank trains.
+    def sum_parts(self, factors: Mapping[nn.Parameter, list[Factor]], samples: int, *settings: object) -> None:
+        """Puts whole gradients in the place of parts of sums. One all-reduce, of ``N · (numel + 1)`` numbers a
+        parameter: of all that ranks have ever agreed on, so that a rank that no longer trains one sends no shorter
+        message, but zeros, and learns of it as the others do (:meth:`over_mesh`).
+
+        Args:
+            samples: N, of this pass. settings: what all ranks must have alike.
 
         Raises:
-            StateError: on all ranks, where they have other settings or train other parameters.
-        """
-        same = agreement(*settings, [name for p, name in self._names.items() if p.requires_grad])
-        every = self._gathered(same.to(next(iter(self._names)).device))
-        if (every != every[0]).any():
-            raise StateError(DISAGREEMENT)
-
-    def sum_parts(self, factors: Mapping[nn.Parameter, list[Factor]]) -> None:
-        """Puts whole gradients in the place of parts of sums. One all-reduce, of ``N · (numel + 1)`` numbers a
-        parameter.
+            StateError: on all ranks, where they come to train what they did not before and have other settings or
+                train other parameters.
 
         Numerics:
             What the additions of k ranks round is at most ``γ(k) Σ_r |v_r|``, entry by entry; each rank's ``γ(k)‖v_r‖``
             travels with its error.
         """
-        parted = [(p, some) for p, some in factors.items() if any(isinstance(f, PartOfSum) for f in some)]
-        if not parted:
+        parts, places = {}, {}
+        for p, some in factors.items():
+            of_sum = [f for f in some if isinstance(f, PartOfSum)]
+            if of_sum:
+                name = self._names[p]
+                parts[name], places[name] = merge(of_sum).materialized(), some
+        mine = {name: (part.shape, part.values.dtype) for name, part in parts.items()}
+        if self.agreed is None or not mine.items() <= self.agreed.items():
+            self._agree(samples, settings)
+            self.agreed = {**(self.agreed or {}), **mine}
+        if not self.agreed:
             return
-        parts = [merge([f for f in some if isinstance(f, PartOfSum)]).materialized() for _, some in parted]
-        dtype = parts[0].values.dtype
-        for part in parts:
-            dtype = torch.promote_types(dtype, part.values.dtype)
+        dtype, device = self._dtype_of_sums, self._device
         gamma, columns = bounds.gamma(self.number, dtype), []
-        for part in parts:
-            values = part.values.flatten(1).to(dtype)
-            error = gamma * values.double().norm(dim=1) + (0.0 if part.error is None else part.error)
+        for name, (shape, _) in self.agreed.items():
+            if name not in parts:
+                columns.append(torch.zeros(samples, shape.numel() + 1, dtype=dtype, device=device))
+                continue
+            values, own = parts[name].values.flatten(1).to(dtype), parts[name].error
+            error = gamma * values.double().norm(dim=1) + (0.0 if own is None else own)
             error = error * (1.0 + 2.0 * gamma + 2.0**-20) + smallest_normal(dtype)
             columns += [values, error.to(dtype).unsqueeze(1)]
         flat = torch.cat(columns, dim=1)
         dist.all_reduce(flat, group=self._group)
-        for (_, some), part in zip(parted, parts, strict=True):
-            values, error, flat = flat.tensor_split([part.shape.numel(), part.shape.numel() + 1], dim=1)
-            whole = Dense(values.reshape(-1, *part.shape), error=error.squeeze(1).double())
-            some[:] = [whole, *(f for f in some if not isinstance(f, PartOfSum))]
+        for name, (shape, _) in self.agreed.items():
+            values, error, flat = flat.tensor_split([shape.numel(), shape.numel() + 1], dim=1)
+            if name in parts:
+                whole = Dense(values.reshape(-1, *shape), error=error.squeeze(1).double())
+                places[name][:] = [whole, *(f for f in places[name] if not isinstance(f, PartOfSum))]
+
+    @property
+    def _dtype_of_sums(self) -> torch.dtype:
+        dtype = torch.float32
+        for _, of_part in (self.agreed or {}).values():
+            dtype = torch.promote_types(dtype, of_part)
+        return dtype
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self._names)).device
+
+    def _agree(self, samples: int, settings: tuple[object, ...]) -> None:
+        """That all ranks train the same, in the first pass and where this rank would send what it never has. The other
+        ranks may not, and are in an ordinary pass then: so the messages are as long as theirs, and unlike them.
+
+        Raises:
+            StateError: on all ranks, where it is not so.
+        """
+        same = agreement(*settings, "new", [name for p, name in self._names.items() if p.requires_grad])
+        same = same.to(self._device)
+        if self.agreed is not None:
+            if self.agreed:
+                numbers = sum(shape.numel() + 1 for shape, _ in self.agreed.values())
+                nothing = torch.zeros(samples, numbers, dtype=self._dtype_of_sums, device=self._device)
+                dist.all_reduce(nothing, group=self._group)
+            same = torch.cat((same.new_zeros(2 * samples + 2), same)).double()
+        every = self._gathered(same)
+        if (every != every[0]).any():
+            raise StateError(DISAGREEMENT)
 
     def is_part(self, factor: Factor) -> bool:
         """Whether its gradients are parts of a sum over ranks, of which no norm can be taken."""

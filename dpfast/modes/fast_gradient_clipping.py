@@ -87,7 +87,6 @@ class GradSampleModuleFastGradientClipping(LeavesSums, PerUnit, GradSampleModule
 
     _over_ranks: Sums | None = None  # where ranks have other samples
     _parts: Any = None  # a TensorParallel, where they have other parameters
-    _met = False  # whether its ranks have agreed on what they train
     _left: Left | None = None  # what was in p.grad, where there are other ranks
     _budget: MemoryBudget | None = None  # what plans which layers write their gradients
     _before: Before | None = None  # what is known from the last step
@@ -221,8 +220,9 @@ class GradSampleModuleFastGradientClipping(LeavesSums, PerUnit, GradSampleModule
         if wrapper is not None and wrapper.kind not in ("DDP", "FSDP2", "DTensor"):
             raise StateError(not_in(wrapper, type(self).__name__))
         assert self._tapped is not None
-        self._parts = parts_of(wrapper, self._module, self._tapped)
+        before, self._parts = self._parts, parts_of(wrapper, self._module, self._tapped)
         if self._parts is not None:
+            self._parts.agreed = None if before is None else before.agreed
             self._parts.on_forward(inputs)
         if wrapper is None or wrapper.kind == "DTensor":
             self._over_ranks = None
@@ -299,12 +299,8 @@ class GradSampleModuleFastGradientClipping(LeavesSums, PerUnit, GradSampleModule
         entries = [step.gathered.pop(p, None) for p in self._places]
         alone = step.first is not None  # no sums cross ranks
         if self._parts is not None:
-            with told_to_all(None if alone else self._over_ranks, self._places):
-                settings = self._settings(self._noted())
-                if not self._met:
-                    self._parts.meet(*settings)
-                    self._met = True
-            self._parts.sum_parts({p: e.factors for p, e in zip(self._places, entries, strict=True) if e is not None})
+            found = {p: entry for p, entry in zip(self._places, entries, strict=True) if entry is not None}
+            settings = self._sum_parts(step, found)
         each = is_traced() or self._parts is not None or self._clipper().is_per_layer or step.first is not None
         norms = take_norms(self._places, entries, deferred, step.num_samples or 0, each=each)
         if self._parts is not None:
@@ -361,7 +357,7 @@ class GradSampleModuleFastGradientClipping(LeavesSums, PerUnit, GradSampleModule
                 entry.total = entry.total.masked_fill(any_fault.to(entry.total.device), 0.0)
         if self._parts is not None:
             weights = second.first.weights
-            self._parts.sum_parts({p: entry.factors for p, entry in step.gathered.items()})
+            self._sum_parts(step, step.gathered)
             for p, entry in step.gathered.items():
                 for factor in entry.factors:
                     entry.add(factor.weighted_sum(weights if p.dtype is torch.float64 else second.first.single))

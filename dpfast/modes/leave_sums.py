@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dpfast.distributed import local
+from dpfast.distributed import local, told_to_all
 from dpfast.modes.accumulation import Left, check_ranks, leave, left_in, noise_of
 from dpfast.modes.clippers import NormClipper
-from dpfast.modes.gathered import added
+from dpfast.modes.gathered import Gathered, added
+from dpfast.modes.steps import Step
 
 
 class LeavesSums(nn.Module):
@@ -63,6 +64,18 @@ class LeavesSums(nn.Module):
             lambda: self._note(before, ranks=self._number_of_ranks()),
             *self._settings(before),
         )
+
+    def _sum_parts(self, step: Step, gathered: Mapping[nn.Parameter, Gathered]) -> tuple[object, ...]:
+        """Sums over ranks take the place of what each of them has a part of. Returns what they must have alike.
+
+        Raises:
+            StateError: on all ranks, where some disagree.
+        """
+        with told_to_all(None if step.first is not None else self._over_ranks, self._places):
+            settings = self._settings(self._noted())
+            factors = {p: entry.factors for p, entry in gathered.items()}
+            self._parts.sum_parts(factors, step.num_samples or 0, *settings)
+        return settings
 
     def _settings(self, before: Left | None) -> tuple[object, ...]:
         """What all ranks must have alike."""

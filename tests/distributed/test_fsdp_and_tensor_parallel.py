@@ -7,7 +7,7 @@ import torch
 import tp_fsdp_worker
 from cases import assert_gradients
 from processes import run_ranks
-from tp_fsdp_worker import FROZEN, SPLITS
+from tp_fsdp_worker import FROZEN, SPLITS, UNITS
 from tp_worker import HOW, C, exact
 
 from dpfast.testing import clipped_sum, norms_of
@@ -72,6 +72,25 @@ def test_parts_of_the_batch(ranks, split):
     assert_step(ranks, split, exact(), split=split)
 
 
+@pytest.mark.parametrize("how", HOW)
+def test_units_of_samples(ranks, how):
+    """Each row of the grid has its own."""
+    rows = []
+    for own, ids in zip(_rows(exact()), UNITS.split(3), strict=True):
+        rows.append({name: torch.stack([g[ids == unit].sum(0) for unit in range(3)]) for name, g in own.items()})
+    one, other = (clipped_sum(row, C) for row in rows)
+    for number, rank in enumerate(ranks):
+        assert not isinstance(rank[how, "units"], str), rank[how, "units"]
+        found, norms, factors = rank[how, "units"]
+        assert_gradients(found, {name: one[name] + other[name] for name in one})
+        assert torch.allclose(norms.double(), norms_of(rows[number // 2]), rtol=1e-5)
+        assert torch.equal(factors, ranks[number // 2 * 2][how, "units"][2])
+
+
+def _rows(samples):
+    return ({name: g[:3] for name, g in samples.items()}, {name: g[3:] for name, g in samples.items()})
+
+
 def test_bf16_copies_of_fp32_parameters(ranks):
     assert_step(ranks, "bf16", exact(), tolerance=0.03)
 
@@ -126,6 +145,8 @@ def test_a_run_goes_on_on_another_grid(ranks):
         ("threshold of parts", "ranks disagree on what is clipped to what"),
         ("threshold of shards", "ranks disagree on what is clipped to what"),
         ("threshold of one", "ranks disagree on what is clipped to what"),
+        ("one freezes", "ranks disagree on what is clipped to what"),
+        ("a row freezes", "ranks disagree on what is clipped to what"),
         ("inputs", "called with different inputs"),
         ("random", "that each rank of a tensor parallel mesh has whole .* random numbers differ"),
     ],

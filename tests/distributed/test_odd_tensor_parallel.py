@@ -80,6 +80,17 @@ def test_ranks_that_disagree_all_raise(ranks, what):
         assert untouched
 
 
+@pytest.mark.parametrize("what", ["one freezes", "one unfreezes"])
+def test_a_rank_that_trains_something_else_later(ranks, what):
+    """All raise: it would have sent fewer or more numbers than the others wait for, and they waited for ever."""
+    test_ranks_that_disagree_all_raise(ranks, what)
+
+
+@pytest.mark.parametrize(("what", "frozen"), [("all freeze", ("n1.weight",)), ("all unfreeze", ())])
+def test_all_ranks_train_something_else_later(ranks, what, frozen):
+    assert_step(ranks, what, tp_worker.exact(frozen=frozen))
+
+
 @pytest.mark.parametrize("what", [*HOW, "mean", "per layer"])
 def test_units_of_samples(ranks, what):
     samples, members = tp_worker.exact(), [(unit == IDS).nonzero().flatten() for unit in range(4)]

@@ -75,6 +75,29 @@ def sums(how="features", steps=1, zero=True, passes=1, per_layer=False, split="e
     return gradients(model), module.get_norm_sample(), module._clip_factors, collectives
 
 
+UNITS = torch.tensor([0, 2, 0, 2, -1, 2])
+"""Whose each of six samples is, on its own ranks; unit 1 has none."""
+
+
+def of_units(how):
+    """As ``sums``, without collectives."""
+    model, module, x, y = built(how)
+    with module.units(part(UNITS), 3):
+        losses(module, part(x), part(y)).sum().backward()
+    return gradients(model), module.get_norm_sample(), module._clip_factors
+
+
+def freezes_later(one):
+    """The error of the second step, before which the last rank, or its row of the grid, has frozen norms; and whether
+    no parameter has a gradient after it."""
+    model, module, x, y = built("positions")
+    backward(module, part(x), part(y))
+    module.zero_grad(set_to_none=True)
+    for block in model.blocks:
+        block.n1.weight.requires_grad_(dist.get_rank() < (3 if one else 2))
+    return attempt(backward, module, part(x), part(y)), all(p.grad is None for p in model.parameters())
+
+
 def checkpointed(model):
     for i, block in enumerate(model.blocks):
         model.blocks[i] = checkpoint_wrapper(block)
@@ -209,6 +232,7 @@ def main():
         found[how, "two passes"] = attempt(sums, how, passes=2)
         found[how, "per layer"] = attempt(sums, how, per_layer=True)
         found[how, "plain"] = plain(how)
+        found[how, "units"] = attempt(of_units, how)
     for order in ("after", "around"):
         found[order] = attempt(sums, "positions", order=order, steps=2)
     for split in SPLITS:
@@ -232,6 +256,7 @@ def main():
     found["threshold of one"] = refused(threshold=C * (1 + (rank == 3)))
     found["inputs"] = refused(inputs=lambda x: x.roll(rank % 2, 0))
     found["random"] = refused("vocabulary", lambda: torch.manual_seed(rank), model={"dropout": 0.5})
+    found["one freezes"], found["a row freezes"] = freezes_later(True), freezes_later(False)
     found["GradSampleModule"] = attempt(backward, built(cls=dpfast.GradSampleModule)[1], *case()[1:])
     found["without a secret"], found["engine"] = attempt(without_a_secret), attempt(engine)
     found["resharded to a few"] = attempt(resharded_to_a_few)

@@ -130,6 +130,25 @@ def disagreeing(what):
     return error, all(p.grad is None for p in model.parameters())
 
 
+def changing_later(what):
+    """Two steps, between which ranks, or the last one alone, freeze or unfreeze norms that each sees a part of the
+    positions of: ({name: p.grad}, norms) of the second, or (its error, whether no parameter has a gradient)."""
+    model, x, y = tp_worker.case()
+    module = wrapped(parallel(model, "positions"))
+    norms = [block.n1.weight for block in model.blocks]
+    for p in norms:
+        p.requires_grad_(what not in ("one unfreezes", "all unfreeze"))
+    tp_worker.losses(module, x, y).sum().backward()
+    module.zero_grad(set_to_none=True)
+    if what.startswith("all") or dist.get_rank() == dist.get_world_size() - 1:
+        for p in norms:
+            p.requires_grad_(what in ("one unfreezes", "all unfreeze"))
+    found = attempt(lambda: tp_worker.losses(module, x, y).sum().backward())
+    if found is None:
+        return gradients(model), module.get_norm_sample()
+    return found, all(p.grad is None for p in model.parameters())
+
+
 IDS = torch.tensor([0, 2, 1, -1, 0, 2])
 """Whose each of six samples is; unit 3 has none."""
 
@@ -157,6 +176,7 @@ def of_tokens():
         units.sums(module(x).square().sum(-1)).sum().backward()
 
 
+LATER = ("one freezes", "one unfreezes", "all freeze", "all unfreeze")
 DISAGREEMENTS = ("trainable", "trainable, per layer", "clipper", "passes")
 
 
@@ -183,6 +203,8 @@ def main():
     found["units", "mean"] = attempt(of_units, "positions", "mean")
     found["units", "per layer"] = attempt(of_units, "positions", per_layer=True)
     found["units differ"], found["tokens"] = attempt(units_differ), attempt(of_tokens)
+    for what in LATER:
+        found[what] = changing_later(what)
     for what in DISAGREEMENTS:
         found[what] = disagreeing(what)
     return found
