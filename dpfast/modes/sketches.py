@@ -16,7 +16,7 @@ from dpfast.distributed import local
 from dpfast.errors import StateError
 from dpfast.taps import Activations, Record
 
-_RUN, _RUNS, _ALL_RUNS = 16, 16, 512
+_RUN, _RUNS, _ALL_RUNS = 16, 16, 256
 """Entries beside each other, a line of a cache; how many such runs are looked at of each sample of a large tensor at
 most, spread over it; and of all samples, where that leaves the least."""
 
