@@ -105,8 +105,8 @@ class Sketches:
         """
         for look in self._held:
             look.check()
-            kept = entries(look.x, _dim(look.record)).clone(memory_format=torch.contiguous_format)
-            look.x, look.version = kept.flatten(1) if kept.dim() > 1 else kept.unsqueeze(1), None
+            look.x = entries(look.x, _dim(look.record)).clone(memory_format=torch.contiguous_format)
+            look.version = None
         self._held, self._bytes = [], 0
 
     def differing(self, first: Sketches, weights: Tensor) -> tuple[list[str], Tensor]:
@@ -124,6 +124,8 @@ class Sketches:
             return layers, flags[0]
         first._let_go()
         self._let_go()
+        if len(first._looks) == len(self._looks) and all(map(_same, first._looks, self._looks)):
+            return layers, flags[0]
         alike: dict[tuple[Any, ...], list[tuple[str, Tensor, Tensor]]] = defaultdict(list)
         befores, nows = first._by_tap(), self._by_tap()
         for tap in {**befores, **nows}:
@@ -133,9 +135,9 @@ class Sketches:
                 flags.append(torch.ones(1, dtype=torch.bool, device=weights.device))
                 continue
             for p, q in zip(before, now, strict=True):
-                if not p.x.is_cpu or not torch.equal(p.x, q.x):
+                if not p.x.is_cpu or p.x.dtype is not q.x.dtype or not torch.equal(p.x, q.x):
                     alike[p.exact and p.x.is_cpu and p.x.itemsize >= 4, p.x.shape, p.x.dtype, p.x.device].append(
-                        (tap.layer, p.x, q.x)
+                        (tap.layer, _rows(p.x), _rows(q.x))
                     )
         for (exact, *_), uses in alike.items():
             layers += [use[0] for use in uses]
@@ -157,6 +159,16 @@ def _dim(record: Record) -> int:
 
 def _has_samples(x: Any, dim: int) -> bool:
     return isinstance(x, Tensor) and not x.is_complex() and x.dim() > dim
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Of numbers by sample, (N, ·)."""
+    return x.flatten(1) if x.dim() > 1 else x.unsqueeze(1)
+
+
+def _same(p: _Look, q: _Look) -> bool:
+    """Bit by bit, of what is kept on the CPU."""
+    return p.record is q.record and p.x.is_cpu and p.x.dtype is q.x.dtype and torch.equal(p.x, q.x)
 
 
 def _held_and_same(p: _Look, q: _Look) -> bool:
