@@ -99,17 +99,20 @@ class TensorParallel:
         sums = [_checksum(x) for x in inputs]
         self._inputs = torch.stack([x.to(sums[0].device) for x in sums]).sum() if sums else self._inputs.new_zeros(())
 
-    def sum_parts(self, factors: Mapping[nn.Parameter, list[Factor]], samples: int, *settings: object) -> None:
+    def sum_parts(
+        self, factors: Mapping[nn.Parameter, list[Factor]], samples: int, *settings: object, again: bool = False
+    ) -> None:
         """Puts whole gradients in the place of parts of sums. One all-reduce, of ``N · (numel + 1)`` numbers a
         parameter: of all that ranks have ever agreed on, so that a rank that no longer trains one sends no shorter
         message, but zeros, and learns of it as the others do (:meth:`over_mesh`).
 
         Args:
-            samples: N, of this pass. settings: what all ranks must have alike.
+            samples: N, of this pass. settings: what all ranks must have alike. again: in the second of two passes: no
+                other message follows there, so one number more a parameter tells who has a part.
 
         Raises:
             StateError: on all ranks, where they come to train what they did not before and have other settings or
-                train other parameters.
+                train other parameters; or where some alone have parts of what they summed in the first of two passes.
 
         Numerics:
             What the additions of k ranks round is at most ``γ(k) Σ_r |v_r|``, entry by entry; each rank's ``γ(k)‖v_r‖``
@@ -122,7 +125,8 @@ class TensorParallel:
                 name = self._names[p]
                 parts[name], places[name] = merge(of_sum).materialized(), some
         mine = {name: (part.shape, part.values.dtype) for name, part in parts.items()}
-        if self.agreed is None or not mine.items() <= self.agreed.items():
+        known = self.agreed is not None and mine.items() <= self.agreed.items()
+        if not known and not again:
             self._agree(samples, settings)
             self.agreed = {**(self.agreed or {}), **mine}
         if not self.agreed:
@@ -130,7 +134,7 @@ class TensorParallel:
         dtype, device = self._dtype_of_sums, self._device
         gamma, columns = bounds.gamma(self.number, dtype), []
         for name, (shape, _) in self.agreed.items():
-            if name not in parts:
+            if mine.get(name) != self.agreed[name]:
                 columns.append(torch.zeros(samples, shape.numel() + 1, dtype=dtype, device=device))
                 continue
             values, own = parts[name].values.flatten(1).to(dtype), parts[name].error
@@ -138,7 +142,13 @@ class TensorParallel:
             error = error * (1.0 + 2.0 * gamma + 2.0**-20) + smallest_normal(dtype)
             columns += [values, error.to(dtype).unsqueeze(1)]
         flat = torch.cat(columns, dim=1)
-        dist.all_reduce(flat, group=self._group)
+        have = [float(known and name in parts) for name in self.agreed] if again else []
+        message = torch.cat([flat.flatten(), torch.tensor(have, dtype=dtype, device=device)])
+        dist.all_reduce(message, group=self._group)
+        of_all = message[flat.numel() :]
+        if again and ((of_all != 0) & (of_all != self.number)).any():
+            raise StateError(DISAGREEMENT)
+        flat = message[: flat.numel()].view_as(flat)
         for name, (shape, _) in self.agreed.items():
             values, error, flat = flat.tensor_split([shape.numel(), shape.numel() + 1], dim=1)
             if name in parts:

@@ -74,7 +74,8 @@ class LeavesSums(nn.Module):
         with told_to_all(None if step.first is not None else self._over_ranks, self._places):
             settings = self._settings(self._noted())
             factors = {p: entry.factors for p, entry in gathered.items()}
-            self._parts.sum_parts(factors, step.num_samples or 0, *settings)
+            again = step.second is not None
+            self._parts.sum_parts(factors, step.num_samples or 0, *settings, again=again)
         return settings
 
     def _settings(self, before: Left | None) -> tuple[object, ...]:

@@ -149,6 +149,23 @@ def changing_later(what):
     return found, all(p.grad is None for p in model.parameters())
 
 
+def changing_between(one):
+    """As :func:`changing_later`, of norms that are frozen between two passes; by the last rank alone, or by all."""
+    model, x, y = tp_worker.case()
+    module = wrapped(parallel(model, "positions"), passes=2)
+    of_samples = tp_worker.losses(module, x, y)
+    of_samples.sum().backward(retain_graph=True)
+    factors = module.get_clipping_coef()
+    module.disable_hooks()
+    if not one or dist.get_rank() == dist.get_world_size() - 1:
+        for block in model.blocks:
+            block.n1.weight.requires_grad_(False)
+    found = attempt(lambda: (factors * of_samples).sum().backward())
+    if found is None:
+        return gradients(model), module.get_norm_sample()
+    return found, all(p.grad is None for p in model.parameters())
+
+
 IDS = torch.tensor([0, 2, 1, -1, 0, 2])
 """Whose each of six samples is; unit 3 has none."""
 
@@ -205,6 +222,7 @@ def main():
     found["units differ"], found["tokens"] = attempt(units_differ), attempt(of_tokens)
     for what in LATER:
         found[what] = changing_later(what)
+    found["one freezes between"], found["all freeze between"] = changing_between(True), changing_between(False)
     for what in DISAGREEMENTS:
         found[what] = disagreeing(what)
     return found
