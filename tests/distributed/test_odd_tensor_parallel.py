@@ -92,6 +92,14 @@ def test_all_ranks_train_something_else_later(ranks, what, frozen):
     assert_step(ranks, what, tp_worker.exact(frozen=frozen))
 
 
+def test_all_ranks_freeze_norms_between_two_passes(ranks):
+    """The others' sums are those of the norms that were taken."""
+    summed = {name: g for name, g in clipped_sum(tp_worker.exact(), C).items() if not name.endswith("n1.weight")}
+    for rank in ranks:
+        assert not isinstance(rank["all freeze between"][0], str), rank["all freeze between"]
+        assert_gradients(rank["all freeze between"][0], summed)
+
+
 @pytest.mark.parametrize("what", [*HOW, "mean", "per layer"])
 def test_units_of_samples(ranks, what):
     samples, members = tp_worker.exact(), [(unit == IDS).nonzero().flatten() for unit in range(4)]
