@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from dpfast.distributed import is_shard
+from dpfast.distributed import is_shard, local
 from dpfast.errors import StateError
 from dpfast.modes.sketches import Sketches, entries
 from dpfast.modes.units import Units
@@ -70,10 +70,10 @@ class FirstPass:
     def is_weighted(self, output: Output, grad: Tensor) -> Tensor | None:
         """Whether ``grad`` is what factors in front of the loss make of the first pass's gradient at that output, (),
         on its device; None where it is at once seen to be, or has no dimension of samples."""
-        dim, n = output.batch_dim, len(self.weights)
+        dim, n, grad = output.batch_dim, len(self.weights), local(grad)
         if output.grad is None or grad.dim() <= dim or grad.shape[dim] != n or n == 0:
             return None
-        before, now = entries(output.grad, dim), entries(grad, dim)
+        before, now = entries(local(output.grad), dim), entries(grad, dim)
         if grad.is_cpu and grad.dtype.itemsize >= 4:  # most are, without a look at what underflows or is dropped
             expected = before * self.single.to(grad.dtype).view(-1, *[1] * (now.dim() - 1))
             size = float(torch.linalg.vector_norm(expected))

@@ -58,6 +58,10 @@ def test_a_loss_of_parts_of_the_vocabulary(ranks):
     assert_step(ranks, "loss of parts", tp_worker.exact())
 
 
+def test_two_passes_of_an_output_of_which_each_rank_has_a_part(ranks):
+    assert_step(ranks, "output of parts", exact(*case()))
+
+
 @pytest.mark.parametrize("how", ["autocast", "bf16"])
 def test_16_bit(ranks, how):
     assert_step(ranks, how, exact(*case()), tolerance=0.03)

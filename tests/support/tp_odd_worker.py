@@ -6,7 +6,7 @@ import torch.distributed as dist
 import tp_worker
 from processes import attempt, rank_main
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 from tp_worker import C, mesh, parallel, whole, wrapped
 
@@ -93,6 +93,20 @@ def loss_of_parts():
 
     with loss_parallel():
         return step(model, x, y, of=of)
+
+
+def output_of_parts():
+    """Two passes of a model whose output is a DTensor, of which each rank has a part of the positions."""
+    model, x = case()
+    row = RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
+    module = wrapped(parted(model, up=ColwiseParallel(), down=row), passes=2)
+    of_samples = module(x).full_tensor().square().sum(-1).mean(1)
+    of_samples.sum().backward(retain_graph=True)
+    factors = module.get_clipping_coef()
+    module.disable_hooks()
+    module.zero_grad()
+    (factors * of_samples).sum().backward()
+    return gradients(model), module.get_norm_sample()
 
 
 def half(autocast):
@@ -213,6 +227,7 @@ def main():
     )
     found["rows"] = attempt(step, parted(rows[0], down=RowwiseParallel(input_layouts=Replicate())), rows[1])
     found["adapters"], found["loss of parts"] = attempt(adapters), attempt(loss_of_parts)
+    found["output of parts"] = attempt(output_of_parts)
     found["autocast"], found["bf16"] = attempt(half, True), attempt(half, False)
     found["own random numbers"] = attempt(own_random_numbers)
     for how in tp_worker.HOW:
