@@ -1,24 +1,45 @@
 """Whether each loss is its own sample's alone: a step that the eager mode cannot see, because its loss comes from
-outside, is a function here, and is asked."""
+outside, is a function here, and is asked. Evidence on one batch, not a proof."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dpfast.compiled.batches import Batch
+from dpfast.compiled.mode import GraphMode, learner, mixed_in
 from dpfast.errors import InputError
 from dpfast.taps import same_random_numbers, taps_suspended
 
+Losses = Callable[..., Tensor]
 
-def check_apart(losses: Callable[..., Tensor], model: object, batch: Batch) -> None:
-    """Exchanges every other sample, and each half of them, for their neighbours: the losses of the others must stay.
-    Evidence on one batch, not a proof.
+_DEPENDS = (
+    "losses(model, *batch): a sample's loss changes with the other samples of the batch, so clipping bounds nothing. "
+    "Compute each loss from its own sample alone: no mean, no weights, no negatives and no order over the batch"
+)
+
+
+def check_apart(model: nn.Module, losses: Losses, learned: GraphMode, batch: Batch, options: dict[str, Any]) -> None:
+    """Looks at all samples roughly, and at some of them as an eager step looks at a model.
+
+    Args:
+        learned: a copy of the model that has learned where its samples are. options: its.
 
     Raises:
-        InputError: they do not, though the same batch gives the same losses again.
+        InputError: another sample changes a loss, or its gradient.
+    """
+    if _compare_values(losses, learned, batch) and not mixed_in(learned)[1]:
+        _look(model, losses, batch, options)
+
+
+def _compare_values(losses: Losses, model: object, batch: Batch) -> bool:
+    """Exchanges every other sample, and each half of them, for their neighbours: the losses of the others must stay.
+
+    Returns:
+        whether there are losses of several samples.
     """
     n = len(batch.tensors[0])
     with torch.no_grad(), taps_suspended(), same_random_numbers() as again:
@@ -31,15 +52,12 @@ def check_apart(losses: Callable[..., Tensor], model: object, batch: Batch) -> N
         nobody = torch.zeros(n, dtype=torch.bool)
         base = of(nobody)
         if not (isinstance(base, Tensor) and base.shape == (n,) and base.is_floating_point()):
-            return  # another error's
+            return False  # another error's
         for mask in (torch.arange(n) % 2 == 0, torch.arange(n) < n / 2):
             for exchanged in (mask, ~mask):
                 if not _same(base, of(exchanged), ~exchanged) and _same(base, of(nobody), ~nobody):
-                    raise InputError(
-                        "losses(model, *batch): a sample's loss changes with the other samples of the batch, so "
-                        "clipping bounds nothing. Compute each loss from its own sample alone: no mean, no weights, no "
-                        "negatives and no order over the batch"
-                    )
+                    raise InputError(_DEPENDS)
+    return n > 1
 
 
 def _same(one: Tensor, two: Tensor, rows: Tensor) -> bool:
@@ -47,3 +65,42 @@ def _same(one: Tensor, two: Tensor, rows: Tensor) -> bool:
     rows = rows.to(one.device)
     tolerance = torch.finfo(one.dtype).eps ** 0.5
     return torch.allclose(one[rows], two[rows], rtol=tolerance, atol=0.0, equal_nan=True)
+
+
+class _Kept:
+    """What is not copied."""
+
+    def __init__(self, value: Callable[..., Any]):
+        self.value = value
+
+    def __deepcopy__(self, memo: object) -> _Kept:
+        return self
+
+
+class _WithLosses(nn.Module):
+    """The model whose output is the losses, which is looked at to the bit, with noise, and with gradients."""
+
+    def __init__(self, model: nn.Module, losses: Losses, batch: Batch):
+        super().__init__()
+        self.model = model
+        self.of = _Kept(lambda model, *tensors: losses(model, *batch.of(tensors)))
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        return self.of.value(self.model, *tensors)
+
+
+_WithLosses.__name__ = "losses(model, *batch)"  # what a warning calls it that could not be looked at
+
+
+def _look(model: nn.Module, losses: Losses, batch: Batch, options: dict[str, Any]) -> None:
+    layout = options["layout"] and {f"model.{name}" if name else "model": at for name, at in options["layout"].items()}
+    whole = learner(_WithLosses(model, losses, batch), {**options, "layout": layout})
+    try:
+        whole.learn(lambda mode, *tensors: mode(*tensors), batch.tensors)
+        outputs, layers = mixed_in(whole)
+        if 0 in outputs:
+            raise InputError(_DEPENDS)
+        for layer, message in layers:
+            raise InputError(f"losses(model, *batch): at {layer}, {message}")
+    finally:
+        whole.drop_guards()

@@ -97,7 +97,7 @@ class Graph:
         if self._others_were != list(map(_looks, self._others)):  # which no key can have: they are found by capturing
             raise StateError(
                 "a tensor that is an attribute of a module, and no buffer, has another shape, dtype or device than "
-                "when the step was captured; make a new one with dpfast.compile_step"
+                "when the step was captured, or is trained since; make a new one with dpfast.compile_step"
             )
         state = [*own.parameters, *own.buffers, *self._others]
         if self._first is None:
@@ -137,4 +137,4 @@ def _same(before: Sequence[object], now: Sequence[object]) -> bool:
 
 
 def _looks(x: Tensor) -> tuple[object, ...]:
-    return x.shape, x.stride(), x.dtype, x.device
+    return x.shape, x.stride(), x.dtype, x.device, x.requires_grad

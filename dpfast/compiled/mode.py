@@ -27,6 +27,7 @@ from dpfast.modes import (
     expect_loss,
     rounding,
 )
+from dpfast.taps import Mixed
 
 
 class GraphMode(GradSampleModuleFastGradientClipping):
@@ -143,6 +144,18 @@ def learner(model: nn.Module, options: dict[str, Any]) -> GraphMode:
             "same step without a graph"
         ) from error
     return GraphMode(copied, loss_reduction="sum", **options)
+
+
+def mixed_in(mode: GraphMode) -> tuple[Mapping[int | str, str], list[tuple[str, Mixed]]]:
+    """Outputs of its last forward that are several samples', by number, and layers of which rows are, with what is
+    wrong with them. (No methods: what the mode has none of, losses find in the model.)"""
+    assert mode._tapped is not None
+    layers = []
+    for tap in mode._tapped._taps:
+        for place in tap.places.values():
+            there = place.values() if isinstance(place, dict) else [place]
+            layers += [(tap.layer, x) for x in there if isinstance(x, Mixed)]
+    return mode._tapped._probe.mixed_outputs(), layers
 
 
 class _Running(threading.local):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
@@ -17,7 +18,16 @@ from dpfast.compiled.graph import Graph, Own
 from dpfast.compiled.mode import GraphMode, learner, running
 from dpfast.distributed import number_of_ranks
 from dpfast.errors import InputError, StateError
-from dpfast.modes import GradSampleModule, NormClipper, Units, check_threshold, check_valid, left_in
+from dpfast.modes import (
+    GradSampleModule,
+    Guards,
+    NormClipper,
+    Units,
+    check_parameters,
+    check_threshold,
+    check_valid,
+    left_in,
+)
 
 Losses = Callable[..., Tensor]
 
@@ -123,6 +133,7 @@ class CompiledStep:
                 "GradSampleModuleFastGradientClipping under DistributedDataParallel or fully_shard"
             )
         GradSampleModule.validate(model, strict=True)
+        check_parameters(model, (p for p in model.parameters() if p.requires_grad), hooks=False)
         self.model = model
         self.losses = losses
         self.batch_size = batch_size
@@ -135,6 +146,9 @@ class CompiledStep:
         if num_units is not None:
             Units(torch.zeros(0, dtype=torch.int64), num_units, per_unit, 0)  # checks them
         self.num_units, self.per_unit = num_units, per_unit
+        # What the model's own backward passes add to the sums of a step gets a note.
+        self._guards = Guards(model, lambda parameter, grad: None, hooks=False)
+        weakref.finalize(self, self._guards.drop)
         self._graphs: dict[Hashable, Graph] = {}
         self._parts: list[tuple[Tensor, ...]] = []
 
@@ -224,6 +238,7 @@ class CompiledStep:
                 f"a batch of {n} samples is larger than batch_size={self.batch_size}, and chunks=False; allow chunks, "
                 "or give a larger batch_size"
             )
+        self._guards.set()
         own = Own.of(self.model)
         trainable = [p for p in own.parameters if p.requires_grad]
         self._mode.begin(trainable)
@@ -271,8 +286,8 @@ class CompiledStep:
 
     def _check_left(self, trainable: list[nn.Parameter]) -> None:
         """Raises StateError where gradients are there that are no private step's."""
-        grads = [p.grad for p in trainable if p.grad is not None]
-        if grads and left_in(trainable) is None and any(bool(grad.any()) for grad in grads):
+        grads, left = [p.grad for p in trainable if p.grad is not None], left_in(trainable)
+        if grads and (left is None or left.unclipped) and any(bool(grad.any()) for grad in grads):
             raise StateError(
                 "p.grad holds gradients that no private step has left, and clipped sums would be added to them: the "
                 "model ran backward by itself; call zero_grad() first"
@@ -314,13 +329,13 @@ class CompiledStep:
         try:
             settled = learned.learn(self.losses, whole.of(whole.tensors))
             if before is not None and not before.apart:
-                check_apart(self.losses, learned, whole)
+                check_apart(self.model, self.losses, learned, whole, options)
             if before is not None and (before.places == learned.places()):
                 return before.seen_again(settled)
             start = time.perf_counter()
             some = Batch.like(whole, tensors)
             found = capture(self.model, self.losses, some, self.batch_size, learned, options, self.num_units)
-            check_apart(self.losses, learned, whole)
+            check_apart(self.model, self.losses, learned, whole, options)
         finally:
             learned.drop_guards()
         return Graph(found, own, self._backend, settled=settled, places=learned.places(), start=start)

@@ -100,7 +100,12 @@ class TensorParallel:
         self._inputs = torch.stack([x.to(sums[0].device) for x in sums]).sum() if sums else self._inputs.new_zeros(())
 
     def sum_parts(
-        self, factors: Mapping[nn.Parameter, list[Factor]], samples: int, *settings: object, again: bool = False
+        self,
+        factors: Mapping[nn.Parameter, list[Factor]],
+        samples: int,
+        *settings: object,
+        again: bool = False,
+        fault: str | None = None,
     ) -> None:
         """Puts whole gradients in the place of parts of sums. One all-reduce, of ``N · (numel + 1)`` numbers a
         parameter: of all that ranks have ever agreed on, so that a rank that no longer trains one sends no shorter
@@ -108,11 +113,13 @@ class TensorParallel:
 
         Args:
             samples: N, of this pass. settings: what all ranks must have alike. again: in the second of two passes: no
-                other message follows there, so one number more a parameter tells who has a part.
+                other message follows there, so one number more a parameter tells who has a part, and one who has a
+                fault. fault: what is wrong with this rank's second pass.
 
         Raises:
             StateError: on all ranks, where they come to train what they did not before and have other settings or
-                train other parameters; or where some alone have parts of what they summed in the first of two passes.
+                train other parameters; or where some alone have parts of what they summed in the first of two passes,
+                or one has a fault.
 
         Numerics:
             What the additions of k ranks round is at most ``γ(k) Σ_r |v_r|``, entry by entry; each rank's ``γ(k)‖v_r‖``
@@ -129,12 +136,12 @@ class TensorParallel:
         if not known and not again:
             self._agree(samples, settings)
             self.agreed = {**(self.agreed or {}), **mine}
-        if not self.agreed:
+        dtype, device, agreed = self._dtype_of_sums, self._device, self.agreed or {}
+        if not agreed and not (again and device.type == "cpu"):  # nobody waits for a GPU to learn of a fault
             return
-        dtype, device = self._dtype_of_sums, self._device
-        gamma, columns = bounds.gamma(self.number, dtype), []
-        for name, (shape, _) in self.agreed.items():
-            if mine.get(name) != self.agreed[name]:
+        gamma, columns = bounds.gamma(self.number, dtype), [torch.zeros(samples, 0, dtype=dtype, device=device)]
+        for name, (shape, _) in agreed.items():
+            if mine.get(name) != agreed[name]:
                 columns.append(torch.zeros(samples, shape.numel() + 1, dtype=dtype, device=device))
                 continue
             values, own = parts[name].values.flatten(1).to(dtype), parts[name].error
@@ -142,14 +149,15 @@ class TensorParallel:
             error = error * (1.0 + 2.0 * gamma + 2.0**-20) + smallest_normal(dtype)
             columns += [values, error.to(dtype).unsqueeze(1)]
         flat = torch.cat(columns, dim=1)
-        have = [float(known and name in parts) for name in self.agreed] if again else []
+        # In no whole number of ranks is there half a fault.
+        have = [*(float(known and name in parts) for name in agreed), 0.5 * (fault is not None)] if again else []
         message = torch.cat([flat.flatten(), torch.tensor(have, dtype=dtype, device=device)])
         dist.all_reduce(message, group=self._group)
         of_all = message[flat.numel() :]
         if again and ((of_all != 0) & (of_all != self.number)).any():
-            raise StateError(DISAGREEMENT)
+            raise StateError(fault or DISAGREEMENT)
         flat = message[: flat.numel()].view_as(flat)
-        for name, (shape, _) in self.agreed.items():
+        for name, (shape, _) in agreed.items():
             values, error, flat = flat.tensor_split([shape.numel(), shape.numel() + 1], dim=1)
             if name in parts:
                 whole = Dense(values.reshape(-1, *shape), error=error.squeeze(1).double())

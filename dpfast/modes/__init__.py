@@ -6,7 +6,7 @@ and ``escaped_gradients`` are what they share; ``clippers`` says what is release
 """
 
 from dpfast.modes import autograd_grad_sample
-from dpfast.modes.accumulation import Left, held_by, left_in, shares_noise
+from dpfast.modes.accumulation import Left, held_by, left_in, not_noted, shares_noise
 from dpfast.modes.clipped import Clipped, clip_to
 from dpfast.modes.clippers import (
     AutomaticClipper,
@@ -17,6 +17,7 @@ from dpfast.modes.clippers import (
     check_threshold,
     safe_factors,
 )
+from dpfast.modes.escaped_gradients import Guards, check_parameters
 from dpfast.modes.fast_gradient_clipping import GradSampleModuleFastGradientClipping
 from dpfast.modes.gathered import rounding
 from dpfast.modes.grad_sample_module import GradSampleModule, Hooks
@@ -38,6 +39,7 @@ __all__ = [
     "DroppedSamples",
     "GradSampleModule",
     "GradSampleModuleFastGradientClipping",
+    "Guards",
     "Hooks",
     "Left",
     "NormClipper",
@@ -47,6 +49,7 @@ __all__ = [
     "Units",
     "UnitsInGraph",
     "autograd_grad_sample",
+    "check_parameters",
     "check_threshold",
     "check_valid",
     "clip_to",
@@ -55,6 +58,7 @@ __all__ = [
     "held_by",
     "held_one_by_one",
     "left_in",
+    "not_noted",
     "plans",
     "rounding",
     "safe_factors",

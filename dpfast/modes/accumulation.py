@@ -1,4 +1,5 @@
-"""What a backward pass has left in ``p.grad``: a note on the gradient itself, which goes when the gradient goes.
+"""What a backward pass has left in ``p.grad``: a note on the gradient itself, which goes when the gradient goes. And
+what it may add to the ``p.grad_sample`` of earlier ones.
 
 Whoever adds noise must know how many passes a gradient holds (the accountant counts them) and how much one sample
 may have moved it.
@@ -6,9 +7,10 @@ may have moved it.
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,22 +19,45 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from dpfast.distributed import local
 from dpfast.errors import StateError
+from dpfast.taps import in_backward
 
 _NAME = "_dpfast_left"
 _SHARING: Any = WeakIdKeyDictionary()
 """By parameter: a weak reference to the optimizer that shares its noise with other ranks."""
+
+_NUMBERS: Any = WeakIdKeyDictionary()
+"""By wrapped module: its number."""
+
+_count = itertools.count()
 
 
 @dataclass(frozen=True)
 class Left:
     """``passes`` backward passes whose clipped sums a gradient holds, and the largest ``sensitivity`` of them;
     ``of_rank``: of this rank's samples alone, where there are other ranks to add (``no_sync``). ``ranks``: how many the
-    sum is over; 0: the pass knew of no other ranks."""
+    sum is over; 0: the pass knew of no other ranks. ``backward``: the last of the passes. ``unclipped``: ordinary
+    gradients are among them, or in their place. ``modules``: those that have clipped, each by itself, by number.
+    ``unwatched``: taps have gone since, so that whatever is written to the gradient may be an ordinary one."""
 
     passes: int
     sensitivity: float
     of_rank: bool = False
     ranks: int = 0
+    backward: int | None = field(default_factory=in_backward)
+    unclipped: bool = False
+    modules: frozenset[int] = frozenset()
+    unwatched: bool = False
+
+
+_ORDINARY = Left(0, 0.0, backward=None, unclipped=True)
+
+
+def numbered(module: nn.Module) -> frozenset[int]:
+    """The module's number, the same however often it is wrapped."""
+    number = _NUMBERS.get(module)
+    if number is None:
+        number = _NUMBERS[module] = frozenset((next(_count),))
+    return number
 
 
 def held_by(parameters: Iterable[nn.Parameter]) -> Left | None:
@@ -41,15 +66,26 @@ def held_by(parameters: Iterable[nn.Parameter]) -> Left | None:
     A gradient keeps its note when something writes to it, as a Trainer does that measures or clips the norm of the
     sum. (Clipping the sum is a projection, which no sample's part can grow by.)
     """
-    notes = [left for _, left, _ in _noted(parameters)]
+    noted = _noted(parameters)
+    notes = list({id(left): left for _, left, _ in noted}.values())  # a pass leaves one on all of them
     if not notes:
         return None
+    written = any(left.unwatched and grad._version != version for grad, left, version in noted)
     return Left(
         max(note.passes for note in notes),
         max(note.sensitivity for note in notes),
         of_rank=any(note.of_rank for note in notes),
         ranks=max(note.ranks for note in notes),
+        backward=max((note.backward for note in notes if note.backward is not None), default=None),
+        unclipped=written or any(note.unclipped for note in notes),
+        modules=frozenset().union(*(note.modules for note in notes)),
     )
+
+
+def not_noted(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Those whose gradient has no note, and is not zeros of some ``zero_grad()`` (of DTensors each rank has a part)."""
+    found = [p for p in parameters if p.grad is not None and _NAME not in vars(p.grad)]
+    return [p for p in found if type(p.grad) is not Tensor or p.grad.any()]
 
 
 def left_in(parameters: Iterable[nn.Parameter]) -> Left | None:
@@ -75,10 +111,53 @@ def note(gradient: Tensor, left: Left) -> None:
     gradient.__dict__[_NAME] = left, gradient._version
 
 
+def note_ordinary(gradient: Tensor) -> None:
+    """Notes that an ordinary gradient is a part of it."""
+    before = vars(gradient).get(_NAME)
+    note(gradient, _ORDINARY if before is None else replace(before[0], unclipped=True))
+
+
+def note_unwatched(parameters: Iterable[nn.Parameter]) -> None:
+    """Notes on what has been left in them that taps have gone."""
+    for gradient, left, _ in _noted(parameters):
+        note(gradient, replace(left, unwatched=True))
+
+
 def _noted(parameters: Iterable[nn.Parameter]) -> list[tuple[Tensor, Left, int]]:
     """Gradients with a note, the note, and the version that the gradient had then."""
     grads = (p.grad for p in parameters)
     return [(grad, *vars(grad)[_NAME]) for grad in grads if grad is not None and _NAME in vars(grad)]
+
+
+def check_same_parameters(named: Iterable[tuple[str, nn.Parameter]], used: Collection[nn.Parameter]) -> None:
+    """Raises StateError where ``grad_sample`` of earlier passes is still there and they used other parameters than this
+    one: the rows in one place would be of different samples, and whoever clips them would take these for one. What is
+    frozen by now loses its own, should it be trained again before somebody clips."""
+    held, others = False, []
+    for name, p in named:
+        holds = getattr(p, "grad_sample", None) is not None
+        if holds and used and not p.requires_grad:
+            p.grad_sample = None  # type: ignore[attr-defined]  # as in Opacus
+        elif p.requires_grad:
+            held = held or holds
+            others += [name] if holds != (p in used) else []
+    if held and used and others:
+        raise StateError(
+            "this backward pass and the earlier ones, whose grad_sample is still there, do not use the same parameters "
+            f"({others[0]} is used in some alone), so rows of one sample would not stand in one place: clip, or "
+            "zero_grad(), after each pass; add up the losses of one batch before backward(); or take "
+            "GradSampleModuleFastGradientClipping, which clips each pass by itself and gives unused parameters zeros"
+        )
+
+
+def check_alone(before: Left) -> None:
+    """Raises StateError where what was left ``before`` is of the very backward pass that runs."""
+    if before.backward is not None and before.backward == in_backward():
+        raise StateError(
+            "one backward pass goes through two wrapped models that share a parameter, and each clips by itself: a "
+            "sample could move p.grad by twice as much; wrap one module that holds both, or take a backward pass, and "
+            "other samples, for each"
+        )
 
 
 def check_ranks(before: Left, ranks: int, *, crosses: bool) -> None:

@@ -45,12 +45,11 @@ class Before:
         because ``places`` keeps them alive."""
         return places is self._places and n == self._n and order == self._order
 
-    def leave(self, taken: Taken, coefficients: Tensor, sensitivity: float) -> bool:
-        """Leaves the clipped sums in ``p.grad``; False, and nothing is done, where there is something already, or a
-        sample is dropped."""
+    def leave(self, taken: Taken, coefficients: Tensor, left: Left) -> bool:
+        """Leaves the clipped sums in ``p.grad``, with the note; False, and nothing is done, where there is something
+        already, or a sample is dropped."""
         if any(p.grad is not None for p in self._places) or 0.0 in coefficients.tolist():
             return False
-        left = Left(1, sensitivity)
         sums = self.remembered.sums([alike for _, alike in taken], coefficients)
         for p, total in zip(self._parameters, sums, strict=True):
             p.grad = total

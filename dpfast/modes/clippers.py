@@ -242,10 +242,15 @@ _PRODUCTS = {torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mu
 
 
 def check_threshold(value: float, name: str = "max_grad_norm") -> float:
-    """``value`` as a float; raises InputError where it is not positive and finite."""
-    number = float(value)
+    """``value`` as a float; raises InputError where it is no number, or not positive and finite."""
+    try:
+        number = (
+            math.nan if isinstance(value, str) else float(value)
+        )  # kept as it is, and no string can be computed with
+    except (TypeError, ValueError):
+        number = math.nan
     if not (math.isfinite(number) and number > 0.0):
-        raise InputError(f"{name}={value} must be a positive finite number")
+        raise InputError(f"{name}={value!r} must be a positive finite number")
     return number
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import chain, compress
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from dpfast.errors import EscapedGradientError
+from dpfast.errors import EscapedGradientError, UnsupportedModuleError
+from dpfast.modes.accumulation import note_ordinary, note_unwatched
+from dpfast.taps import in_backward
 
 
 class Trainable:
@@ -35,31 +38,43 @@ class Trainable:
 
 
 # Without a line of Python for each.
-_children, _parameters = attrgetter("_modules"), attrgetter("_parameters")
+_children, _parameters, _hooks = attrgetter("_modules"), attrgetter("_parameters"), attrgetter("_backward_hooks")
+_later_hooks = attrgetter("_post_accumulate_grad_hooks")
 _is_trained: Any = Tensor.requires_grad.__get__  # type: ignore[attr-defined]  # torch's stubs have a bool
+
+_WRAPPERS = ("torch.nn.parallel.", "torch.distributed.", "transformers.distributed.")
+"""Packages whose hooks on parameters bring gradients over ranks."""
 
 
 class Guards:
     """A hook on each trainable parameter of a model that refuses gradients that do not come from taps.
 
     Args:
-        is_fine: asked when a gradient arrives.
+        is_fine: asked when a gradient arrives; None where it is an ordinary one, and these are wanted.
+        hooks: whether others' hooks on parameters see gradients.
     """
 
-    def __init__(self, model: nn.Module, is_fine: Callable[[nn.Parameter, Tensor], bool]):
+    def __init__(self, model: nn.Module, is_fine: Callable[[nn.Parameter, Tensor], bool | None], *, hooks: bool):
         self._model = model
         self.trainable = Trainable(model)
+        self._hooks = hooks
         self._is_fine = is_fine
         self._handles: dict[int, tuple[nn.Parameter, RemovableHandle]] = {}  # by id, which the parameter itself keeps
+        self._ordinary: tuple[int | None, list[tuple[nn.Parameter, Tensor | None, int]]] = (None, [])
         self._seen: list[int] = []
         self._trainable = b""
 
     def set(self) -> bytes:
         """On every parameter that is trainable now; asked again before each step, because that may change. Returns a
-        byte for each of the model's parameters, whether it is."""
+        byte for each of the model's parameters, whether it is.
+
+        Raises:
+            as :func:`check_parameters`.
+        """
         found = self.trainable()
         seen = list(map(id, found))
-        if not self._handles.keys() >= set(seen):
+        if not self._handles.keys() >= set(seen) or (not self._hooks and _more_hooks(found)):
+            check_parameters(self._model, found, hooks=self._hooks)
             for p in found:
                 if id(p) not in self._handles:
                     self.guard(p)
@@ -77,8 +92,27 @@ class Guards:
             handle.remove()
         self._handles.clear()
 
+    def remove(self) -> None:
+        """The same for good: what has been left in ``p.grad`` is watched no more."""
+        note_unwatched(p for p, _ in self._handles.values())
+        self.drop()
+
+    def _expect_ordinary(self, parameter: nn.Parameter) -> None:
+        """At the end of this pass a note stands on the gradient, so that no optimizer takes it for a clipped sum."""
+        of_pass, grad = in_backward(), parameter.grad
+        if self._ordinary[0] != of_pass:
+            self._ordinary = of_pass, []
+            torch.autograd.Variable._execution_engine.queue_callback(partial(_note_ordinary, self._ordinary[1]))
+        self._ordinary[1].append((parameter, grad, -1 if grad is None else grad._version))
+
     def _refuse(self, parameter: nn.Parameter, grad: Tensor | None) -> None:
-        if grad is None or self._is_fine(parameter, grad):
+        if grad is None:
+            return
+        fine = self._is_fine(parameter, grad)
+        if fine:
+            return
+        if fine is None:
+            self._expect_ordinary(parameter)
             return
         name = next((n for n, p in self._model.named_parameters() if p is parameter), "of another model")
         raise EscapedGradientError(
@@ -87,6 +121,64 @@ class Guards:
             "weights, or by another wrapped model). Call the module instead, register a rule for the module that uses "
             "it, or freeze it; weight decay belongs in the optimizer"
         )
+
+
+def _note_ordinary(came: list[tuple[nn.Parameter, Tensor | None, int]]) -> None:
+    """On the gradients of those whose gradient is another tensor than it was, or has been added to."""
+    for p, grad, version in came:
+        if p.grad is not None and (p.grad is not grad or grad._version != version):
+            note_ordinary(p.grad)
+    came.clear()
+
+
+def check_parameters(model: nn.Module, trainable: Iterable[nn.Parameter], *, hooks: bool) -> None:
+    """Raises UnsupportedModuleError where one of a model's is complex, or has a hook that would see no gradient.
+
+    Args:
+        hooks: whether hooks see gradients.
+    """
+    names = {id(p): f"parameter {name} {tuple(p.shape)}" for name, p in model.named_parameters()}
+    for p in trainable:
+        if p.is_complex():
+            raise UnsupportedModuleError(
+                f"{names[id(p)]} is {p.dtype}, and norms are of real numbers; make it a real parameter {(*p.shape, 2)} "
+                "and take torch.view_as_complex of it, or freeze it"
+            )
+        if not hooks and any(map(_is_others, _later(p))):
+            raise UnsupportedModuleError(
+                f"{names[id(p)]} has a hook (register_post_accumulate_grad_hook), which would be called before the "
+                "clipped sum is in p.grad. Take the hook off, and have the optimizer step after loss.backward(), once "
+                "noise has been added; or take GradSampleModule, whose ordinary gradients it sees"
+            )
+        if not hooks and not all(map(_is_guard, (p._backward_hooks or {}).values())):
+            raise UnsupportedModuleError(
+                f"{names[id(p)]} has a hook (register_hook), which would never see a gradient: autograd computes none "
+                "here, and the clipped sum is left in p.grad. Take the hook off and look at p.grad after "
+                "loss.backward(), or take GradSampleModule, whose ordinary gradients it sees"
+            )
+
+
+def _more_hooks(trainable: list[nn.Parameter]) -> bool:
+    """Whether there may be others than guards, of which each has one."""
+    if any(map(_later_hooks, trainable)) and any(map(_is_others, chain.from_iterable(map(_later, trainable)))):
+        return True
+    return sum(map(len, filter(None, map(_hooks, trainable)))) > len(trainable)
+
+
+def _later(parameter: nn.Parameter) -> Iterable[object]:
+    """Its hooks of ``register_post_accumulate_grad_hook``."""
+    return (_later_hooks(parameter) or {}).values()
+
+
+def _is_others(hook: Any) -> bool:
+    """Whether such a hook is no wrapper's, which knows of its own what reaches it here."""
+    module = getattr(getattr(hook, "func", hook), "__module__", None)
+    return not str(module).startswith(_WRAPPERS)
+
+
+def _is_guard(hook: object) -> bool:
+    """Of this model or another that has the parameter too."""
+    return isinstance(hook, partial) and getattr(hook.func, "__func__", None) is Guards._refuse
 
 
 def _register_first(parameter: nn.Parameter, hook: Callable[[Tensor | None], None]) -> RemovableHandle:

@@ -24,7 +24,7 @@ from dpfast.modes.clippers import (
     check_threshold,
     safe_factors,
 )
-from dpfast.modes.gathered import Deferred, Gathered, clipped_totals, rounding, take_norms
+from dpfast.modes.gathered import Deferred, Gathered, clipped_totals, rounding, take_norms, used_again
 from dpfast.modes.grad_sample_module import GradSampleModule
 from dpfast.modes.leave_sums import LeavesSums
 from dpfast.modes.memory_budget import MemoryBudget
@@ -85,6 +85,7 @@ class GradSampleModuleFastGradientClipping(LeavesSums, PerUnit, GradSampleModule
     (tensor([6.0000, 6.0000, 6.0000, 6.0000]), tensor(4.))
     """
 
+    gives_gradients = False
     _over_ranks: Sums | None = None  # where ranks have other samples
     _parts: Any = None  # a TensorParallel, where they have other parameters
     _left: Left | None = None  # what was in p.grad, where there are other ranks
@@ -240,6 +241,7 @@ class GradSampleModuleFastGradientClipping(LeavesSums, PerUnit, GradSampleModule
     def on_factor(self, step: Step, parameter: nn.Parameter, factor: Factor, only_use: bool) -> None:
         if not step.gathered:
             self._start_step(step)
+        only_use = only_use and parameter not in step.gathered  # forwards do not show all uses that come (checkpoints)
         entry = step.gathered.setdefault(parameter, Gathered())
         if self._parts is not None and (step.second is None or self._parts.is_part(factor)):
             entry.factors.append(factor.kept() if self.use_ghost_clipping else factor.materialized())
@@ -250,10 +252,7 @@ class GradSampleModuleFastGradientClipping(LeavesSums, PerUnit, GradSampleModule
             entry.add(factor.weighted_sum(weights.to(parameter.device)))
             return
         if entry.closed or (step.deferred and step.deferred.has(parameter)):
-            raise StateError(
-                f"parameter {self._name(parameter)} was used again after its norm had been taken; in one backward "
-                "pass, call the model in one thread, and not while another of its steps is under way"
-            )
+            raise StateError(used_again(self._name(parameter)))
         if not self.use_ghost_clipping:
             factor = factor.materialized()
         if is_traced():
@@ -314,6 +313,7 @@ class GradSampleModuleFastGradientClipping(LeavesSums, PerUnit, GradSampleModule
         if step.first is not None:
             self._first = step.first
             self._first.weights, self._first.single = clipped.weights, clipped.single
+            self._first.sensitivity = self.sensitivity
             leave_norm_samples(dict(zip(self._places, norms, strict=True)), clipped.norms, scale, step.valid)
             if self._over_ranks is not None:
                 self._over_ranks.keep_promises(self._note_again)
@@ -332,7 +332,7 @@ class GradSampleModuleFastGradientClipping(LeavesSums, PerUnit, GradSampleModule
         clipped = clip_to(limit, norm, self._scale(step))
         self._dropped.add(clipped.measured)
         self._norms, self._clip_factors = SquaredNorm(clipped.norms, clipped.upper), clipped.factors
-        if not before.leave(deferred, clipped.single, limit):
+        if not before.leave(deferred, clipped.single, self._with_one_more(Left(0, 0.0))):
             self._leave_sums(clipped_totals(self._places, [None] * len(self._places), deferred, clipped))
         return True
 
@@ -347,17 +347,22 @@ class GradSampleModuleFastGradientClipping(LeavesSums, PerUnit, GradSampleModule
     def _finish_second(self, step: Step, second: SecondPass) -> None:
         """``p.grad += Σ_n c_n g_n`` where the second pass has repeated the first; else nothing is released."""
         messages, at_fault = second.faults()
+        fault, second.first.repeated = None, True
+        if self.sensitivity != second.first.sensitivity:
+            fault = (
+                f"samples are clipped to {second.first.sensitivity} by the first pass, and now to {self.sensitivity}"
+            )
         if at_fault.device.type == "cpu":
             if messages and at_fault.any():
-                raise StateError(messages[int(at_fault.int().argmax())])
+                fault = messages[int(at_fault.int().argmax())]
         elif messages:  # nobody waits for the device: the sums become zeros, and a warning tells when it has arrived
             any_fault = at_fault.any()
             self._at_fault.add(torch.where(any_fault, torch.nan, second.first.weights))
             for entry in step.gathered.values():
                 entry.total = entry.total.masked_fill(any_fault.to(entry.total.device), 0.0)
-        if self._parts is not None:
+        if self._parts is not None or fault is not None:
+            self._sum_parts(step, step.gathered, fault)
             weights = second.first.weights
-            self._sum_parts(step, step.gathered)
             for p, entry in step.gathered.items():
                 for factor in entry.factors:
                     entry.add(factor.weighted_sum(weights if p.dtype is torch.float64 else second.first.single))

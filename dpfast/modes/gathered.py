@@ -38,6 +38,15 @@ class Gathered:
         self.total = factor.weighted_sum(coefficients.to(self.norm[0].device))
 
 
+def used_again(name: str) -> str:
+    """Of a parameter whose norm has been taken for good by what was known of its uses."""
+    return (
+        f"parameter {name} is used again by this backward pass after its norm has been taken, as of its only use: the "
+        "forward pass did not show the other one. Checkpoint with use_reentrant=False, or call the model in one thread "
+        "with no other backward pass between the forward passes that this one goes through"
+    )
+
+
 Deferred = Sequence[tuple[list[nn.Parameter], Alike]]
 """Parameters of layers that stand together, one of each layer, and their factor."""
 

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from dpfast.distributed import Wrapper, find_wrapper, not_in
 from dpfast.errors import DpfastWarning, InputError, StateError, UnsupportedModuleError
 from dpfast.factors import Dense, Factor
+from dpfast.modes.accumulation import check_same_parameters
 from dpfast.modes.nonfinite_samples import DroppedSamples
-from dpfast.modes.steps import Step, check_own
+from dpfast.modes.steps import Step, check_mask, check_own
 from dpfast.modes.tapped_model import TappedModel
 from dpfast.rules import functorch
 from dpfast.taps import Activations, batch_to_front, registry
@@ -63,7 +64,8 @@ class GradSampleModule(nn.Module):
     Numerics:
         grad_sample is fp32 (fp64 for fp64 inputs) whatever the parameter's dtype.
 
-    Several backward passes without :meth:`zero_grad` make ``p.grad_sample`` a list, one entry a pass, as in Opacus.
+    Several backward passes without :meth:`zero_grad` make ``p.grad_sample`` a list, one entry a pass, as in Opacus; one
+    that uses other parameters than those before it is a StateError, because the entries would not be of one pass.
 
     A gradient that reaches a parameter past its own module's forward (another module uses it functionally, or the loss
     has a penalty on the weights) would be missing in ``p.grad_sample``: ``backward()`` raises EscapedGradientError,
@@ -79,6 +81,7 @@ class GradSampleModule(nn.Module):
     GRAD_SAMPLERS: ClassVar[dict[type[nn.Module], registry.GradSampler]] = registry.GRAD_SAMPLERS
     NORM_SAMPLERS: ClassVar[dict[registry.ModuleClass, registry.GradSampler]] = registry.NORM_SAMPLERS
     passes = 1
+    gives_gradients = True
 
     def __init__(
         self,
@@ -165,8 +168,9 @@ class GradSampleModule(nn.Module):
             mask: (N,) bool, True for samples, False for padding.
 
         Raises:
-            InputError: from the forward pass, where the mask is not bool or not as long as the batch.
+            InputError: it is no tensor; from the forward pass, where it is not bool or not as long as the batch.
         """
+        check_mask(mask)
         assert self._tapped is not None
         before, self._tapped.valid = self._tapped.valid, mask
         try:
@@ -276,6 +280,7 @@ class GradSampleModule(nn.Module):
         check_own(dict.fromkeys(self._module.parameters()), step.gathered)
         if any(getattr(p, "grad_sample", None) is not None for p in step.gathered):
             self.check_accumulation()
+        check_same_parameters(self._module.named_parameters(), step.gathered)
         if step.sums_differ:  # nobody waits for the device
             at_fault = torch.stack(step.sums_differ).any()
             self._escaped.add(torch.where(at_fault, torch.nan, torch.zeros(1, device=at_fault.device)))

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from dpfast.distributed import local, told_to_all
-from dpfast.modes.accumulation import Left, check_ranks, leave, left_in, noise_of
+from dpfast.errors import StateError
+from dpfast.modes.accumulation import Left, check_alone, check_ranks, leave, left_in, noise_of, numbered
 from dpfast.modes.clippers import NormClipper
 from dpfast.modes.gathered import Gathered, added
 from dpfast.modes.steps import Step
@@ -19,6 +20,7 @@ from dpfast.modes.steps import Step
 class LeavesSums(nn.Module):
     """The part of a mode that leaves the sums."""
 
+    _module: nn.Module
     _places: dict[nn.Parameter, int]
     _over_ranks: Any  # a Sums, where ranks have other samples
     _parts: Any  # a TensorParallel, where they have other parameters
@@ -65,17 +67,25 @@ class LeavesSums(nn.Module):
             *self._settings(before),
         )
 
-    def _sum_parts(self, step: Step, gathered: Mapping[nn.Parameter, Gathered]) -> tuple[object, ...]:
+    def _sum_parts(
+        self, step: Step, gathered: Mapping[nn.Parameter, Gathered], fault: str | None = None
+    ) -> tuple[object, ...]:
         """Sums over ranks take the place of what each of them has a part of. Returns what they must have alike.
 
+        Args:
+            fault: what is wrong with this rank's pass.
+
         Raises:
-            StateError: on all ranks, where some disagree.
+            StateError: on all ranks, where some disagree or one has a fault, which is what it says there.
         """
         with told_to_all(None if step.first is not None else self._over_ranks, self._places):
             settings = self._settings(self._noted())
-            factors = {p: entry.factors for p, entry in gathered.items()}
-            again = step.second is not None
-            self._parts.sum_parts(factors, step.num_samples or 0, *settings, again=again)
+            if self._parts is not None:
+                factors = {p: entry.factors for p, entry in gathered.items()}
+                again = step.second is not None
+                self._parts.sum_parts(factors, step.num_samples or 0, *settings, again=again, fault=fault)
+            elif fault is not None:
+                raise StateError(fault)
         return settings
 
     def _settings(self, before: Left | None) -> tuple[object, ...]:
@@ -86,7 +96,8 @@ class LeavesSums(nn.Module):
     def _left_before(self) -> Left | None:
         """What earlier passes have left in ``p.grad``, to which another sum may be added."""
         before = self._noted()
-        if before is not None:
+        if before is not None and before.passes:
+            check_alone(before)
             self.check_accumulation()
             crosses = self._parts is not None or (self._over_ranks is not None and self._over_ranks.crosses)
             check_ranks(before, self._number_of_ranks(), crosses=crosses)
@@ -102,8 +113,18 @@ class LeavesSums(nn.Module):
 
     def _note(self, before: Left | None, **of: Any) -> None:
         """One sum more is in ``p.grad``."""
-        passes, sensitivity = (before.passes, before.sensitivity) if before is not None else (0, 0.0)
-        leave(self._places, Left(passes + 1, max(sensitivity, self._clipper().sensitivity), **of))
+        leave(self._places, self._with_one_more(Left(0, 0.0) if before is None else before, **of))
+
+    def _with_one_more(self, before: Left, **of: Any) -> Left:
+        """What a gradient holds that held ``before``, once this pass has left its sum."""
+        sensitivity, modules = self._clipper().sensitivity, numbered(self._module)
+        return Left(
+            before.passes + 1,
+            max(before.sensitivity, sensitivity),
+            unclipped=before.unclipped,
+            modules=before.modules | modules,
+            **of,
+        )
 
     def _note_again(self) -> None:
         """The first of two passes has left the sums as they were, and DDP may have written them anew: on a rank where

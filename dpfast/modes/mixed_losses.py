@@ -9,15 +9,21 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Mapping, Sequence
+from functools import partial, reduce
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from dpfast.errors import UnsupportedModuleError
 
 _MEANS = ("NllLossBackward0", "NllLoss2DBackward0")
+_VIEWS = frozenset(
+    f"{name}Backward0"
+    for name in ("LogSoftmax", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze", "Clone", "ToCopy")
+)
 _NEAR = 32  # so many operations in front of the loss
 
 _expected: weakref.WeakSet[Any] = weakref.WeakSet()  # tapped models whose next loss is to be looked at
@@ -76,23 +82,64 @@ def _check_counts(loss: Tensor, mean: Any) -> None:
     if isinstance(target, FakeTensor):
         return
     counted = target != (left_out - 2**64 if left_out >= 2**63 else left_out)  # torch gives it without its sign
-    if weight is None and bool(counted.all()):
+    picks = _picks(mean)
+    if weight is None and picks is None and bool(counted.all()):
         return
     shares = counted.double() if weight is None else weight.double()[target.where(counted, 0)] * counted
-    for taps, n in {(record.tap.taps, record.batch_size) for record in _behind(loss)[0]}:
-        if not taps.enabled or not n or shares.numel() % n:
+    for taps, n, valid in {(r.tap.taps, r.batch_size, r.valid) for r in _behind(loss)[0]}:
+        whose = _whose(picks, n, taps.batch_dim) if picks is not None and n else None
+        if not taps.enabled or not n or (whose is None and shares.numel() % n):
             continue
-        of_samples = shares.reshape(n, -1).sum(1) if taps.batch_dim == 0 else shares.reshape(-1, n).sum(0)
-        if taps.valid is not None and taps.valid.shape == of_samples.shape:
-            of_samples = of_samples[taps.valid]
+        if whose is not None and whose.numel() == shares.numel():
+            of_samples = shares.new_zeros(n).index_add(0, whose.flatten(), shares.flatten())
+        else:
+            of_samples = shares.reshape(n, -1).sum(1) if taps.batch_dim == 0 else shares.reshape(-1, n).sum(0)
+        if valid is not None and valid.shape == of_samples.shape:
+            of_samples = of_samples[valid]
         least, most = of_samples.aminmax() if len(of_samples) else (torch.ones(()), torch.ones(()))
         if bool(most - least > 1e-6 * most):
             raise UnsupportedModuleError(
-                f"the loss is a mean over the targets of all {n} samples that are not left out (ignore_index), or over "
-                f"their weights, and the samples have different numbers of them ({float(least):g} to {float(most):g}): "
-                "a sample's gradient in it changes with another sample, by whose it is divided, and clipping bounds "
-                "nothing; take reduction='none', each sample's own mean, and the mean of these"
+                f"the loss is a mean over the targets of all {n} samples that are picked and not left out "
+                "(ignore_index), or over their weights, and the samples have different numbers of them "
+                f"({float(least):g} to {float(most):g}): a sample's gradient in it changes with another sample, by "
+                "whose it is divided, and clipping bounds nothing; take reduction='none', each sample's own mean, and "
+                "the mean of these"
             )
+
+
+def _picks(mean: Any) -> Any:
+    """The node of the operation that picked the rows whose mean this is, if views alone are between."""
+    node = mean
+    for _ in range(_NEAR):
+        node = node.next_functions[0][0] if node.next_functions else None
+        name = type(node).__name__
+        if name in ("IndexBackward0", "IndexSelectBackward0", "MaskedSelectBackward0"):
+            return node
+        if name not in _VIEWS:
+            return None
+    return None
+
+
+def _whose(picks: Any, n: int, batch_dim: int) -> Tensor | None:
+    """The samples of the rows (..., classes) that were picked; None where that is not known."""
+    masked = picks._saved_mask if type(picks).__name__ == "MaskedSelectBackward0" else None
+    *sizes, _ = picks._saved_self_sym_sizes if masked is None else picks._saved_self.shape
+    if len(sizes) > batch_dim and sizes[batch_dim] == n:
+        whose = torch.arange(n).view(-1, *[1] * (len(sizes) - batch_dim - 1)).expand(sizes)
+    elif len(sizes) == 1 and sizes[0] % n == 0:
+        whose = torch.arange(sizes[0]) // (sizes[0] // n) if batch_dim == 0 else torch.arange(sizes[0]) % n
+    else:
+        return None
+    if masked is not None:
+        return whose.to(masked.device)[masked[..., 0]] if masked.shape == (*sizes, 1) else None
+    if type(picks).__name__ == "IndexSelectBackward0":
+        dim, index = picks._saved_dim, picks._saved_index
+        return whose.to(index.device).index_select(dim, index) if 0 <= dim < len(sizes) else None
+    indices = picks._saved_indices
+    device = next(x.device for x in indices if x is not None)
+    if sum(x.dim() if x is not None and x.dtype is torch.bool else 1 for x in indices) > len(sizes):
+        return None
+    return whose.to(device)[tuple(slice(None) if x is None else x for x in indices)]
 
 
 def _behind(loss: Tensor) -> tuple[list[Any], list[Any]]:
@@ -122,17 +169,29 @@ def _product(node: Any) -> list[tuple[int, ...]]:
     return [(int(rows), int(columns))] if batches in ([], [1]) else []
 
 
-def refuse_mixed(number: int, shape: tuple[int, ...], why: str, grad: Tensor | None) -> None:
-    """A hook on an output of the model: a gradient came to it.
+def refuse_mixed(model: nn.Module, outputs: Sequence[Any], mixed: Mapping[int | str, str]) -> None:
+    """No gradient may come to these of a forward pass's outputs, by number, and of what it has left in attributes of
+    the model's modules, by name.
 
     Args:
-        number: of the output, whose tensors are counted as they stand in tuples and dicts.
-        why: what is wrong with it.
+        mixed: what is wrong with each.
     """
+    for key, why in mixed.items():
+        x = outputs[key] if isinstance(key, int) else reduce(_attribute, key.split("."), model)
+        if isinstance(x, Tensor) and x.requires_grad:
+            where = f"output {key} of the model" if isinstance(key, int) else f"{key}, an attribute of the model"
+            x.register_hook(partial(_refuse, f"{where}, {tuple(x.shape)}", why))
+
+
+def _attribute(x: Any, name: str) -> Any:
+    return getattr(x, name, None)
+
+
+def _refuse(what: str, why: str, grad: Tensor | None) -> None:
     if grad is None:  # it came to another output of the same operation
         return
     raise UnsupportedModuleError(
-        f"the loss was made from output {number} of the model, {shape}, and {why} (as forward passes with one sample "
-        "exchanged tell: similarities of all pairs, in-batch negatives), so its gradient is no sum of samples' own, "
-        "and clipping bounds nothing; make each sample's loss from that sample alone"
+        f"the loss was made from {what}, and {why} (as forward passes with one sample exchanged tell: similarities of "
+        "all pairs, in-batch negatives), so its gradient is no sum of samples' own, and clipping bounds nothing; make "
+        "each sample's loss from that sample alone"
     )

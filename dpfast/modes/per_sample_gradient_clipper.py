@@ -171,5 +171,5 @@ class PerSampleGradientClipper:
 
 
 def _joined(grad_sample: Tensor | list[Tensor]) -> Tensor:
-    """Several backward passes before one clipping are one batch."""
+    """Several backward passes before one clipping are one batch; they have used the same parameters."""
     return torch.cat(grad_sample) if isinstance(grad_sample, list) else grad_sample

@@ -36,12 +36,15 @@ class Pass(NamedTuple):
     """One forward pass of a tapped model.
 
     Attributes:
-        size: how many samples it has. units, kind: whose they are, and of which kind its inputs.
+        size: how many samples it has. units, kind: whose they are, and of which kind its inputs. valid: (N,) bool,
+            which of them are no padding, where some may be. graph: stands for what autograd keeps of it, if anything.
     """
 
     size: int | None
     units: Any
     kind: Any
+    valid: Tensor | None
+    graph: Any
 
 
 class Running(threading.local):
@@ -56,15 +59,18 @@ class Running(threading.local):
         passes = self.passes.get(id(model))
         return passes[-1] if passes else None
 
-    def push(self, model: object, size: int | None, units: Any) -> None:
-        self.passes.setdefault(id(model), []).append(Pass(size, units, kind_here(model)))
+    def push(self, model: object, size: int | None, units: Any, valid: Tensor | None, graph: Any) -> None:
+        self.passes.setdefault(id(model), []).append(Pass(size, units, kind_here(model), valid, graph))
 
-    def pop(self, model: object) -> int | None:
-        passes = self.passes[id(model)]
+    def pop(self, model: object) -> Pass | None:
+        """None where the forward was refused before it began."""
+        passes = self.passes.get(id(model))
+        if passes is None:
+            return None
         ended = passes.pop()
         if not passes:
             del self.passes[id(model)]
-        return ended.size
+        return ended
 
 
 running = Running()

@@ -9,6 +9,7 @@ tap sums its samples with the factors, which leave out a sample with factor 0 wh
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from dpfast.distributed import is_shard, local
 from dpfast.errors import StateError
 from dpfast.modes.sketches import Sketches, entries
 from dpfast.modes.units import Units
-from dpfast.taps import Record
+from dpfast.taps import Activations, Record
 
 _WEIGHTED = 0.5
 """How far the second pass's gradients at an output may be from the weighted first ones, over the whole batch. Nothing
@@ -44,13 +45,41 @@ _NOT_REPEATED = (
 class Output:
     """One tensor of the model's output, and its gradient in the last first pass; lives as long as its graph."""
 
-    def __init__(self, batch_size: int | None, batch_dim: int, valid: Tensor | None, units: Units | None):
+    def __init__(
+        self,
+        leaf: Tensor,
+        batch_size: int | None,
+        batch_dim: int,
+        valid: Tensor | None,
+        units: Units | None,
+        graph: Any,
+    ):
+        # Not the tensor's own node, which holds what its gradient comes to, and so this.
+        self._below = () if leaf.grad_fn is None else leaf.grad_fn.next_functions
         self.batch_size = batch_size
+        self.graph = graph  # of its forward pass
         self.valid = valid
         self.batch_dim = batch_dim
         self.units = units
         self.grad: Tensor | None = None
         self.first: FirstPass | None = None
+
+    def is_left_in_part(self) -> bool:
+        """Whether the backward pass that runs leaves out something below it: only some tensors' gradients are asked for
+        (``torch.autograd.grad``, ``inputs=``)."""
+        waiting, seen = [node for node, _ in self._below], set()
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            try:
+                if not torch._C._will_engine_execute_node(node):
+                    return True
+            except RuntimeError:  # a leaf that is asked for
+                return True
+            waiting.extend(following for following, _ in node.next_functions)
+        return False
 
 
 class FirstPass:
@@ -59,13 +88,24 @@ class FirstPass:
     Attributes:
         weights: what each sample's share is summed with, c_n times N where the loss was a mean, (N,) fp64; empty until
             the pass is over. single: the same rounded towards zero, fp32.
-        asked: whether the factors have been handed out, so that a second pass is to come.
+        sensitivity: the clipper's.
+        asked: whether the factors have been handed out, so that a second pass is to come; repeated: whether it has.
+        uses: the counts (``Record.uses``) of the graph that it went through; later forwards have others.
     """
 
     def __init__(self) -> None:
         self.weights = self.single = torch.zeros(0, dtype=torch.float64)
+        self.sensitivity = 0.0
         self.sketches = Sketches()
-        self.asked = False
+        self.asked = self.repeated = False
+        self.uses: object = None
+
+    def saw(self, record: Record, activations: Activations, backprops: tuple[Tensor, ...], *, whole: bool) -> None:
+        """One use of a tap, as :meth:`Sketches.take` has it."""
+        self.sketches.take(record, activations, backprops, whole=whole)
+        record.seen_by = self
+        if record.uses is not None:
+            self.uses = record.uses
 
     def is_weighted(self, output: Output, grad: Tensor) -> Tensor | None:
         """Whether ``grad`` is what factors in front of the loss make of the first pass's gradient at that output, (),
@@ -102,6 +142,10 @@ class SecondPass:
         self.sketches = Sketches()
         self.is_weighted = is_weighted
 
+    def saw(self, record: Record, activations: Activations, backprops: tuple[Tensor, ...], *, whole: bool) -> None:
+        """As :meth:`FirstPass.saw`."""
+        self.sketches.take(record, activations, backprops, whole=whole)
+
     def faults(self) -> tuple[list[str], Tensor]:
         """What may be wrong with it, and whether it is, (·,) on the weights' device."""
         layers, differ = self.sketches.differing(self.first.sketches, self.first.weights)
@@ -111,9 +155,13 @@ class SecondPass:
         return [_NOT_WEIGHTED, *messages], torch.cat([~self.is_weighted.view(1).to(differ.device), differ])
 
 
-def check_ordinary(record: Record) -> None:
+def check_ordinary(record: Record, last: FirstPass | None) -> None:
     """Of a graph that gives a layer's ordinary gradients. Raises StateError where a second backward pass is to come and
-    this one came past the model's outputs."""
+    this one came past the model's outputs, or is not what the first was.
+
+    Args:
+        last: the model's last first pass.
+    """
     if any(map(is_shard, record.parameters)):
         raise StateError(
             f"{record.tap.layer} holds DTensor parameters, of which a tapped graph gives no ordinary gradients; "
@@ -124,4 +172,10 @@ def check_ordinary(record: Record) -> None:
             f"{record.tap.layer}: the second backward pass did not come through the model's outputs, so its "
             "samples could not be weighted; compute the loss from tensors that the model returns (in tuples, "
             "lists or dicts), or take passes=1"
+        )
+    if last is not None and last.asked and not (last.repeated and record.uses is not last.uses):
+        raise StateError(
+            f"{record.tap.layer}: the second backward pass reaches it, and the first, whose norms were taken, did not: "
+            "its gradients would be added unclipped. Give both the same losses, or take passes=1; where ordinary "
+            "gradients are wanted, call the model after disable_hooks()"
         )

@@ -7,7 +7,6 @@ keeps alive: a pass that fails takes its step with it.
 from __future__ import annotations
 
 import collections
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,12 +15,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from dpfast.arithmetic import RowNorms
+from dpfast.arithmetic import RowNorms, is_traced
 from dpfast.distributed import local
 from dpfast.errors import InputError, StateError, UnsupportedModuleError
 from dpfast.factors import Factor
 from dpfast.modes.deferred import Deferred
-from dpfast.modes.second_pass import FirstPass, SecondPass
+from dpfast.modes.second_pass import FirstPass, Output, SecondPass
 from dpfast.modes.units import Units
 from dpfast.taps import Record, in_backward
 
@@ -34,16 +33,16 @@ class Step:
 
     def __init__(
         self,
-        batch_size: int | None,
+        of: Output | Record,
         *,
-        valid: Tensor | None = None,
         units: Units | None = None,
         first: FirstPass | None = None,
         second: SecondPass | None = None,
         ordinary: bool = False,
     ) -> None:
-        self.batch_size = batch_size  # of the model's input; None: not known
-        self.valid = valid  # (N,) bool, which samples are no padding; None: all
+        self.output = of if isinstance(of, Output) else None  # of the model's, at which it was opened
+        self.batch_size = of.batch_size  # of the model's input; None: not known
+        self.valid = of.valid  # (N,) bool, which samples are no padding; None: all
         self.units = units  # what is clipped, where that is not samples
         if units is not None:
             units.check_first()
@@ -60,6 +59,11 @@ class Step:
         self.given: dict[tuple[int | None, int], list[Tensor]] = {}  # by pass and parameter's id: ordinary gradients
         self.sums_differ: list[Tensor] = []  # (), of gradients that came otherwise than they were given
 
+    def asks_for_others(self) -> bool:
+        """Whether no layer has been reached because gradients of other tensors alone are asked for (an attack on the
+        inputs, a map of what counts in them)."""
+        return self.num_samples is None and self.output is not None and self.output.is_left_in_part()
+
     def saw(self, num_samples: int, layer: str, dim: int) -> None:
         """A layer has had that many samples. Raises InputError where others have had another number."""
         if self.num_samples is None:
@@ -69,6 +73,17 @@ class Step:
                 f"{layer} saw a batch of {num_samples} samples, {self.first_layer} one of {self.num_samples}: every "
                 f"layer must see the same samples in dimension {dim} of its input; expand an input that the model "
                 "broadcasts, or set batch_first"
+            )
+
+    def check_size(self, dim: int) -> None:
+        """Raises InputError where its layers saw another number of samples than the model."""
+        sizes = {self.batch_size, self.num_samples}
+        if self.units is None and None not in sizes and len(sizes) > 1:
+            raise InputError(
+                f"{self.first_layer} saw a batch of {self.num_samples} samples, but the first tensor of the model's "
+                f"input has {self.batch_size} in dimension {dim}: a layer must see each sample once, in that dimension "
+                "(samples folded into positions, or split into several rows, would not be clipped as one); reshape "
+                "before the layer, set batch_first, or pass the model a tensor of the batch first"
             )
 
     def defers(self, record: Record, activations: Tensor, backprops: Tensor) -> bool:
@@ -106,9 +121,11 @@ class Mode(Protocol):
 
     Attributes:
         passes: 2 where a second backward pass repeats the first and sums.
+        gives_gradients: whether ordinary gradients reach the parameters too.
     """
 
     passes: int
+    gives_gradients: bool
 
     @property
     def defers(self) -> bool:
@@ -126,13 +143,19 @@ class Mode(Protocol):
         """The backward pass is over."""
 
 
+class Graph:
+    """Stands for what autograd keeps of one forward pass, and lives as long."""
+
+
 class Steps:
     """The backward passes of one model that run now, by autograd's number of each, and the uses of its parameters that
-    each thread's next one will differentiate."""
+    the next one will differentiate; ``last_first``: the last of them that was the first of two."""
 
     def __init__(self) -> None:
         self._running: dict[int, weakref.ref[Step]] = {}
-        self._uses: dict[int, Counter[int]] = {}
+        self._uses: Counter[int] = Counter()
+        self._to_come: weakref.WeakSet[Graph] = weakref.WeakSet()  # those that no backward pass has come to
+        self.last_first: FirstPass | None = None
 
     def here(self) -> Step | None:
         """The step of the backward pass that runs in this thread."""
@@ -178,18 +201,36 @@ class Steps:
         running = {step for reference in list(self._running.values()) if (step := reference()) is not None}
         return running.pop() if len(running) == 1 else None
 
+    def graph(self) -> Graph | None:
+        """Of a forward pass that begins; None where autograd keeps nothing of it, or where it is repeated."""
+        if not torch.is_grad_enabled() or in_backward() is not None:
+            return None
+        graph = Graph()
+        self._to_come.add(graph)
+        return graph
+
+    def came_to(self, graph: Graph | None) -> None:
+        """A backward pass has come to one of its outputs."""
+        if graph is not None:
+            self._to_come.discard(graph)
+
     def count_uses(self, parameters: Sequence[nn.Parameter]) -> Counter[int]:
-        """Counts a use of each parameter (by id) since this thread's last step; forwards that no backward
-        followed may be counted too, so a count of 1 is exact and a larger one an upper bound."""
-        uses = self._uses.get(threading.get_ident())
-        if uses is None:
-            uses = self._uses[threading.get_ident()] = Counter()
+        """Counts a use of each parameter (by id) since the last step; forwards that no backward followed may be counted
+        too, so a larger count than 1 is an upper bound. Of a forward pass that a step has left out, and whose graph is
+        still there, they go on counting: the next one may go through it together with later ones."""
+        uses = self._uses  # another thread may end a step meanwhile
         _count(uses, map(id, parameters))
         return uses
 
-    def forget_uses(self) -> None:
-        """This thread's step is over."""
-        self._uses.pop(threading.get_ident(), None)
+    def ended(self, step: Step) -> bool:
+        """A step is over. Returns whether that was a private backward pass."""
+        if not self._to_come:
+            self._uses = Counter()
+        if step.ordinary or step.asks_for_others():
+            return False
+        if step.first is not None:
+            self.last_first = step.first
+        return True
 
 
 def check_own(own: Mapping[nn.Parameter, Any], *parameters: Iterable[nn.Parameter]) -> None:
@@ -204,12 +245,38 @@ def check_own(own: Mapping[nn.Parameter, Any], *parameters: Iterable[nn.Paramete
         )
 
 
+def check_mask(valid: object) -> None:
+    """Raises InputError where it is no tensor."""
+    if valid is not None and not isinstance(valid, Tensor):
+        raise InputError(
+            f"valid is a {type(valid).__name__}; it must be a tensor, bool, with one entry a sample: True for samples, "
+            "False for padding (torch.as_tensor(mask))"
+        )
+
+
 def check_valid(valid: Tensor, n: int) -> None:
     """Raises InputError where it is not (n,) bool."""
+    check_mask(valid)
     if valid.shape != (n,) or valid.dtype is not torch.bool:
         raise InputError(
             f"valid {tuple(valid.shape)} ({valid.dtype}) must be bool and have one entry a sample, ({n},): True for "
             "samples, False for padding"
+        )
+
+
+def own_copy(valid: Tensor | None) -> Tensor | None:
+    """The mask of a forward pass, into which the caller may write the next one's."""
+    return valid if valid is None or is_traced() else valid.clone()
+
+
+def check_same_mask(valid: Tensor | None, of_step: Tensor | None) -> None:
+    """Raises StateError where a forward pass had another mask than the step."""
+    if valid is of_step:  # nearly always
+        return
+    if valid is None or of_step is None or not torch.equal(valid.cpu(), of_step.cpu()):
+        raise StateError(
+            "this backward pass goes through forward passes with other masks, valid(...): which samples are padding "
+            "must be the same in all of them; take a backward pass for each"
         )
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from dpfast.arithmetic import exact_arithmetic
@@ -25,7 +24,7 @@ from dpfast.modes.mixed_losses import expect_loss, note_forward, refuse_mixed
 from dpfast.modes.running import Pass, num_samples, running, storage
 from dpfast.modes.scalar_loss import check_losses
 from dpfast.modes.second_pass import FirstPass, Output, SecondPass, check_ordinary
-from dpfast.modes.steps import Mode, Step, Steps, check_answer, check_valid
+from dpfast.modes.steps import Mode, Step, Steps, check_answer, check_same_mask, check_valid, own_copy
 from dpfast.modes.swapped import SwappedParameters
 from dpfast.modes.units import Units, check_same, factors_of, units_here, units_of_forward
 from dpfast.rules import experts, functorch
@@ -50,6 +49,7 @@ from dpfast.taps import (
     leaves_of,
     never_compiled,
     owned_modules,
+    results_in,
     suspended,
 )
 
@@ -94,7 +94,7 @@ class TappedModel:
         self._for_this_process()
 
     def _for_this_process(self) -> None:
-        self._guards = Guards(self.model, self._is_fine)
+        self._guards = Guards(self.model, self._is_fine, hooks=self.mode.gives_gradients)
         self._swapped = SwappedParameters(self._guards.guard)
         self._steps = Steps()
         self._probe = Probe(self, self._taps)
@@ -110,6 +110,7 @@ class TappedModel:
                     f"Trying to add hooks twice to the same model: {where} has them already; remove the first ones "
                     "with remove_hooks() or to_standard_module()"
                 )
+        self.guard_parameters()
         inner = {id(m) for module in self.model.modules() for m in owned_modules(module)[1:]}
         sent = {id(expert): expert for module in self.model.modules() for expert in experts_of(module)}
         within = {id(module) for expert in sent.values() for module in expert.modules()}
@@ -143,7 +144,6 @@ class TappedModel:
             self.model.register_forward_pre_hook(self._enter, with_kwargs=True),
             self.model.register_forward_hook(self._leave, always_call=True),
         ]
-        self.guard_parameters()
         if not never_run:
             forget_compiled_code()
 
@@ -164,7 +164,7 @@ class TappedModel:
         for handle in self._root_handles:
             handle.remove()
         self._root_handles.clear()
-        self._guards.drop()
+        self._guards.remove()
         forget_compiled_code()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -187,13 +187,13 @@ class TappedModel:
             self.mode.on_forward(tensors, (args, kwargs))
         trainable = self.guard_parameters()
         size = num_samples(leaves, self.batch_dim)
-        if size is not None and self._probe.look((args, kwargs), leaves, size, trainable):
+        if self._probe.look((args, kwargs), leaves, size, trainable):
             expect_loss(self)
         units = units_of_forward(self)
         if units is not None and self.enabled and torch.is_grad_enabled():
             units.look(self._documents, (args, kwargs))
         running.inputs = {storage(x) for x in tensors}
-        running.push(self, size, units_here(self))
+        running.push(self, size, units_here(self), own_copy(self.valid), self._steps.graph())
         follow_model(self, self.model, leaves)
         if self.valid is not None and size is not None:
             check_valid(self.valid, size)
@@ -204,19 +204,21 @@ class TappedModel:
         region inside starts a backward pass of its own."""
         if suspended():
             return
-        batch_size = running.pop(self)
+        ended = running.pop(self)
         end_model(self)
-        if not (self.enabled and torch.is_grad_enabled()) or in_backward() is not None:
+        self._probe.forward_ended(failed=output is None)
+        if ended is None or not (self.enabled and torch.is_grad_enabled()) or in_backward() is not None:
             return
         note_forward(self)
-        units, mixed, leaves = units_here(self), self._probe.mixed_outputs(), tree_leaves(output)
+        units, mixed, leaves = units_here(self), self._probe.mixed_outputs(), results_in(output)
         if units is not None:
-            mixed = {**mixed, **units.start(batch_size, self.valid, leaves)}
-        for number, leaf in enumerate(leaves):
+            mixed = {**mixed, **units.start(ended.size, ended.valid, leaves)}
+        if mixed:
+            refuse_mixed(self.model, leaves, mixed)
+        for leaf in leaves:
             if isinstance(leaf, Tensor) and leaf.requires_grad:
-                if number in mixed:
-                    leaf.register_hook(partial(refuse_mixed, number, tuple(leaf.shape), mixed[number]))
-                leaf.register_hook(partial(self._on_output_grad, Output(batch_size, self.batch_dim, self.valid, units)))
+                found = Output(leaf, ended.size, self.batch_dim, ended.valid, units, ended.graph)
+                leaf.register_hook(partial(self._on_output_grad, found))
 
     def batch_size(self) -> int | None:
         """How many samples the first tensor of the model's input has; None where the model's own forward is not
@@ -229,10 +231,12 @@ class TappedModel:
     def forward_here(self) -> Pass | None:
         return running.here(self)
 
-    def units(self) -> Units | None:
-        """Those of the forward pass of this thread; one repeated in a backward pass has its step's."""
-        step = None if in_backward() is None else self._steps.repeating(in_backward())
-        return units_here(self) if step is None else step.units
+    def whose(self) -> tuple[Units | None, Tensor | None]:
+        """The units and the mask of the forward pass of this thread; one repeated in a backward pass has its step's."""
+        step, here = None if in_backward() is None else self._steps.repeating(in_backward()), running.here(self)
+        if step is not None:
+            return step.units, step.valid
+        return units_here(self), None if here is None else here.valid
 
     def is_input(self, x: Tensor) -> bool:
         """Whether ``x`` is, or is a view of, a tensor that the model was last called with in this thread."""
@@ -251,10 +255,10 @@ class TappedModel:
         """Gradients may reach parameters through taps alone; any other is an error. Returns which are trainable."""
         return self._guards.set()
 
-    def _is_fine(self, parameter: nn.Parameter, grad: Tensor) -> bool:
-        """Whether a gradient that reaches a parameter comes from taps, or hooks are off."""
+    def _is_fine(self, parameter: nn.Parameter, grad: Tensor) -> bool | None:
+        """Whether a gradient that reaches a parameter comes from taps; None: hooks are off."""
         if not self.active:
-            return True
+            return None
         step = self._steps.repeating(in_backward())
         return step is not None and step.came_as_given(parameter, grad)
 
@@ -295,28 +299,30 @@ class TappedModel:
     def _on_output_grad(self, output: Output, grad: Tensor) -> Tensor | None:
         """Returns what goes on in the gradient's place, if anything."""
         step = self._steps.here()
+        self._steps.came_to(output.graph)
         if self.enabled:
-            step = step or self._open(output.batch_size, output.valid, output.units)
+            step = step or self._open(output)
             check_same(self, output.units, step.units)
+            check_same_mask(output.valid, step.valid)
             if step.first is not None:
                 output.first, output.grad = step.first, grad
             return None
         if output.first is None or not output.first.asked:  # hooks are off, and an ordinary gradient is wanted
             if step is None:
-                self._steps.open(Step(output.batch_size, ordinary=True), self._finish)
+                self._steps.open(Step(output, ordinary=True), self._finish)
             return None
         if step is None or step.ordinary:
             # At an output that others are computed from the gradient is partly the first pass's already.
             second = SecondPass(output.first, is_weighted=output.first.is_weighted(output, grad))
-            step = self._steps.open(Step(output.batch_size, second=second), self._finish)
+            step = self._steps.open(Step(output, second=second), self._finish)
         if step.second is None or step.second.first is not output.first:
             raise StateError("the second backward pass goes through two first ones; call it once for each")
         return output.grad
 
-    def _open(self, batch_size: int | None, valid: Tensor | None, units: Units | None) -> Step:
+    def _open(self, of: Output | Record) -> Step:
         first = FirstPass() if self.mode.passes == 2 else None
-        step = self._steps.open(Step(batch_size, valid=valid, units=units, first=first), self._finish)
-        if self.mode.defers and units is None and self.observe is None and not self.force_functorch:
+        step = self._steps.open(Step(of, units=of.units, first=first), self._finish)
+        if self.mode.defers and of.units is None and self.observe is None and not self.force_functorch:
             step.deferred = Deferred(self.factors, step.gathered, step.row_norms)
         return step
 
@@ -324,17 +330,9 @@ class TappedModel:
         return self._steps.count_uses(parameters)
 
     def _finish(self, step: Step) -> None:
-        self._steps.forget_uses()
-        if step.ordinary:
+        if not self._steps.ended(step):
             return
-        sizes = {step.batch_size, step.num_samples}
-        if step.units is None and None not in sizes and len(sizes) > 1:
-            raise InputError(
-                f"{step.first_layer} saw a batch of {step.num_samples} samples, but the first tensor of the model's "
-                f"input has {step.batch_size} in dimension {self.batch_dim}: a layer must see each sample once, in "
-                f"that dimension (samples folded into positions, or split into several rows, would not be clipped as "
-                "one); reshape before the layer, set batch_first, or pass the model a tensor of the batch first"
-            )
+        step.check_size(self.batch_dim)
         with torch.no_grad(), exact_arithmetic(), step.row_norms:
             self.mode.on_finish(step)
         if step.units is not None:
@@ -346,7 +344,7 @@ class TappedModel:
         if step is not None:
             return step
         if record.created_in is None:
-            return self._open(record.batch_size, self.valid, record.units)
+            return self._open(record)
         # The forward was repeated within a backward pass (reentrant checkpointing), and this is a pass nested in it.
         step = self._steps.repeating(record.created_in)
         if step is None:
@@ -359,17 +357,18 @@ class TappedModel:
     def waits(self, record: Record, activations: Tensor, backprops: Tensor) -> bool:
         """What :meth:`receive` does with a layer that waits for others alike, where nothing else has to be asked."""
         step = self._steps.here() if self.enabled else None
-        fits = step is not None and record.units is step.units and units_here(self) is None
-        return fits and step.defers(record, activations, backprops)  # type: ignore[union-attr]  # it fits
+        if step is None or record.units is not step.units or record.valid is not step.valid:
+            return False
+        return units_here(self) is None and step.defers(record, activations, backprops)
 
     def receive(self, record: Record, activations: Activations, backprops: Any) -> Mapping[nn.Parameter, Tensor]:
         """Hands a module's factors to the mode; returns the ordinary gradients that it wants beside."""
         step, layer = self._step_of(record), record.tap.layer
         check_same(self, record.units, step.units)
+        check_same_mask(record.valid, step.valid)
         of_two = step.first or step.second
         if of_two is not None:
-            of_two.sketches.take(record, activations, backprops, whole=step.repeats)
-            record.seen_by = step.first or record.seen_by
+            of_two.saw(record, activations, backprops, whole=step.repeats)
         one = len(activations) == 1 and len(backprops) == 1 and not activations.kwargs
         if one and step.defers(record, activations[0], backprops[0]):
             return {}
@@ -393,7 +392,7 @@ class TappedModel:
         return f"parameter {next(names, 'of another model')}"
 
     def check_ordinary(self, record: Record) -> None:
-        check_ordinary(record)
+        check_ordinary(record, self._steps.last_first)
 
     def factors(self, record: Record, activations: Activations, backprops: Any) -> Mapping[nn.Parameter, Factor]:
         """The rule's answer; its errors name the layer."""

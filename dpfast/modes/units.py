@@ -86,7 +86,7 @@ class Units:
         if self.of_tokens and self.ids.numel():
             self._told = documents.look(inputs, self.ids)
 
-    def start(self, batch_size: int | None, valid: Tensor | None, outputs: Sequence[Any] = ()) -> dict[int, str]:
+    def start(self, batch_size: int | None, valid: Tensor | None, outputs: Sequence[Any] = ()) -> dict[int | str, str]:
         """The forward pass has come to its outputs. Returns what is wrong with them, by number.
 
         Nobody's tokens have no part in a loss that is made of one in which they see several units' tokens: what came

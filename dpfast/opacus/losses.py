@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping, DPTensorFastGradientClipping
 from torch import Tensor
 
+from dpfast.errors import StateError
 from dpfast.opacus import backward
-from dpfast.opacus.two_passes import one_a_sample
+from dpfast.opacus.two_passes import NO_SCALER, one_a_sample
 
 
 class ClippedLossTensor(DPTensorFastGradientClipping):
@@ -31,6 +32,10 @@ class ClippedLossTensor(DPTensorFastGradientClipping):
             InputError: the backward pass saw another number of samples than there are losses.
         """
         backward.run(self)
+
+    def __iter__(self) -> NoReturn:
+        """StateError: what would scale each of several losses, as ``GradScaler.scale`` does, takes it for them."""
+        raise StateError(NO_SCALER)
 
 
 def _closed(name: str) -> Any:

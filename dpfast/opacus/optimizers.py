@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from opacus.optimizers import DPOptimizerFastGradientClipping
 from opacus.optimizers.ddpoptimizer_fast_gradient_clipping import DistributedDPOptimizerFastGradientClipping
 from opacus.optimizers.optimizer import _check_processed_flag, _generate_noise, _mark_as_processed
-from torch import Tensor, optim
+from torch import Tensor, nn, optim
 
 from dpfast.distributed import PoissonBatches, SharedSecret, add_noise, is_parted, local, number_of_ranks
 from dpfast.errors import InputError, StateError
@@ -21,8 +22,10 @@ from dpfast.modes import (
     Left,
     check_threshold,
     held_by,
+    not_noted,
     shares_noise,
 )
+from dpfast.opacus.two_passes import NO_SCALER
 
 _PIECE = 2**16
 """Numbers of noise that are drawn at a time: a quarter of a megabyte, a part of a core's own cache."""
@@ -52,9 +55,12 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
             ``generator``. Others: as Opacus's class.
 
     Raises:
-        StateError: ``step()`` where no parameter has a gradient, where gradients are sums over ranks and there is no
-            ``secret``, or where they are still this rank's alone (``no_sync``; the module called past its
-        DistributedDataParallel), or clipped to more than ``max_grad_norm``. InputError: ``secret`` in secure mode.
+        StateError: ``step()`` where no parameter has a gradient, where gradients are not clipped (of a
+            GradSampleModule; of a backward pass after ``disable_hooks()`` or ``remove_hooks()``; of some parameters
+            beside clipped sums of others), where several wrapped modules have left them, where they are sums over ranks
+            and there is no ``secret``, or where they are still this rank's alone (``no_sync``; the module called past
+            its DistributedDataParallel), or clipped to more than ``max_grad_norm``. InputError: ``secret`` in secure
+            mode.
 
     >>> from dpfast.modes import GradSampleModuleFastGradientClipping
     >>> model = GradSampleModuleFastGradientClipping(torch.nn.Linear(3, 2), max_grad_norm=1.0)
@@ -67,6 +73,7 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
 
     generator: Any
     _passes = 0
+    _modules: frozenset[int] = frozenset()  # whose sums this step has taken
     batches: PoissonBatches | None = None
     """Where they are known: all ranks must be at the same step of them, or a sample could count twice."""
 
@@ -82,6 +89,22 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
         if secret is not None:
             self._stream = secret.new_stream()
             shares_noise(self.params, self)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The wrapped optimizer's.
+
+        Raises:
+            StateError: a ``GradScaler`` asks, which is about to divide clipped sums by the loss's scale. It asks for
+                nothing else before it does.
+        """
+        if isinstance(sys._getframe(1).f_locals.get("self"), torch.amp.GradScaler):
+            raise StateError(NO_SCALER)
+        return super().param_groups
+
+    @param_groups.setter
+    def param_groups(self, param_groups: list[dict[str, Any]]) -> None:
+        self.original_optimizer.param_groups = param_groups
 
     @property
     def stream(self) -> tuple[str, int] | None:
@@ -116,10 +139,13 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
         if params and all(p.grad is None for p in params):
             raise StateError("no parameter has a gradient: no backward pass since the last step")
         left = held_by(params)
+        _check_clipped(params, left)
         self._check_ranks(left)
         if left is not None:
             self._check_sensitivity(left)
-            self._passes = max(self._passes, left.passes)
+            modules = self._modules | left.modules
+            _check_one(modules)
+            self._passes, self._modules = max(self._passes, left.passes), modules
         for p in params:
             grad = torch.zeros_like(p) if p.grad is None else p.grad
             p.grad = None
@@ -207,8 +233,41 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
         """Takes the gradients; adds noise and scales unless the step is to be skipped. As in Opacus."""
         full_step = super().pre_step(closure)
         if full_step:
-            self._passes = 0
+            self._passes, self._modules = 0, frozenset()
         return full_step
+
+
+def _check_clipped(params: Sequence[nn.Parameter], left: Left | None) -> None:
+    others = [] if left is None else not_noted(params)
+    if others:
+        raise StateError(
+            f"{len(others)} of the {len(params)} parameters, one {tuple(others[0].shape)}, have a p.grad that no "
+            "private backward pass has left, beside clipped sums in the others: it is not clipped. Wrap one module "
+            "that holds all that the optimizer trains, or give what is not private an optimizer of its own; who "
+            "changes a clipped sum writes into p.grad and does not replace it"
+        )
+    if left is not None and left.unclipped:
+        raise StateError(
+            "p.grad holds the gradients of a backward pass that clips nothing (after disable_hooks() or "
+            "remove_hooks(), or of the model itself beside its compiled step): enable_hooks(), or wrap it again, and "
+            "zero_grad() before the private one. Gradients of public data are added after step(), or by "
+            "torch.autograd.grad"
+        )
+    if left is None and any(getattr(p, "grad_sample", None) is not None for p in params):
+        raise StateError(
+            "p.grad holds a sum that nobody has clipped, beside p.grad_sample of a GradSampleModule: its optimizer is "
+            "opacus.optimizers.DPOptimizer, which clips p.grad_sample; or wrap the model in "
+            "GradSampleModuleFastGradientClipping"
+        )
+
+
+def _check_one(modules: frozenset[int]) -> None:
+    if len(modules) > 1:
+        raise StateError(
+            f"this step takes the clipped sums of {len(modules)} wrapped modules, and each clips by itself: a sample "
+            f"could move what is released by {len(modules)}**0.5 times max_grad_norm and more. Wrap one module that "
+            "holds them all, or give each an optimizer, and a share of the privacy budget"
+        )
 
 
 class _BoundToModule(DPOptimizerFast):
@@ -240,6 +299,17 @@ class _BoundToModule(DPOptimizerFast):
         clip_to(self.module, value)
         self._noise_for = float(value)
 
+    def accumulate(self) -> None:
+        """Moves ``p.grad`` to ``p.summed_grad``, or adds it there."""
+        left = held_by(self.params)
+        if self.params and left is None:
+            raise StateError(
+                "p.grad does not hold clipped gradients: no backward pass of the dpfast module since the last step"
+            )
+        super().accumulate()
+        if left is not None:
+            self._taken = max(self._taken, left.sensitivity)
+
     def _check_sensitivity(self, left: Left) -> None:
         """Noise is for the largest in any case. Units are to be whole in one backward pass."""
         if self.module.needs_units and (left.passes > 1 or self._is_last_step_skipped):
@@ -265,12 +335,10 @@ class TwoPassOptimizer(_BoundToModule):
     Args:
         module: the module whose norms the criterion has weighted the losses by.
         max_grad_norm: C. Others: as in Opacus.
-    """
 
-    def accumulate(self) -> None:
-        """``p.summed_grad += p.grad``."""
-        self._taken = max(self._taken, self.module.sensitivity)
-        super().accumulate()
+    Raises:
+        StateError: ``step()`` without both backward passes since the last one.
+    """
 
 
 class OnePassOptimizer(_BoundToModule):
@@ -283,17 +351,6 @@ class OnePassOptimizer(_BoundToModule):
     Raises:
         StateError: ``step()`` without a backward pass since the last one.
     """
-
-    def accumulate(self) -> None:
-        """Moves ``p.grad`` to ``p.summed_grad``, or adds it there."""
-        left = held_by(self.params)
-        if self.params and left is None:
-            raise StateError(
-                "p.grad does not hold clipped gradients: no backward pass of the dpfast module since the last step"
-            )
-        super().accumulate()
-        if left is not None:
-            self._taken = max(self._taken, left.sensitivity)
 
 
 class _DistributedFast(DistributedDPOptimizerFastGradientClipping, DPOptimizerFast):

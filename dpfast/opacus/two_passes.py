@@ -12,7 +12,13 @@ from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClippi
 from torch import Tensor
 
 from dpfast.errors import DpfastWarning, InputError
-from dpfast.modes import GradSampleModule
+from dpfast.modes import GradSampleModule, left_in
+
+NO_SCALER = (
+    "GradScaler scales the loss, and what it unscales has been clipped before: another sum than the one that the noise "
+    "is for. Leave the scaler out: norms are taken in fp32 or fp64, and autocast to bfloat16 (the Trainer's bf16=True) "
+    "needs none"
+)
 
 _LOOKED_AT: WeakSet[Any] = WeakSet()
 """Modules of Opacus's whose first second pass has been looked at."""
@@ -42,7 +48,9 @@ def two_passes(loss: DPTensorFastGradientClipping, factors: Callable[[], Tensor]
         factors: what the norms make of the samples' clip factors.
     """
     reduced(loss).backward(retain_graph=True)
-    loss.optimizer.zero_grad()
+    # dpfast's first pass leaves what is there: clipped sums of earlier losses of this step, which Opacus's would lose.
+    if not isinstance(loss.module, GradSampleModule) or left_in(loss.module.parameters()) is None:
+        loss.optimizer.zero_grad()
     second_pass(loss.module, loss.loss_per_sample, factors())
 
 

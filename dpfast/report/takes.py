@@ -21,7 +21,7 @@ class Caught:
     """Rules run, and that is all."""
 
     passes = 1
-    defers = False
+    gives_gradients = defers = False
 
     def on_forward(self, inputs: Sequence[Tensor], call: tuple[Any, Any]) -> None:
         pass

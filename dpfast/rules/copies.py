@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,7 +27,9 @@ def group_norm_of_copies(layer: nn.GroupNorm, piece: Pieces, input: Tensor) -> T
     if not can_be_one(input, layer.num_groups, parameters):
 
         def by_rule(parameters: Any, activations: Activations, backprops: Tensor) -> Mapping[Any, Factor]:
-            return group_norm(layer, activations, backprops)
+            weight, bias = parameters
+            of = SimpleNamespace(weight=weight, bias=bias, num_groups=layer.num_groups, eps=layer.eps)
+            return group_norm(of, activations, backprops)
 
         return piece(by_rule, lambda x, w, b: F.group_norm(x, layer.num_groups, w, b, layer.eps), parameters, input)
     own = [p for p in parameters if p is not None]

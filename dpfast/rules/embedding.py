@@ -40,7 +40,7 @@ def _forward(parameters: Mapping[str, Any], layer: Any, x: Tensor) -> tuple[Tens
     return torch.embedding(parameters.get("weight"), x, padding, False, False), ()  # type: ignore[arg-type]
 
 
-register_node(nn.Embedding, _forward, None, rank=1)
+register_node(nn.Embedding, _forward, None, names=("weight",), rank=1)
 
 
 @register_rule(nn.EmbeddingBag, fresh=True)

@@ -63,9 +63,13 @@ def repeat(meeting: Meeting, x: Shared, *_: Any) -> Any:
     return (copies.flatten(dim, dim + 1) if copies.dim() > max(x.dim(), x.dim() - dim) else copies).repeat(times)
 
 
-@register_function(*_of("matmul", "__matmul__", "__rmatmul__", "mm"))
+@register_function(*_of("matmul", "__matmul__", "__rmatmul__", "mm", "mv"))
 def matmul(meeting: Meeting, x: Tensor, y: Tensor) -> Any:
-    """A table of two dimensions on the right is a layer's; others are broadcast."""
+    """A table of two dimensions on the right is a layer's, a vector is one of a column; others are broadcast."""
+    if isinstance(y, Shared) and y.dim() == 1 and x.dim() > 1:
+        return torch.matmul(x, y.unsqueeze(-1)).squeeze(-1)
+    if isinstance(x, Shared) and x.dim() == 1 and y.dim() > 1:
+        return torch.matmul(y.mT, x)
     if isinstance(y, Shared) and not isinstance(x, Shared) and y.dim() == 2 and x.dim() > 1:
 
         def factors(values: Any, activations: Any, backprops: Tensor) -> Any:

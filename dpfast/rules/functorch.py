@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vjp, vmap
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from dpfast.arithmetic import accumulating_dtype
+from dpfast.arithmetic import accumulating_dtype, is_traced
 from dpfast.errors import DpfastWarning, UnsupportedModuleError
 from dpfast.factors import Dense, Factor
 from dpfast.taps import Activations, owned_parameters
@@ -42,6 +42,11 @@ _OTHER_SHAPE = (
     f"inputs. {_WAYS_OUT}"
 )
 _DRAWS = f"it has no rule, and draws random numbers, which cannot be drawn again. {_WAYS_OUT}"
+
+_IN_A_GRAPH = (
+    "it has no rule, and taking it apart by samples looks at values, of which a graph has none while it is captured. "
+    f"{_WAYS_OUT} Or take GradSampleModuleFastGradientClipping, the same step without a graph"
+)
 
 
 def functorch(
@@ -84,6 +89,8 @@ def functorch(
         return _by_parameter(own, _by_itself(run, candidates, activations.followed, backprops))
     found = _by_vmap(run, candidates, activations.followed, backprops)
     if isinstance(found, Exception):
+        if is_traced():
+            raise UnsupportedModuleError(_IN_A_GRAPH) from found
         problem, found = found, _by_itself(run, candidates, activations.followed, backprops)
         _announce(activations.layer or type(module).__name__, problem)
         _by_loop.add(module)

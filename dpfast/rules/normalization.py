@@ -142,7 +142,7 @@ def torch_rms_norm(layer: nn.RMSNorm, activations: Activations, backprops: Tenso
 
 
 @register_rule(nn.GroupNorm, fresh=True)
-def group_norm(layer: nn.GroupNorm, activations: Activations, backprops: Tensor) -> dict[nn.Parameter, Factor]:
+def group_norm(layer: Any, activations: Activations, backprops: Tensor) -> dict[nn.Parameter, Factor]:
     """activations[0] and backprops (N, C, *spatial)."""
     return _by_channel(layer, activations[0], backprops, layer.num_groups, layer.eps)
 

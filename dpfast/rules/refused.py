@@ -6,6 +6,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from dpfast.taps import register_fault
 
@@ -64,3 +67,21 @@ def uninitialised(layer: Any) -> str | None:
     if not layer.has_uninitialized_params():
         return None
     return "is not initialised; run one forward pass before wrapping the model"
+
+
+@register_fault(nn.Module)
+def computed_before(layer: nn.Module) -> str | None:
+    """Hooks of torch's that make a layer's weight before its forward, where no tap sees what of."""
+    if not layer._forward_pre_hooks:  # nearly all layers
+        return None
+    for hook in layer._forward_pre_hooks.values():
+        if isinstance(hook, (BasePruningMethod, SpectralNorm, WeightNorm)):
+            made = hook._tensor_name if isinstance(hook, BasePruningMethod) else hook.name
+            of = [n for n, p in layer._parameters.items() if n.startswith(f"{made}_") and p is not None]
+            if any(layer._parameters[n].requires_grad for n in of):  # type: ignore[union-attr]  # none is None
+                return (
+                    f"its {made} is made of {' and '.join(of)} before its forward ({type(hook).__module__}); make it "
+                    "by a parametrization (torch.nn.utils.parametrize; torch.nn.utils.parametrizations has weight_norm "
+                    f"and spectral_norm), or freeze {' and '.join(of)}"
+                )
+    return None

@@ -12,8 +12,9 @@ from dpfast.taps.documents import Documents, Told
 from dpfast.taps.followed import Source
 from dpfast.taps.gathered import end_model, experts_of, follow_model
 from dpfast.taps.held import Held
-from dpfast.taps.inputs import keys_of, leaves_of
+from dpfast.taps.inputs import keys_of, leaves_of, results_in
 from dpfast.taps.layout import (
+    Mixed,
     Rows,
     batch_in_front,
     batch_to_front,
@@ -23,9 +24,12 @@ from dpfast.taps.layout import (
     tokens_in,
     unfolded,
 )
+from dpfast.taps.leaves import refuses
+from dpfast.taps.left_behind import LeftBehind
 from dpfast.taps.node import Record, TappedLayer
 from dpfast.taps.own_node import register_node
 from dpfast.taps.passes import forget_compiled_code, in_backward, never_compiled, suspended, taps_suspended
+from dpfast.taps.pieces import Pieces
 from dpfast.taps.probe import Probe
 from dpfast.taps.registry import (
     Activations,
@@ -49,7 +53,7 @@ from dpfast.taps.registry import (
     register_rule,
 )
 from dpfast.taps.shared import Meeting, Shared
-from dpfast.taps.tap import Pieces, Tap, TappedForward
+from dpfast.taps.tap import Tap, TappedForward
 from dpfast.taps.witness import same_random_numbers
 
 __all__ = [
@@ -58,7 +62,9 @@ __all__ = [
     "DetachableParameters",
     "Documents",
     "Held",
+    "LeftBehind",
     "Meeting",
+    "Mixed",
     "Pieces",
     "Probe",
     "Record",
@@ -90,6 +96,7 @@ __all__ = [
     "never_compiled",
     "owned_modules",
     "owned_parameters",
+    "refuses",
     "register_batch_dim",
     "register_broadcast",
     "register_by_row",
@@ -102,6 +109,7 @@ __all__ = [
     "register_norm_sampler",
     "register_rule",
     "registry",
+    "results_in",
     "same_random_numbers",
     "sees_its_own_heads",
     "suspended",

@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import copy
 import copyreg
+import io
+import threading
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from dpfast.taps.detached import DetachableParameters
+from dpfast.taps.followed import Picked
+from dpfast.taps.inputs import stands_alone
 from dpfast.taps.tap import Tap, TappedForward
 
 _AS_THEY_ARE = frozenset(
     {type(None), bool, int, float, complex, str, bytes, type, types.FunctionType, types.BuiltinFunctionType}
 )
+_NEVER_COPIED = (types.ModuleType, io.IOBase, threading.local, type(threading.Lock()), type(threading.RLock()))
 _HOOKS = frozenset(name for name in vars(nn.Module()) if name.endswith(("_hooks", "_with_kwargs", "_always_called")))
 
 _COMPILED = "_compiled_call_impl"  # which modules leave out
@@ -71,15 +76,62 @@ def _copied(name: str, value: Any, memo: dict[int, Any]) -> Any:
         return kind()
     if kind in (dict, DetachableParameters) and name in ("_parameters", "_modules"):
         return kind({k: None if x is None else copy.deepcopy(x, memo) for k, x in value.items()})
+    if isinstance(value, _NEVER_COPIED):
+        return value
     return copy.deepcopy(value, memo)
 
 
 def drop_hooks(model: nn.Module) -> None:
-    """Of a copy: hooks are not copied with what they hold. Hugging Face's models hang up theirs again, which collect
+    """Of a copy: hooks are not copied with what they hold. Plain functions that hold nothing stay, but not those that
+    have made the model's input, which comes as they left it. Hugging Face's models hang up theirs again, which collect
     what they give (router logits, hidden states)."""
     for module in model.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            hooks.clear()
+            has_run = module is model and hooks is module._forward_pre_hooks
+            for number in [i for i, hook in hooks.items() if has_run or not _holds_nothing(hook)]:
+                del hooks[number]
         if isinstance(module.__dict__.get("forward"), TappedForward):
             module.__dict__["forward"].around = None
         module.__dict__.pop("_output_capturing_hooks_installed", None)
+
+
+def _holds_nothing(hook: Any) -> bool:
+    return type(hook) is types.FunctionType and stands_alone(hook)
+
+
+class OfCopy(Tap):
+    """The tap of a copy, where rows are always followed.
+
+    Attributes:
+        picked: the numbers of the rows that it runs on, where they were picked.
+    """
+
+    follows = True
+    picked: Tensor | None = None
+
+    def run_picked(
+        self, picked: Picked, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Each row at its place among all: no row's bits depend on how many others were picked."""
+        x, *others = args or (None,)
+        if not isinstance(x, Tensor) or others or kwargs or picked.numbers is None or picked.of is None or x.dim() > 2:
+            return self._as_picked(picked, forward, args, kwargs)
+        numbers = picked.numbers.flatten()
+        every = x.new_zeros(picked.of.shape.numel(), x.shape[-1])
+        every[numbers] = x.reshape(-1, x.shape[-1])
+        output = self.caught(forward, (every,), {})
+        if not isinstance(output, Tensor) or output.shape[:1] != every.shape[:1]:
+            return self._as_picked(picked, forward, args, kwargs)
+        return output[numbers].view(*x.shape[:-1], *output.shape[1:])
+
+    def _as_picked(
+        self, picked: Picked, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        self.picked = picked.numbers
+        try:
+            return self.caught(forward, args, kwargs)
+        finally:
+            self.picked = None
+
+    def tapped(self, output: Any, *_: Any, **__: Any) -> Any:
+        return output

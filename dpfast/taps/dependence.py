@@ -6,7 +6,7 @@ makes of such a one is no sample's and not without samples either.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,17 +23,19 @@ class Dependence(TorchDispatchMode):
 
     Args:
         inputs: those of the model. samples: those of them that follow the batch.
-        size: of the batch.
+        size: of the batch. note: is told of all that operations give.
 
     Attributes:
         mixed: how often samples met what had been made of several of them, and of no one's own (their mean).
     """
 
-    def __init__(self, inputs: Sequence[Tensor], samples: Sequence[Tensor], size: int):
+    def __init__(
+        self, inputs: Sequence[Tensor], samples: Sequence[Tensor], size: int, note: Callable[[list[Tensor]], None]
+    ):
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self._of_inputs: dict[int, Any] = {}  # memory, kept, so that no other gets the number of one
         self._of_samples: set[int] = set()
-        self._size = size
+        self._size, self._note = size, note
         self.mixed = 0
         for x in inputs:
             self._add(x, any(x is y for y in samples))
@@ -57,6 +59,7 @@ class Dependence(TorchDispatchMode):
 
     def _noted(self, func: Any, args: Any, kwargs: Any) -> Any:
         output = func(*args, **kwargs)
+        self._note(tensors_in(output))
         took = [x for x in tensors_in((args, kwargs)) if x in self]
         name = func._schema.name.rpartition("::")[2]
         if not took or name.endswith(_SHAPES_ALONE):

@@ -19,14 +19,15 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dpfast.errors import DpfastError, InputError, UnsupportedModuleError
 from dpfast.taps.boundaries import shows, steps
+from dpfast.taps.copies import OfCopy
 from dpfast.taps.fingerprints import fingerprints
 from dpfast.taps.gathered import following_model, picked_here
-from dpfast.taps.inputs import Structure, leaves_of
+from dpfast.taps.inputs import Structure, leaves_of, results_in
 from dpfast.taps.layout import Place, Rows, kind_here, tokens_in
 from dpfast.taps.passes import in_backward
 from dpfast.taps.registry import find_by_row, find_forward
 from dpfast.taps.tap import Tap
-from dpfast.taps.witness import OfCopy, copied, same_random_numbers, stand_ins
+from dpfast.taps.witness import copied, same_random_numbers, stand_ins
 
 _SAME = 0.02
 """How far, in norm, a layer's rows may be from those of its tokens in another order: rounding, in 16 bits too."""
@@ -65,7 +66,7 @@ class Told(NamedTuple):
     """
 
     layers: dict[tuple[int, Any], str | None]
-    outputs: dict[int, str]
+    outputs: dict[int | str, str]
     of_nobody: frozenset[int]
 
 
@@ -150,12 +151,12 @@ class _Look:
             met = self._mixed(base.grads, masks, [run.grads for run in runs])
             if masks and not changed:
                 raise ValueError("no layer's output changed")
-            inert = base.calls.keys() - changed
-            if inert:  # what the exchange does not reach is exchanged itself
+            if inert := base.calls.keys() - changed:  # what the exchange does not reach is exchanged itself
                 masks = [*masks, *masks]
                 runs += [self._run(mask, again, inert) for mask in masks[len(runs) :]]
             mixed = self._mixed(base.calls, masks, [run.calls for run in runs])
-            outputs = {i: why for i in range(len(base.outputs)) if (why := self._output(i, base, masks, runs))}
+            found = {i: self._output(i, base, masks, runs) for i in range(len(base.outputs))}
+            outputs: dict[int | str, str] = {i: why for i, why in found.items() if why}
             of_nobody = frozenset(i for i in range(len(base.outputs)) if self._meet_in_nobodys(i, base, runs))
             if (mixed or outputs or met) and not _alike(base, self._run(None, again, backwards=True)):
                 raise ValueError("the same inputs gave other numbers when repeated")
@@ -251,7 +252,7 @@ class _Look:
         again()
         args, kwargs = self.structure.unflatten(leaves)
         with following_model(taps[0].taps, model, leaves), torch.set_grad_enabled(backwards and whole):
-            outputs = tree_leaves(model(*args, **kwargs))
+            outputs = results_in(model(*args, **kwargs))
         for i, x in enumerate(outputs):
             prints = None
             if isinstance(x, Tensor) and x.is_floating_point() and x.dim() <= 1 == x.numel():

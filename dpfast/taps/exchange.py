@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dpfast.taps.carried import carried
 from dpfast.taps.layout import NO_SAMPLES, Call, Mixed, Place, Rows
 from dpfast.taps.picks import NO_ROUTES, Routes
 from dpfast.taps.tap import Tap
 from dpfast.taps.witness import Key, Run, first_samples, run_on, same_random_numbers, stand_ins, whose_rows
-
-_SAMPLES = 3
 
 _IN_BACKWARD = (
     "the gradient at its output changes with a sample that is not its own, and what the forward pass gives does not; "
@@ -33,6 +32,10 @@ _IN_LOSS = (
     "samples' tokens where these have different numbers of them)"
 )
 
+_FAILS = "with a sample in another one's place it fails, {}"
+_NO_BACKWARD = "more than one backward pass through it fails, {}"
+_DIFFERS = "two runs on the same samples differ (random numbers of a generator of its own?)"
+
 Grads = dict[Key, list[Tensor]]
 
 
@@ -41,15 +44,18 @@ class Told(NamedTuple):
 
     Attributes:
         places: of taps, where they correct what shapes tell.
-        outputs: of the model's outputs, by number, why a loss made of one has no gradients by sample.
+        outputs: of the model's outputs, by number, and of what its modules keep in attributes, by name, why a loss made
+            of one has no gradients by sample.
         changed: whether anything has changed at all.
-        routes: where rows are picked.
+        routes: where rows are picked. why: nothing is told. carried: of :func:`carried.carried`.
     """
 
     places: dict[Key, Place]
-    outputs: dict[int, str]
+    outputs: dict[int | str, str]
     changed: bool
     routes: Routes = NO_ROUTES
+    why: str | None = None
+    carried: Sequence[str] = ()
 
     @property
     def is_wrong(self) -> bool:
@@ -64,18 +70,19 @@ def told_by_exchange(
     structure: Any,
     dims: list[int | None],
     places: dict[Key, Place],
-    n: int,
-) -> Told | None:
-    """What comes of exchanging samples; None where the model does not run so.
+    sizes: Sequence[int],
+) -> Told:
+    """What comes of exchanging samples.
 
     Args:
         leaves, structure: the inputs, flattened. dims: of each, that of its samples. places: as shapes tell them.
-        n: the number of samples.
+        sizes: so many samples, or where that does not run so many.
     """
     if any(hasattr(p, "device_mesh") for p in model.parameters()):
-        return None  # parts of parameters (FSDP2, tensor parallel), with which a copy does not run
+        return _NOTHING  # parts of parameters (FSDP2, tensor parallel), with which a copy does not run
     others = stand_ins(model)
-    for size in dict.fromkeys((_SAMPLES, n)):
+    first: Exception | None = None
+    for size in dict.fromkeys(sizes):
         for noisy, numbers in ((True, others), (False, others), (False, {})):
             if size < 2:
                 continue
@@ -83,10 +90,10 @@ def told_by_exchange(
                 with same_random_numbers() as again:
                     exchange = _Exchange(model, taps, leaves, structure, dims, places, size, numbers, again)
                     told = exchange.told_with_noise() if noisy else exchange.told()
-                    return told._replace(routes=exchange.routes)
-            except Exception:  # whatever a model raises that wants its batch, or its values, otherwise
-                pass
-    return None
+                    return told._replace(routes=exchange.routes, carried=exchange.carried(told))
+            except Exception as error:  # whatever a model raises that wants its batch, or its values, otherwise
+                first = first or error
+    return _NOTHING if first is None else _NOTHING._replace(why=_FAILS.format(said_by(first)))
 
 
 def calls_on_data(
@@ -97,6 +104,15 @@ def calls_on_data(
         some = [first_samples(x, dim, size) for x, dim in zip(leaves, dims, strict=True)]
         _, witnesses = run_on(model, taps, structure, some, {}, size, {})
     return [witness.took_and_gave for witness in witnesses]
+
+
+_NOTHING = Told({}, {}, changed=True)
+
+
+def said_by(error: Exception) -> str:
+    """In one line."""
+    said = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {said}"
 
 
 class _Exchange:
@@ -161,7 +177,7 @@ class _Exchange:
         if wrong or outputs or met or losses:  # is it the exchange that it comes from?
             repeated = self._run(None, noisy)
             if not _alike(base, repeated):
-                return Told({}, {}, changed=True)
+                return Told({}, {}, changed=True, why=_DIFFERS)
             if outputs:
                 outputs = self._of_batch(outputs, base, noisy)
         outputs |= losses
@@ -182,11 +198,37 @@ class _Exchange:
             for key, calls in run.calls.items()
             for x, y in zip(calls, base.calls.get(key, []), strict=False)
         )
-        return Told(found, outputs, changed)
+        own = len(base.outputs) - len(base.held)
+        named = {i if i < own else base.held[i - own]: message for i, message in outputs.items()}
+        why = _NO_BACKWARD.format(said_by(base.failed[0])) if base.failed and not (wrong or outputs) else None
+        return Told(found, named, changed, why=why)
+
+    def carried(self, told: Told) -> Sequence[str]:
+        """What of a sample changes the forward after its own; not asked where something is wrong already."""
+        if told.is_wrong or told.why is not None:
+            return ()
+        pair = (self._batch(None, self.size), self._batch(0, self.size))
+        try:
+            return carried(
+                self.model, self.taps, self.structure, *pair, self.places, self.size, self.others, self.again
+            )
+        except Exception:  # what it kept may fit no batch of this size
+            return ()
 
     def _run(self, other: int | None, noisy: bool, size: int | None = None) -> Run:
         """One forward with the sample of that number exchanged."""
-        leaves, size = list(self.leaves), size or self.size
+        size = size or self.size
+        leaves = self._batch(other, size)
+        self.again()
+        run, _ = run_on(
+            self.model, self.taps, self.structure, leaves, self.places, size, self.others, noisy=noisy, other=other
+        )
+        self.routes = self.routes | run.routes[0]
+        return run
+
+    def _batch(self, other: int | None, size: int) -> list[Any]:
+        """The inputs with the sample of that number exchanged."""
+        leaves = list(self.leaves)
         # Where sequences are packed, numbers of samples are lengths, and others of them make other shapes.
         more = self.packed and any(
             dim is not None and not _is_a_number_each(leaves[i]) for i, dim in enumerate(self.dims)
@@ -196,12 +238,7 @@ class _Exchange:
                 leaves[i] = first_samples(leaves[i], dim, size)
                 if other is not None and not (more and _is_a_number_each(leaves[i])):
                     leaves[i] = _exchanged(leaves[i], dim, other)
-        self.again()
-        run, _ = run_on(
-            self.model, self.taps, self.structure, leaves, self.places, size, self.others, noisy=noisy, other=other
-        )
-        self.routes = self.routes | run.routes[0]
-        return run
+        return leaves
 
     def _place(self, place: Place, base: Any, runs: list[Any], which: list[int]) -> Place:
         """The place that the runs tell, or what is wrong with it."""

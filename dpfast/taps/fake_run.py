@@ -29,10 +29,12 @@ from dpfast.taps.dependence import Dependence
 from dpfast.taps.detached import detached_parameters
 from dpfast.taps.inputs import tensors_in
 from dpfast.taps.layout import Call
+from dpfast.taps.left_behind import LeftBehind, say_what_was_guessed
 from dpfast.taps.passes import taps_suspended
+from dpfast.taps.pieces import Pieces
 from dpfast.taps.registry import find_forward, find_function, find_rule, owned_modules
 from dpfast.taps.shared import Meeting, Operation, Shared, without_samples
-from dpfast.taps.tap import ALONE, ELSEWHERE, OWN, Pieces, Tap
+from dpfast.taps.tap import ALONE, ELSEWHERE, OWN, Tap
 from dpfast.taps.unsharded import copied_whole
 
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
@@ -74,6 +76,26 @@ def calls_in_forward(
         leaves, structure: the inputs, flattened.
         dims: the dimension of each of them that is set to ``size``, if any.
     """
+    left = LeftBehind(model)
+    told = _told(left, mode, parameters, model, taps, leaves, structure, dims, size)
+    left.take_back()
+    if isinstance(told, str):
+        raise RuntimeError(told)
+    return told
+
+
+def _told(
+    left: LeftBehind,
+    mode: FakeTensorMode,
+    parameters: dict[int, Tensor],
+    model: nn.Module,
+    taps: Sequence[Tap],
+    leaves: list[Any],
+    structure: Any,
+    dims: list[int | None],
+    size: int,
+) -> list[list[tuple[Any, Call | bool]]] | str:
+    """The same, or what the forward raises: an error itself would hold all that was there."""
     memo: dict[int, Any] = {id(taps[0].taps): Nobody(), **parameters}
     with copied_whole(model, memo, mode), FakeCopyMode(mode):
         model, taps = copy_of(model, taps, memo)
@@ -81,11 +103,15 @@ def calls_in_forward(
         inputs = [_of_size(x, dim, size) if isinstance(x, Tensor) else x for x, dim in zip(leaves, dims, strict=True)]
         tensors = [x for x in inputs if isinstance(x, Tensor)]
         samples = [x for x, dim in zip(inputs, dims, strict=True) if isinstance(x, Tensor) and dim is not None]
-        dependence = Dependence(tensors, samples, size)
+        left.note((*tensors, *model.buffers()))
+        dependence = Dependence(tensors, samples, size, left.note)
         probes = [_Probe.of(tap, size, dependence) for tap in taps]
         args, kwargs = structure.unflatten(inputs)
-        with dependence:
-            model(*args, **kwargs)
+        try:
+            with dependence:
+                model(*args, **kwargs)
+        except Exception as error:
+            return str(error) or type(error).__name__
     return [probe.told() for probe in probes]
 
 
@@ -120,7 +146,8 @@ class _Probe(Tap):
 
     def caught(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         took = tensors_in((args, kwargs))
-        if isinstance(self.module, nn.Embedding) and any(x in self.dependence for x in took):
+        batches = [x for x in took if x in self.dependence and not self.dependence.follows(x)]
+        if isinstance(self.module, nn.Embedding) and batches:  # of one, to be broadcast
             args, kwargs, _ = self.with_whole_batch(args, kwargs, self.size)
         if isinstance(self.module, nn.EmbeddingBag) and args and args[0].dim() == 1:
             raise InputError("bags in one row: the batch is not that of the first input")
@@ -156,6 +183,9 @@ class _Probe(Tap):
 
     def known(self, key: Any) -> Any:
         return 0
+
+    def known_place(self, rank: int) -> Any:
+        return self.given  # the rest is found out here
 
     def own(self, parameter: nn.Parameter) -> Tensor:
         self.asked = True
@@ -241,6 +271,8 @@ def nothing_left_behind() -> Iterator[None]:
     """Random numbers, warnings, taps outside of the copy and what functions remember are as if nothing had run. The
     garbage collector waits: so many small objects come and go that it would look at everything many times."""
     before, collects, logged = random.getstate(), gc.isenabled(), _LOG.disabled
+    numpy_random: Any = sys.modules.get("numpy.random")
+    of_numpy = None if numpy_random is None else numpy_random.get_state()
     missed = [(f, f.cache_info().misses) for f in _remembering(len(sys.modules))]
     try:
         gc.disable()
@@ -258,6 +290,9 @@ def nothing_left_behind() -> Iterator[None]:
             gc.enable()
         _LOG.disabled = logged
         random.setstate(before)
+        if numpy_random is not None:
+            numpy_random.set_state(of_numpy)
         for f, misses in missed:  # a fake tensor that one remembered would turn up in the model's own forward
             if f.cache_info().misses != misses:
                 f.cache_clear()
+        say_what_was_guessed()

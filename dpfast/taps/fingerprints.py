@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,3 +29,16 @@ def _factors(start: int, number: int, device: torch.device) -> Tensor:
     """Odd numbers, one for each place in a row."""
     factors = torch.arange(start + 1, start + number + 1, device=device) * _ODD
     return (factors ^ (factors >> 29)) * _ODD | 1
+
+
+class Prints(NamedTuple):
+    """Of a tensor's rows along a dimension; in the samples' order, where the model has put them in another (sorted by
+    length): ``order``, the rows' numbers in that order."""
+
+    dim: int
+    order: Tensor | None
+
+    def of(self, x: Tensor) -> Tensor:
+        """Fingerprints."""
+        found = fingerprints(x, self.dim)
+        return found if self.order is None else found[self.order]

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+import dataclasses
+import enum
+import types
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 WITHOUT_TENSORS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
+_INERT = (*WITHOUT_TENSORS, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, enum.Enum)
 _DEPTH = 3
 
 
@@ -21,6 +27,18 @@ def leaves_of(inputs: Any) -> list[Any]:
     if all(isinstance(x, (Tensor, *WITHOUT_TENSORS)) for x in leaves):
         return leaves
     return Structure(inputs).leaves
+
+
+def results_in(output: Any, depth: int = _DEPTH) -> list[Any]:
+    """What is in a model's output: in lists, dicts and the like, and in objects that hold tensors."""
+    found: list[Any] = []
+    for x in tree_leaves(output):
+        inside: Any = None
+        if depth and not isinstance(x, (Tensor, torch.nn.Module, *WITHOUT_TENSORS)):
+            inside = list(x.values()) if isinstance(x, Mapping) else getattr(x, "__dict__", None)
+        some = results_in(inside, depth - 1) if inside else []
+        found += some if any(isinstance(y, Tensor) for y in some) else [x]
+    return found
 
 
 def tensors_in(x: Any) -> list[Tensor]:
@@ -44,6 +62,47 @@ def keys_of(args: Any, kwargs: Any) -> tuple[str, ...]:
     """By what names a call's inputs come, of arguments and of what is in dicts; None is not there."""
     given = [kwargs, *(x for x in args if isinstance(x, Mapping))]
     return tuple(sorted({str(key) for some in given for key, x in some.items() if x is not None}))
+
+
+def may_be_given_again(x: Any) -> bool:
+    """Whether a copy of the model may be called with it, or with a copy of it, and nobody notices."""
+    if isinstance(x, Tensor):
+        return not is_traceable_wrapper_subclass(x)
+    if isinstance(x, (torch.nn.Module, PackedSequence, torch.Generator, Iterator)) or not stands_alone(x):
+        return False
+    try:
+        copy.deepcopy(x)
+    except Exception:  # whatever an object of somebody's own raises
+        return False
+    return True
+
+
+def stands_alone(x: Any, depth: int = _DEPTH) -> bool:
+    """Whether it is no function, or one that reaches no module and no tensor but by its arguments."""
+    if not isinstance(x, types.FunctionType):
+        return True
+    known = x.__globals__
+    cells = [cell.cell_contents for cell in x.__closure__ or () if cell != types.CellType()]
+    named = [known[name] for name in _names(x.__code__) if name in known]
+    held = [*cells, *named, *(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
+    return all(
+        isinstance(y, _INERT)
+        and not _is_a_method(y)
+        and (depth > 0 or type(y) is not type(x))
+        and stands_alone(y, depth - 1)
+        for y in held
+    )
+
+
+def _is_a_method(x: Any) -> bool:
+    """Of an object, as ``kept.append``, and not of a module or type."""
+    owner = getattr(x, "__self__", None) if isinstance(x, types.BuiltinFunctionType) else None
+    return not isinstance(owner, (types.ModuleType, type, type(None)))
+
+
+def _names(code: types.CodeType) -> list[str]:
+    inner = [name for x in code.co_consts if isinstance(x, types.CodeType) for name in _names(x)]
+    return [*code.co_names, *inner]
 
 
 class Structure:
@@ -71,10 +130,12 @@ class Structure:
         flat = []
         for x, inside in self._parts:
             if inside is None:
-                flat.append(next(rest))
+                leaf = next(rest)
+                flat.append(leaf if isinstance(leaf, (Tensor, *WITHOUT_TENSORS)) else copy.deepcopy(leaf))
             else:
                 x = copy.copy(x)
-                x.__dict__.update(inside._made(rest))
+                _, fill = _inside(x)
+                fill(inside._made(rest))
                 flat.append(x)
         return tree_unflatten(flat, self._spec)
 
@@ -87,7 +148,23 @@ def _opened(x: Any, depth: int) -> Structure | None:
     """What an object of somebody's own holds, if there are tensors in it."""
     if not depth or isinstance(x, (Tensor, torch.nn.Module, *WITHOUT_TENSORS, PackedSequence)):
         return None
-    if not isinstance(getattr(x, "__dict__", None), dict):
-        return None
-    inside = Structure(vars(x), depth - 1)
-    return inside if any(isinstance(y, Tensor) for y in inside.leaves) else None
+    found, _ = _inside(x)
+    inside = Structure(found, depth - 1) if found else None
+    return inside if inside is not None and any(isinstance(y, Tensor) for y in inside.leaves) else None
+
+
+def _inside(x: Any) -> tuple[Any, Callable[[Any], None]]:
+    """What it holds, in a dict or list, and what puts others in their place."""
+    if isinstance(x, MutableMapping) and not isinstance(x, UserDict):
+        return dict(x), x.update
+    if isinstance(x, list):
+        return list(x), lambda others: x.__setitem__(slice(None), others)
+    if dataclasses.is_dataclass(x) and not hasattr(x, "__dict__"):
+
+        def fill(others: dict[str, Any]) -> None:
+            for name, value in others.items():
+                object.__setattr__(x, name, value)
+
+        return {field.name: getattr(x, field.name) for field in dataclasses.fields(x)}, fill
+    held = getattr(x, "__dict__", None)
+    return (held, held.update) if isinstance(held, dict) else (None, lambda _: None)

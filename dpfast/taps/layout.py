@@ -46,6 +46,11 @@ _TOGETHER, _OVER_AND_OVER = "N*k", "k*N"
 Places = Place | dict[Any, Place]
 """The same for every kind of input, or by kinds."""
 
+_RECURRENT = (
+    " (a recurrent layer of torch's is known as it is, not with a forward of its own, another method that the forward "
+    "runs, or a parametrization; nn.LSTMCell and the like, in a loop, may have one)"
+)
+
 # What torch itself has in dimension 0.
 _SAMPLES_FIRST = (nn.modules.conv._ConvNd, nn.GroupNorm, nn.modules.instancenorm._InstanceNorm, nn.EmbeddingBag)
 
@@ -99,8 +104,10 @@ def layouts(model: nn.Module, batch_dim: int) -> list[tuple[str, nn.Module, Layo
     return found
 
 
-def layout_line(name: str) -> str:
+def layout_line(name: str, folded: bool = False) -> str:
     """What settles where a layer has its samples."""
+    if folded:
+        return f"layout={{{name!r}: 'N*k'}} (a sample's rows stand together), or 'k*N' (the samples over and over)"
     return f"layout={{{name!r}: 0}} (the dimension; 'N*k' or 'k*N' for k rows a sample; 'shared' for none)"
 
 
@@ -231,7 +238,7 @@ def place_of(module: nn.Module, call: Call, other: Call, sizes: Sequence[int]) -
     if not found:
         return NO_SAMPLES if outputs else None
     if len({dim for dims in found for dim in dims}) > 1:
-        return "its output has the batch in several dimensions"
+        return "its output has the batch in several dimensions" + (_RECURRENT if isinstance(module, nn.RNNBase) else "")
     ((dim, times),) = found[0].items()
     if times is None:
         return f"dimension {dim} of its output follows the batch, but is no multiple of it"

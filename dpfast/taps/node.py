@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from dpfast.arithmetic import exact_arithmetic
@@ -39,11 +38,12 @@ class Receiver(Protocol):
         """How many samples the model's input has, in the pass that runs in this thread; None: not known."""
 
     def forward_here(self) -> Any:
-        """The forward pass of the model that runs in this thread, its ``size``, ``units`` and ``kind``; None: none
-        does."""
+        """The forward pass of the model that runs in this thread, its ``size``, ``units``, ``kind``, ``valid``;
+        None: none does."""
 
-    def units(self) -> Any:
-        """Whose each of these samples is, where several may be one's; None: each its own."""
+    def whose(self) -> tuple[Any, Tensor | None]:
+        """Whose each of these samples is, where several may be one's (None: each its own), and which of them are no
+        padding, (N,) bool (None: all)."""
 
     def is_input(self, x: Tensor) -> bool:
         """Whether ``x`` is, or is a view of, a tensor that the model was called with."""
@@ -61,7 +61,7 @@ class Receiver(Protocol):
         do now; else :meth:`receive` is asked."""
 
     def count_uses(self, parameters: Sequence[nn.Parameter]) -> Counter[int]:
-        """Counts one use more of each; uses by id, of the step that this thread is building."""
+        """Counts one use more of each; uses by id, of the step that is being built."""
 
     def check_ordinary(self, record: Record) -> None:
         """Raises where the tap's ordinary gradient would take the place of a clipped one."""
@@ -142,7 +142,7 @@ class Record:
         self.as_is = as_is
         self.parameters = parameters
         self.batch_size = tap.taps.batch_size()
-        self.units = tap.taps.units()
+        self.units, self.valid = tap.taps.whose()
         self.num_outputs = num_outputs
         self.fresh = fresh
         self.created_in = in_backward()
@@ -170,6 +170,7 @@ class Record:
         """Where they are. Raises InputError where they are in no dimension that could be taken, UnsupportedModuleError
         where rows are not one sample's."""
         place, tap = self.place, self.tap
+        folded = isinstance(place, Rows)
         if isinstance(place, Rows) and place.together is None and self.batch_size:
             place = f"its output has samples folded into dimension {place.dim}, in an order that is not known"
         if not isinstance(place, str):
@@ -187,7 +188,7 @@ class Record:
             f"{tap.layer}: {place} ({f'as forward passes tell, with output {seen}; ' if seen else ''}it took "
             f"{took or 'no tensor'} and gave {gave}). Every layer must see each sample once, in one dimension: "
             f"expand to the batch what the model broadcasts over its samples, or freeze the layer; or say where they "
-            f"are, {layout_line(tap.name)}"
+            f"are, {layout_line(tap.name, folded)}"
         )
 
     def take_tensors(self) -> list[Tensor]:
@@ -227,7 +228,7 @@ class TapFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # create_graph=True
-            return _once_differentiable(ctx, *grads)
+            return once(TapFunction._caught, ctx, *grads)
         return TapFunction._caught(ctx, *grads)
 
     @staticmethod
@@ -263,7 +264,31 @@ class TapFunction(torch.autograd.Function):
         return None, *grads, *to_parameters
 
 
-_once_differentiable = once_differentiable(TapFunction._caught)
+class _Once(torch.autograd.Function):
+    """Identity on gradients that have no gradients themselves."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: str, num_outputs: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.layer = layer
+        return tuple(x.detach() for x in tensors[:num_outputs])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+        raise UnsupportedModuleError(
+            f"{ctx.layer}: the loss depends on a gradient taken through it (create_graph=True: forces, scores, "
+            "penalties), and factors of second derivatives are not known here; leave create_graph out where "
+            "the loss does not need it, freeze the layer, or take torch.func.vmap over torch.func.grad"
+        )
+
+
+def once(caught: Callable[..., Any], ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    """A node's gradients where autograd is to keep a graph of them; an error where that is gone through."""
+    with torch.no_grad():
+        found = caught(ctx, *grads)
+    kept = [x for x in found if x is not None]
+    apply: Any = _Once.apply
+    of = iter(apply(ctx.record.tap.layer, len(kept), *kept, *(g for g in grads if g is not None)))
+    return tuple(None if x is None else next(of) for x in found)
 
 
 def _ordinary_gradients(

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from dpfast.taps.node import Record, TapFunction
+from dpfast.taps.node import Record, TapFunction, once
 
 _will_run = torch._C._will_engine_execute_node
 
@@ -26,12 +25,14 @@ class OwnNode(NamedTuple):
     Attributes:
         plain: the forward of the class, of which they are those.
         rank: how many dimensions its output has more than its input.
+        names: the parameters that they read.
         forward: ``(parameters, layer, x) -> (output, what the backward pass takes)``; nothing is recorded in it.
         backward: ``(gradient, x, *what it takes) -> gradient of x``; None where no gradient goes through x.
     """
 
     plain: Callable[..., Any]
     rank: int
+    names: frozenset[str]
     forward: Callable[[Mapping[str, Any], Any, Tensor], tuple[Tensor, tuple[Any, ...]]]
     backward: Callable[..., Tensor] | None
 
@@ -44,10 +45,11 @@ def register_node(
     forward: Callable[[Mapping[str, Any], Any, Tensor], tuple[Tensor, tuple[Any, ...]]],
     backward: Callable[..., Tensor] | None,
     *,
+    names: tuple[str, ...] = ("weight", "bias"),
     rank: int = 0,
 ) -> None:
     """Gives a class, and it alone, a node of its own; see :class:`OwnNode`."""
-    _nodes[cls] = OwnNode(cls.forward, rank, forward, backward)
+    _nodes[cls] = OwnNode(cls.forward, rank, frozenset(names), forward, backward)
 
 
 def find_node(cls: type[nn.Module]) -> OwnNode | None:
@@ -75,7 +77,7 @@ class LayerTap(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # create_graph=True
-            return _once_differentiable(ctx, grad)
+            return once(LayerTap._caught, ctx, grad)
         return LayerTap._caught(ctx, grad)
 
     @staticmethod
@@ -97,5 +99,4 @@ class LayerTap(torch.autograd.Function):
         return None, None, of_input, *to_parameters
 
 
-_once_differentiable = once_differentiable(LayerTap._caught)
 tapped_layer = super(torch.autograd.Function, LayerTap).apply  # without transforms of torch.func

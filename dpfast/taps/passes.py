@@ -70,6 +70,12 @@ def in_backward() -> int | None:
     return None if task == -1 else task
 
 
+def in_function() -> bool:
+    """Whether this runs within the forward of an ``autograd.Function``, where no graph is made; its backward may run it
+    again (reentrant checkpoints)."""
+    return not (torch.is_grad_enabled() or torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
+
+
 def saves_as_torch_does() -> bool:
     """Whether nobody else decides what is saved for the backward pass (checkpoints, offloading)."""
     return _hooks is not None and _hooks(True) is None

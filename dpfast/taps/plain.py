@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from dpfast.taps.detached import run_detached
 from dpfast.taps.gathered import rows_are_followed
+from dpfast.taps.inherited import has_helpers, methods_of
 from dpfast.taps.node import Record, TapFunction
 from dpfast.taps.own_node import OwnNode, find_node, tapped_layer
 from dpfast.taps.passes import in_backward, suspended
@@ -34,13 +35,15 @@ class Known(NamedTuple):
         rule: None where layers of the class go the general way.
         places_samples: the tap may have to expand an input to the batch.
         node: one that is the layer's own and the tap's, where there is one.
+        helpers: what its forward runs beside.
     """
 
     cls: type
-    registered: tuple[int, ...]
+    registered: tuple[Any, ...]
     rule: Rule | None
     places_samples: bool
     node: OwnNode | None
+    helpers: tuple[tuple[str, Any], ...]
 
 
 def _known(module: nn.Module) -> Known:
@@ -48,7 +51,8 @@ def _known(module: nn.Module) -> Known:
     if not makes_fresh_output(rule):
         rule = None
     cls = type(module)
-    return Known(cls, registered(cls), rule, isinstance(module, nn.Embedding), find_node(cls))
+    helpers = () if rule is None else methods_of(cls).helpers
+    return Known(cls, registered(cls), rule, isinstance(module, nn.Embedding), find_node(cls), helpers)
 
 
 class Own(NamedTuple):
@@ -56,7 +60,9 @@ class Own(NamedTuple):
 
     Attributes:
         numbers: their ids, None's too. values: without None. flags: which of these are trained.
-        trained, names: those. ordinary: all are parameters of torch's, and no subclass.
+        trained, names: those.
+        fits: the class's own node may run: what it reads are parameters, not buffers or attributes in the place of
+            some, and all are torch's, and no subclass.
     """
 
     numbers: list[int]
@@ -64,15 +70,15 @@ class Own(NamedTuple):
     flags: list[bool]
     trained: list[nn.Parameter]
     names: tuple[str, ...]
-    ordinary: bool
+    fits: bool
 
     @classmethod
-    def of(cls, parameters: Mapping[str, Any]) -> Own:
+    def of(cls, parameters: Mapping[str, Any], node: OwnNode | None) -> Own:
         values = [p for p in parameters.values() if p is not None]
         trained = {name: p for name, p in parameters.items() if p is not None and p.requires_grad}
-        ordinary = all(type(p) is nn.Parameter for p in values)
+        fits = node is not None and node.names <= parameters.keys() and all(type(p) is nn.Parameter for p in values)
         numbers, flags = list(map(id, parameters.values())), [p.requires_grad for p in values]
-        return cls(numbers, values, flags, list(trained.values()), tuple(trained), ordinary)
+        return cls(numbers, values, flags, list(trained.values()), tuple(trained), fits)
 
 
 def caught_plainly(tap: Any, own: object, x: object) -> Any:
@@ -86,8 +92,11 @@ def caught_plainly(tap: Any, own: object, x: object) -> Any:
     known: Known | None = tap.plain
     cls: Any = type(module)
     if known is None or known.cls is not cls or known.registered != registered(cls):
-        known = tap.plain = _known(module)
+        known, tap.own_parameters = _known(module), None
+        tap.plain = known
     if known.rule is None or type(x) is not Tensor or module._modules or module.__dict__.get("forward") is not own:
+        return None
+    if known.helpers and not has_helpers(module, known.helpers):
         return None
     if tap.alone or tap.sends or tap.receives or suspended() or rows_are_followed() or _transforms():
         return None
@@ -96,6 +105,8 @@ def caught_plainly(tap: Any, own: object, x: object) -> Any:
         return None
     created_in = in_backward()
     here = taps.forward_here() if created_in is None else None
+    if here is None and created_in is None:
+        return None
     n = here.size if here is not None else taps.batch_size()
     dims = x.dim()
     if known.places_samples and (n is None or (n > 1 and (dims < 2 or 1 in x.shape))):
@@ -103,24 +114,25 @@ def caught_plainly(tap: Any, own: object, x: object) -> Any:
     values = module._parameters.values()
     of: Own | None = tap.own_parameters
     if of is None or of.numbers != list(map(id, values)) or of.flags != list(map(_trained, of.values)):
-        of = tap.own_parameters = Own.of(module._parameters)
+        of = tap.own_parameters = Own.of(module._parameters, known.node)
     parameters, node = of.trained, known.node
     if not parameters:
         return None
     record = Record.__new__(Record)
     record.tap, record.rule, record.parameters, record.names = tap, known.rule, parameters, of.names
     record.batch_size, record.leaves, record.followed = n, [x], [x.requires_grad]
-    if node is not None and of.ordinary and n is not None and here is not None and cls.forward is node.plain:
+    if node is not None and of.fits and n is not None and here is not None and cls.forward is node.plain:
         place = tap.places.get(dims + node.rank)
         usual = type(place) is int and tap.given is None and here.kind is not None
         usual = usual and dims > 1 and not x.is_inference()
         if usual and _hooks(True) is None and not (_autocast("cpu") or _autocast("cuda")):
-            record.place, record.units, record.uses = place, here.units, taps.count_uses(parameters)
+            record.place, record.units, record.valid = place, here.units, here.valid
+            record.uses = taps.count_uses(parameters)
             return tapped_layer(record, node, x, *parameters)  # type: ignore[no-untyped-call]  # torch's
     output = run_detached(module._parameters, cls.forward, module, x)
     if type(output) is not Tensor or not output.is_floating_point():
         return tap.tapped(output, ((x,), {}), parameters, fresh=True, rule=known.rule)
-    record.created_in, record.units = created_in, taps.units()
+    record.created_in, (record.units, record.valid) = created_in, taps.whose()
     record.place = tap._place(output, record)
     if created_in is None:
         record.uses = taps.count_uses(parameters)

@@ -1,66 +1,59 @@
-"""Where each tap has its samples, learned and not assumed: the model's forward runs on fake tensors (shapes alone, no
-memory and no arithmetic), with the batch of its inputs set to one prime and to another.
-
-A dimension whose size differs between the two runs follows the batch; one that has the primes' sizes is that of the
-samples. No size that happens to equal N looks like either.
+"""When the taps of a model are given their places (:mod:`dpfast.taps.learned`): once for each kind of input that the
+model is called with, and again now and then for what the first look did not show.
 """
 
 from __future__ import annotations
 
-import itertools
-import types
+import enum
+import warnings
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dpfast.taps.exchange import calls_on_data, told_by_exchange
-from dpfast.taps.fake_run import Values, calls_in_forward, fake_parameters, nothing_left_behind
-from dpfast.taps.inputs import WITHOUT_TENSORS, Structure
-from dpfast.taps.layout import Mixed, Place, Places, kind_here, note_kind, place_of, place_of_result
+from dpfast.errors import DpfastWarning, InputError, UnsupportedModuleError
+from dpfast.taps.exchange import told_by_exchange
+from dpfast.taps.inputs import Structure
+from dpfast.taps.layout import Place, Places, kind_here, note_kind
+from dpfast.taps.learned import NOTHING, SAMPLES, Found, Learned, learned, with_own
 from dpfast.taps.passes import in_backward
-from dpfast.taps.picks import NO_ROUTES, Routes
 from dpfast.taps.routes import add_routes, routes_of
-from dpfast.taps.tap import OWN, Tap
+from dpfast.taps.tap import Tap
 
-_PRIMES = (53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109, 113)
-_SMALL = (3, 5, 2, 7, 11, 13, 17, 19, 23, 29)
-_MOST_RUNS = 16
+_MORE_SAMPLES = 8  # for what three do not show: groups, parts of the batch
+_LATER = frozenset(8**k - 1 for k in range(1, 9)) | {
+    1
+}  # forwards after the first that are looked at, for what that did
+# not show: a branch, random numbers, a weight that was zero
 _AGAIN = 4  # looks at batches that tell too little (empty ones)
 _MOST_LOOKS = 64  # a model that takes lists of tensors might see ever new ones
+_CALLER = 9  # frames from a warning to who called the model
 
-Found = dict[Any, Place]
-"""By the number of a tap and the rank of its output, or the way to an operation on what has no samples."""
+_NOT_LOOKED_AT = (
+    "{} could not be run to see what it does with samples: {}. That it does not mix them, and that its layers have "
+    "them in the batch's order and dimension, is taken on trust: if it is not so, clipping bounds nothing "
+    "(docs/layouts.md)"
+)
+
+_TOO_MANY = f"this is another kind of input than the {_MOST_LOOKS} that were looked at (and so are later ones)"
 
 
-class Seen(NamedTuple):
-    """What shapes tell: the places of taps, and the shapes of their outputs in words."""
-
-    places: Found
-    shapes: dict[Any, str]
-
-
-class Learned(NamedTuple):
-    """What runs of the model tell.
+class _Looks:
+    """At inputs of one kind.
 
     Attributes:
-        places: of taps. shapes: of their outputs, in words. outputs: of the model's outputs, by number, why a loss
-            that is made of one has no gradients by sample.
-        settled: nothing more would come of another look.
-        routes: where rows are picked.
+        due: how many more are to come at once. forwards: since the first. first: what that told.
     """
 
-    places: Found
-    shapes: dict[Any, str]
-    outputs: dict[int, str]
-    settled: bool
-    routes: Routes = NO_ROUTES
+    def __init__(self, due: int, first: Learned):
+        self.due, self.first, self.forwards = due, first, 0
 
-
-_NOTHING = Learned({}, {}, {}, settled=True)
+    def one_more(self) -> bool:
+        """Whether another forward is one to look at."""
+        self.forwards += 1
+        return self.due > 0 or (self.forwards in _LATER and bool(self.first.dims))
 
 
 class Probe:
@@ -74,25 +67,45 @@ class Probe:
     def __init__(self, receiver: Any, taps: list[Tap]):
         self._receiver = weakref.ref(receiver)
         self._taps = taps
-        self._looks: dict[tuple[Any, ...], int] = {}  # how many more each may have
-        self.outputs: dict[Any, dict[int, str]] = {}  # of the model's outputs, by kind: those that mix samples
-        self._asks_no_more = False
+        self._looks: dict[tuple[Any, ...], _Looks] = {}
+        self.outputs: dict[Any, dict[int | str, str]] = {}  # of the model's outputs, by kind: those that mix samples
+        self._asks_no_more = self._is_full = False
         self._dims: dict[tuple[Any, ...], list[set[int]]] = {}  # of each input, those that may follow the batch
+        self._called: tuple[Any, ...] | None = None  # what is to be noted if the forward runs
+        self._modules: list[nn.Module] = []
 
-    def look(self, inputs: Any, leaves: Sequence[Any], n: int, trainable: bytes) -> bool:
+    def _modes(self, model: nn.Module) -> bytes:
+        """Which modules are in training."""
+        self._modules = self._modules or list(model.modules())
+        return bytes([m.training for m in self._modules])
+
+    def look(self, inputs: Any, leaves: Sequence[Any], n: int | None, trainable: bytes) -> bool:
         """The model is called.
 
         Args:
-            inputs: (args, kwargs). leaves: what is in them. n: how many samples the first tensor has.
+            inputs: (args, kwargs). leaves: what is in them. n: how many samples the first tensor has, if there is one.
             trainable: which of the model's parameters are.
 
         Returns:
             whether such inputs had not been seen.
+
+        Raises:
+            InputError: there is none. UnsupportedModuleError: a forward pass keeps something of its samples.
         """
         receiver: Any = self._receiver()
+        if n is None:
+            if receiver.enabled and torch.is_grad_enabled() and in_backward() is None:
+                raise InputError(
+                    f"{type(receiver.model).__name__} is called with no tensor that has samples in dimension "
+                    f"{receiver.batch_dim} (with {', '.join(type(x).__name__ for x in leaves) or 'nothing'}): how many "
+                    "there are, and whose rows are whose, cannot be told; give it tensors (tokenise before, "
+                    "torch.as_tensor of arrays)"
+                )
+            return False
         # Sizes and numbers do not count: batches and sequences of another length are of the same kind. Which parameters
         # are trainable does: a frozen one stands in operations as any tensor, and no gradient of it is followed there.
-        kind: tuple[Any, ...] = (trainable, receiver.model.training, *inputs[1])
+        kind: tuple[Any, ...] = (trainable, self._modes(receiver.model), *inputs[1])
+        kind += tuple(_modes_named((*inputs[0], *inputs[1].values())))
         kind += tuple(x.dim() if isinstance(x, Tensor) else x is True or type(x) for x in leaves)
         dims = [{d for d, s in enumerate(x.shape) if s == n} if isinstance(x, Tensor) else set() for x in leaves]
         if self._asks_no_more:  # its batches may be as long as something else by accident where the other's were not
@@ -102,22 +115,34 @@ class Probe:
         by_accident = _alike_by_accident(leaves, dims)
         for some, before in zip(dims, self._dims.get(kind[1:], dims), strict=True):
             some &= before  # what once was not as long as the batch does not follow it
-        self._dims[kind[1:]] = dims
-        kind += by_accident
+        like, kind = kind[1:], (*kind, *by_accident)
         note_kind(receiver, kind)
         look = (*kind, *map(frozenset, dims))
-        if self._looks.get(look, 1) == 0 or not (receiver.enabled and torch.is_grad_enabled()):
+        self._called = like, dims, look, None
+        if not (receiver.enabled and torch.is_grad_enabled()):
+            return False
+        looks = self._looks.get(look)
+        if looks is not None and not looks.one_more():
             return False
         if look not in self._looks and len(self._looks) >= _MOST_LOOKS:
             # With other parameters frozen all is as it was, but what is not known by its way is an error.
             note_kind(receiver, next((k for k in self.outputs if k[1:] == kind[1:]), None))
+            if not self._is_full:
+                self._called = like, dims, None, _TOO_MANY
             return False
-        if in_backward() is None:
+        if in_backward() is None and looks is not None and looks.due == 0:
+            self._look_again(kind, inputs, looks.first, SAMPLES if looks.forwards == 1 else n)
+        elif in_backward() is None:
             follow = [receiver.batch_dim if receiver.batch_dim in some else min(some, default=None) for some in dims]
             found = learned(receiver.model, self._taps, inputs, leaves, follow, n)
             if add_routes(receiver, self._taps, found.routes):
                 found = learned(receiver.model, self._taps, inputs, leaves, follow, n)
-            self._looks[look] = 0 if found.settled else self._looks.get(look, _AGAIN) - (n > 0)
+            self._refuse_carried(found.carried)
+            if found.why is None:
+                due = _AGAIN if looks is None else looks.due
+                self._looks[look] = _Looks(0 if found.settled else due - (n > 0), found)
+            else:  # it may be a batch that the model cannot take, which says nothing of the next
+                self._called = like, dims, look, found.why
             self.outputs[kind] = found.outputs
             for i, tap in enumerate(self._taps):
                 for rank in {*tap.places, *(rank for number, rank in found.places if number == i)}:
@@ -125,12 +150,38 @@ class Probe:
                     if (i, rank) in found.shapes:
                         tap.shapes[rank] = found.shapes[i, rank]
                 tap.note_uses()
+            if n > SAMPLES and found.dims and found.why is None:
+                self._look_again(kind, inputs, found, n)
         return True
+
+    def _look_again(self, kind: Any, inputs: Any, first: Learned, n: int) -> None:
+        """With up to so many samples, and the numbers of now. What is wrong counts, and nothing else."""
+        receiver, structure = cast(Any, self._receiver()), Structure(inputs)
+        leaves = [x.as_subclass(Tensor) if isinstance(x, Tensor) else x for x in structure.leaves]
+        size = min(max(n, SAMPLES), _MORE_SAMPLES)
+        told = told_by_exchange(
+            receiver.model, self._taps, leaves, structure, list(first.dims), dict(first.by_shapes), (size,)
+        )
+        self._refuse_carried(told.carried)
+        self.outputs[kind] = {**self.outputs.get(kind, {}), **told.outputs}
+        wrong: Found = {key: place for key, place in told.places.items() if isinstance(place, str)}
+        for (number, rank), place in with_own(wrong).items():
+            self._note(self._taps[number].places, rank, kind, place)
+            self._taps[number].note_uses()
+
+    def _refuse_carried(self, names: Sequence[str]) -> None:
+        if names:
+            receiver: Any = self._receiver()
+            raise UnsupportedModuleError(
+                f"{type(receiver.model).__name__}: what a forward pass keeps of its samples ({', '.join(names)}) "
+                "changes what the next one gives: a sample would move sums of later steps, past clipping and noise. "
+                "Keep nothing of samples in training (take it from public data, and leave it as it is)"
+            )
 
     @property
     def is_settled(self) -> bool:
         """Whether another look would tell no more."""
-        return not any(self._looks.values())
+        return not any(looks.due for looks in self._looks.values())
 
     def knows(self, other: Probe) -> None:
         """What the other has learned of the same model, of which this one's is a copy, which asks no more."""
@@ -143,8 +194,23 @@ class Probe:
             tap.places, tap.shapes = dict(like.places), dict(like.shapes)
             tap.note_uses()
 
-    def mixed_outputs(self) -> dict[int, str]:
-        """Of the model's outputs, by number, why those have no gradients by sample that have none."""
+    def forward_ended(self, *, failed: bool) -> None:
+        """Where it ran and could not be looked at, this is said, once; what it failed with is as if it never came."""
+        called, self._called = self._called, None
+        if called is None or failed:
+            return
+        kind, dims, look, why = called
+        self._dims[kind] = dims
+        self._is_full = self._is_full or why is _TOO_MANY
+        if why is not None:
+            if look is not None:
+                self._looks[look] = _Looks(0, NOTHING)
+            receiver: Any = self._receiver()
+            warnings.warn(_NOT_LOOKED_AT.format(type(receiver.model).__name__, why), DpfastWarning, stacklevel=_CALLER)
+
+    def mixed_outputs(self) -> dict[int | str, str]:
+        """Of the model's outputs, by number, and what it keeps in attributes, by name, why those have no gradients by
+        sample that have none."""
         return self.outputs.get(kind_here(self._receiver()), {})
 
     def _note(self, places: dict[Any, Places], rank: Any, kind: Any, place: Place) -> None:
@@ -157,135 +223,20 @@ class Probe:
             places[rank] = {**dict.fromkeys(self.outputs, before), kind: place}
 
 
+def _modes_named(arguments: Sequence[Any]) -> Iterator[Any]:
+    """By which a forward may go its ways: texts that are arguments, numbers that are a weight of nothing or all, and in
+    dicts these and the keys."""
+    for x in arguments:
+        if isinstance(x, (str, enum.Enum)) or (isinstance(x, (int, float)) and x in (0, 1)):
+            yield type(x), x
+        elif isinstance(x, dict):
+            yield from x
+            yield from _modes_named(tuple(x.values()))
+
+
 def _alike_by_accident(leaves: Sequence[Any], dims: Sequence[set[int]]) -> tuple[Any, ...]:
     """The shapes, numbers and names, where an input is as long as the batch in another dimension too: a forward that
     goes by these may go another way then, and nobody would see it."""
     if all(len(some) < 2 for some in dims):
         return ()
     return tuple(tuple(x.shape) if isinstance(x, Tensor) else x if isinstance(x, (int, str)) else None for x in leaves)
-
-
-def learned(
-    model: nn.Module, taps: Sequence[Tap], inputs: Any, leaves: Sequence[Any], dims: Sequence[int | None], n: int
-) -> Learned:
-    """What is told when the model is called with such inputs, of which these dimensions may follow the batch of n
-    samples; nothing where it runs neither on fake tensors nor on a few of the samples."""
-    if not taps or not all(isinstance(x, WITHOUT_TENSORS) or type(x) in (Tensor, nn.Parameter) for x in leaves):
-        return _NOTHING
-    if any(isinstance(_own_forward(m), types.FunctionType) for m in model.modules()):
-        return _NOTHING  # a closure, which would run the model itself and not its copy
-    structure = Structure(inputs)
-    leaves = structure.leaves
-    sizes = {size for x in leaves for size in (x.shape if isinstance(x, Tensor) else [x]) if isinstance(size, int)}
-    inside = {size for x in (*model.parameters(), *model.buffers()) for size in x.shape}
-    primes = [p for p in _PRIMES if all(size == 0 or size % p for size in sizes | inside)][:2]
-    found, batched = _by_shapes(dims, lambda some: _found(model, taps, leaves, structure, some, primes))
-    if batched is None and n:
-        primes = [p for p in _SMALL if p not in sizes][:2]
-        found, batched = _by_shapes(dims, lambda some: _found_on_data(model, taps, leaves, structure, some, primes))
-    if batched is None:
-        return _NOTHING._replace(settled=n > 0)
-    places, shapes = found
-    told = told_by_exchange(model, taps, leaves, structure, batched, places, n) if n else None
-    if told is not None:
-        places.update(told.places)
-        for number in {number for (number, _), place in told.places.items() if isinstance(place, Mixed)}:
-            places[number, (OWN,)] = None  # its operations one by one would not show it
-    if told is None:
-        return Learned(places, shapes, {}, settled=n > 0)
-    return Learned(places, shapes, told.outputs, settled=n > 0 and told.changed, routes=told.routes)
-
-
-def _by_shapes(
-    dims: Sequence[int | None], run: Callable[[list[int | None]], list[Seen]]
-) -> tuple[Seen, list[int | None] | None]:
-    """What runs tell, and which dimensions of the inputs followed the batch in them; None where none of them runs.
-
-    Where not all can follow the batch (a (T, T) mask with T = N), as few as possible do not.
-    """
-    following = [i for i, dim in enumerate(dims) if dim is not None]
-    runs = 0
-    for number in range(len(following)):
-        found: list[Seen] = []
-        batched: list[int | None] = []
-        for fixed in itertools.combinations(following[1:], number):
-            some = [None if i in fixed else dim for i, dim in enumerate(dims)]
-            new = run(some)
-            batched = batched or (some if new else [])
-            found += new
-            runs += 1
-        if found:
-            return _agreed(found), batched
-        if runs >= _MOST_RUNS:
-            break
-    return Seen({}, {}), None
-
-
-def _agreed(found: Sequence[Seen]) -> Seen:
-    """What all runs say that say something."""
-    together = Seen({}, {})
-    for places, shapes in found:
-        for key, place in places.items():
-            together.places[key] = place if together.places.get(key, place) == place else None
-            together.shapes.update({key: shapes[key]} if key in shapes else {})
-    return together
-
-
-def _found(
-    model: nn.Module, taps: Sequence[Tap], leaves: list[Any], structure: Any, dims: list[int | None], primes: list[int]
-) -> list[Seen]:
-    """The places, with these dimensions of the inputs following the batch; several where the forward asks for values,
-    which may be true or false; none where it does not run."""
-    found = []
-    with nothing_left_behind():
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        parameters = fake_parameters(model, mode)
-    for truth in (False, True):
-        values = Values(truth)
-        try:
-            with nothing_left_behind(), values:
-                first, second = (
-                    calls_in_forward(mode, parameters, model, taps, leaves, structure, dims, size) for size in primes
-                )
-            found.append(_compared(taps, first, second, primes))
-        except Exception:  # whatever a model raises that meets no values, or sizes that do not fit
-            pass
-        if not values.asked:
-            break
-    return found
-
-
-def _found_on_data(
-    model: nn.Module, taps: Sequence[Tap], leaves: list[Any], structure: Any, dims: list[int | None], sizes: list[int]
-) -> list[Seen]:
-    """The same from the samples themselves."""
-    try:
-        first, second = (calls_on_data(model, taps, leaves, structure, dims, size) for size in sizes)
-    except Exception:  # as above
-        return []
-    return [_compared(taps, first, second, sizes)]
-
-
-def _compared(taps: Sequence[Tap], first: Any, second: Any, sizes: list[int]) -> Seen:
-    """What two forwards tell together; nothing of a tap that they do not run equally often."""
-    seen = Seen({}, {})
-    for i, (tap, calls, others) in enumerate(zip(taps, first, second, strict=True)):
-        if len(calls) != len(others):
-            continue
-        for (rank, call), (_, other) in zip(calls, others, strict=True):
-            if isinstance(call, bool):
-                place: Place = 0 if call and other else None
-            elif isinstance(rank, tuple):
-                place = place_of_result(call[1], other[1], sizes)
-            else:
-                place = place_of(tap.module, call, other, sizes)
-                one, two = (", ".join(str(tuple(x)) for x in outputs) for _, outputs in (call, other))
-                seen.shapes[i, rank] = f"{one} of {sizes[0]} samples and {two} of {sizes[1]}"
-            if seen.places.setdefault((i, rank), place) != place:
-                seen.places[i, rank] = "its samples are in different dimensions at different uses"
-    return seen
-
-
-def _own_forward(module: nn.Module) -> Any:
-    forward = module.__dict__.get("forward")
-    return getattr(forward, "replaced", forward)

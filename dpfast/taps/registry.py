@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from dpfast.errors import InputError
 from dpfast.factors import Dense, Factor
+from dpfast.taps.inherited import inherits, note_methods
 
 
 class Activations(list[Any]):
@@ -64,7 +65,7 @@ _BY_ROW: dict[ModuleClass, Callable[..., Any]] = {}
 _BROADCASTS: dict[ModuleClass, tuple[str, str]] = {}
 _BATCH_DIMS: dict[ModuleClass, Callable[[Any], int]] = {}
 _FOLDED: dict[ModuleClass, bool] = {}
-_FAULTS: dict[ModuleClass, Callable[[Any], str | None]] = {}
+_FAULTS: list[tuple[ModuleClass, Callable[[Any], str | None]]] = []
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 _registrations = [0]  # how many there have been
 
@@ -84,6 +85,7 @@ def _register(table: dict[ModuleClass, T], target: Target) -> Callable[[T], T]:
 
     def decorate(value: T) -> T:
         _registrations[0] += 1
+        note_methods(*classes)
         table.update(dict.fromkeys(classes, value))
         return value
 
@@ -92,6 +94,7 @@ def _register(table: dict[ModuleClass, T], target: Target) -> Callable[[T], T]:
 
 def _set_rule(cls: ModuleClass, rule: Rule, grad_sampler: GradSampler) -> None:
     _registrations[0] += 1
+    note_methods(cls)
     if isinstance(cls, str):
         _RULES_BY_NAME[cls] = rule
         return
@@ -112,7 +115,7 @@ def register_rule(
 
     Args:
         target: a class of nn.Module, its full name as a string, or several of them. Subclasses that keep the
-            class's forward have the rule too.
+            class's forward, and the methods that it runs, have the rule too.
         fresh: the layer's forward ends in an operation that makes its output afresh and does not keep it for its own
             backward (a product, not a tanh); then an in-place activation may follow the layer.
         alike: gives all that the rule looks at of a layer, apart from which parameters are trainable. Small layers
@@ -197,7 +200,7 @@ def _sampler(rule: Rule, verb: Callable[[Factor], Tensor]) -> GradSampler:
 def register_forward(target: Target) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator: a forward that runs in place of the class's own, the same mathematics made of tapped pieces.
 
-    The function takes ``(module, piece, *args, **kwargs)``; see ``tap.Pieces``. It answers for the whole subtree.
+    The function takes ``(module, piece, *args, **kwargs)``; see ``pieces.Pieces``. It answers for the whole subtree.
     """
     return _register(_FORWARDS, target)
 
@@ -244,8 +247,14 @@ def register_fault(target: Target) -> Callable[[Callable[[Any], str | None]], Ca
 
     It is asked for subclasses too, whatever forward they have.
     """
-    _faults_of.cache_clear()
-    return _register(_FAULTS, target)
+
+    def decorate(fault: Callable[[Any], str | None]) -> Callable[[Any], str | None]:
+        _registrations[0] += 1
+        _FAULTS.extend((key, fault) for key in _classes(target))
+        _faults_of.cache_clear()
+        return fault
+
+    return decorate
 
 
 # --- look-up ---
@@ -263,7 +272,7 @@ def _names(cls: type) -> tuple[tuple[Any, Any], ...]:
 
 
 def _find(module: nn.Module, *tables: Mapping[Any, T]) -> T | None:
-    """The entry of the module's class, or of a base class whose forward it has not changed."""
+    """The entry of the module's class, or of a base class whose forward, and its helpers, it has not changed."""
     own = module.__dict__.get("forward")
     own = getattr(own, "replaced", own)
     if own is not None and not hasattr(module, "_hf_hook"):  # accelerate's hooks call the old forward
@@ -273,7 +282,7 @@ def _find(module: nn.Module, *tables: Mapping[Any, T]) -> T | None:
     for base, key in _names(type(module)):  # type: ignore[arg-type]  # mypy takes Module.__hash__ for the class's own
         for table in tables:
             if key in table:
-                return table[key] if type(module).forward is base.forward else None
+                return table[key] if inherits(module, base) else None
     return None
 
 
@@ -287,9 +296,9 @@ def plain_rule(module: nn.Module) -> Rule | None:
     return None if find_forward(module) is not None else find_rule(module)
 
 
-def registered(cls: type) -> tuple[Any, ...]:
+def registered(cls: type[nn.Module]) -> tuple[Any, ...]:
     """Equal where nothing has been registered since that could change :func:`plain_rule` of the class."""
-    return _registrations[0], len(RULES), RULES.get(cls)
+    return _registrations[0], len(RULES), RULES.get(cls), cls.forward
 
 
 def find_likeness(rule: Rule, module: nn.Module) -> Hashable:
@@ -299,8 +308,9 @@ def find_likeness(rule: Rule, module: nn.Module) -> Hashable:
 
 
 def find_forward(module: nn.Module) -> Callable[..., Any] | None:
-    """The forward that runs in place of the module's own."""
-    return _find(module, _FORWARDS)
+    """The forward that runs in place of the module's own; none where a child makes its weights itself."""
+    found = _find(module, _FORWARDS)
+    return None if found is not None and any(map(is_parametrized, module.children())) else found
 
 
 def find_by_row(module: nn.Module) -> Callable[..., Any] | None:
@@ -340,7 +350,7 @@ def find_fault(module: nn.Module) -> str | None:
 
 @lru_cache(maxsize=4096)
 def _faults_of(cls: type) -> tuple[Callable[[Any], str | None], ...]:
-    return tuple(_FAULTS[key] for _, key in _names(cls) if key in _FAULTS)
+    return tuple(fault for _, key in _names(cls) for of, fault in _FAULTS if of == key)
 
 
 def owns_children(module: nn.Module) -> bool:
@@ -363,9 +373,7 @@ def owned_modules(module: nn.Module) -> list[nn.Module]:
 
 def has_something_to_tap(module: nn.Module) -> bool:
     """Parameters of its own, or a reason to fail."""
-    if any(m._parameters for m in owned_modules(module)):
-        return True
-    return find_fault(module) is not None
+    return any(m._parameters for m in owned_modules(module)) or find_fault(module) is not None
 
 
 def owned_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -18,12 +18,14 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor
 
-from dpfast.errors import EscapedGradientError, UnsupportedModuleError
+from dpfast.errors import UnsupportedModuleError
 from dpfast.factors import Dense, Factor, OuterProduct, merge, standardised
+from dpfast.taps.leaves import leaf, without_values
 from dpfast.taps.passes import in_backward, saves_as_torch_does
 from dpfast.taps.registry import Activations
+from dpfast.taps.uses import told_apart
 
 Way = tuple[Any, ...]
 """The operations that made a tensor, from the parameter or layer on."""
@@ -95,8 +97,7 @@ class Shared(Tensor):
     def make(cls, tap: Owner, way: Way, value: Tensor, sources: Sequence[Source]) -> Shared:
         """``value`` under the way that it came."""
         if isinstance(value, FakeTensor):  # which cannot be of two classes
-            with unset_fake_temporarily():
-                made = torch.empty(0).as_subclass(cls)
+            made = without_values(f"{tap.layer}, {tuple(value.shape)}", value).as_subclass(cls)
         else:
             made = value.as_subclass(cls)
         made.tap, made.way, made.value, made.sources = tap, way, value, tuple(sources)
@@ -186,22 +187,6 @@ class Shared(Tensor):
             allow_unused=True,
         )
         return [None if g is None else Dense(g) for g in found]
-
-
-def leaf(layer: str, value: Tensor) -> Tensor:
-    """``value`` without its history, ready for gradients, which may only be asked for: one that is left is an error."""
-
-    def refuse(_: Tensor) -> None:
-        raise EscapedGradientError(
-            f"{layer}: a gradient reached a parameter of it, or what it made without samples, without being clipped, "
-            "or parted by samples: what it meets the samples in is not known to have per-sample gradients, or was not "
-            "seen in forward passes on fake tensors. Expand it to the batch before, register a rule for the module "
-            "that uses it (dpfast.register_rule), or freeze it"
-        )
-
-    value = value.detach().requires_grad_()
-    value.register_post_accumulate_grad_hook(refuse)
-    return value
 
 
 def without_samples(tap: Owner, output: Tensor, inputs: Any, parameters: Sequence[nn.Parameter], rule: Any) -> Shared:
@@ -329,15 +314,15 @@ class Meeting:
         shared = [x for x in parameters if isinstance(x, Shared)]
         values = [x.value.detach() if isinstance(x, Shared) else x for x in parameters]
         own: list[nn.Parameter] = list({id(p): p for x in shared for p in x.parameters}.values())
-        of = [x.value if isinstance(x, Shared) else None for x in parameters]
+        of = told_apart([x.value if isinstance(x, Shared) else None for x in parameters])
         place = self.place
 
         def met(module: nn.Module, activations: Activations, backprops: Tensor) -> Mapping[Any, Factor]:
             in_front = activations.map(lambda x: x.movedim(place, 0))
-            by_value = {id(k): f for k, f in factors(of, in_front, backprops.movedim(place, 0)).items()}
+            of_values = factors(of, in_front, backprops.movedim(place, 0))
             found: dict[nn.Parameter, list[Factor]] = {}
-            for x in shared:
-                for parameter, factor in x.factors(by_value[id(x.value)]).items():
+            for x, value in zip(parameters, of, strict=True):
+                for parameter, factor in x.factors(of_values[value]).items() if isinstance(x, Shared) else ():
                     found.setdefault(parameter, []).append(factor)
             return {parameter: merge(several) for parameter, several in found.items()}
 

@@ -9,7 +9,7 @@ keeps the inputs through autograd's own saved tensors: activation checkpointing,
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,17 +17,17 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from dpfast.errors import InputError, UnsupportedModuleError
-from dpfast.factors import Factor
+from dpfast.errors import InputError, StateError, UnsupportedModuleError
 from dpfast.taps.around import is_around, sees_its_own_heads, with_inner, without_its_own_sums
 from dpfast.taps.detached import DetachableParameters, detached_parameters
 from dpfast.taps.gathered import RoutedLayer, picked_here
-from dpfast.taps.layout import NO_SAMPLES, Place, check_given, kind_here, layout_line
+from dpfast.taps.layout import NO_SAMPLES, SHARED, Place, Rows, check_given, kind_here, layout_line
+from dpfast.taps.leaves import leaf
 from dpfast.taps.node import Record, TapFunction
-from dpfast.taps.passes import in_backward, never_compiled, suspended
+from dpfast.taps.passes import in_backward, in_function, never_compiled, suspended
+from dpfast.taps.pieces import Pieces
 from dpfast.taps.plain import caught_plainly
 from dpfast.taps.registry import (
-    Activations,
     Rule,
     find_fault,
     find_forward,
@@ -36,7 +36,7 @@ from dpfast.taps.registry import (
     makes_fresh_output,
     owned_modules,
 )
-from dpfast.taps.shared import Meeting, Operation, Shared, Source, leaf, without_samples
+from dpfast.taps.shared import Meeting, Operation, Shared, Source, without_samples
 from dpfast.taps.watch import Watch, may_keep_output
 
 # What ways begin with: a parameter in its own module's forward, in another's, what a layer gave.
@@ -46,6 +46,8 @@ _NOT_TOLD = "its samples are in different dimensions for different kinds of inpu
 
 
 _unsafe_view = torch.ops.aten._unsafe_view.default  # of the packet, the overload is looked for at each call
+
+_transforms = torch._C._are_functorch_transforms_active
 
 
 class TappedForward:
@@ -99,6 +101,8 @@ class Tap(RoutedLayer):
             if n is not None and n > 1 and self.module.weight.requires_grad:
                 args, kwargs, expanded = self.with_whole_batch(args, kwargs, n)
         if not self.active:
+            if in_function():
+                self._note_hidden([p for m in owned_modules(self.module) for p in m._parameters.values()])
             return forward(*args, **kwargs)
         fault = find_fault(self.module)
         if fault is not None:
@@ -107,6 +111,11 @@ class Tap(RoutedLayer):
         parameters = [p for m in owned for p in m._parameters.values() if p is not None and p.requires_grad]
         if not parameters:
             return forward(*args, **kwargs)
+        if self.taps.forward_here() is None and in_backward() is None:
+            raise StateError(
+                f"{self.layer} runs outside of the wrapped model's forward (by another method, or alone), where its "
+                "rows would be taken for samples; let forward call it, or take torch.no_grad() or disable_hooks()"
+            )
         substitute = find_forward(self.module)
         if substitute is not None:
             with detached_parameters(owned, self.as_it_is):
@@ -131,7 +140,7 @@ class Tap(RoutedLayer):
 
     def _by_rows(self) -> bool:
         """Whether rows are several units', or an expert's, of which copies by sample say nothing."""
-        return picked_here() is not None or getattr(self.taps.units(), "of_tokens", False)
+        return picked_here() is not None or getattr(self.taps.whose()[0], "of_tokens", False)
 
     # --- what has no samples ---
 
@@ -169,6 +178,8 @@ class Tap(RoutedLayer):
     def elsewhere(self, parameter: nn.Parameter) -> Tensor:
         """What other modules' forwards get in its place."""
         if not (parameter.requires_grad and self.active) or self.taps.batch_size() is None:
+            if in_function():
+                self._note_hidden([parameter])
             return parameter
         # A part of the module's own forward may run again in a backward pass (checkpointing).
         repeats = in_backward() is not None and self.known((OWN,)) == 0 and not self.taps.force_functorch
@@ -213,11 +224,20 @@ class Tap(RoutedLayer):
                 f"{self.layer}: its input {tuple(x.shape)} counts up by one and is as long as the batch: positions "
                 "that the model broadcasts, or samples? Give positions as (1, T), samples as an input of the model"
             )
-        if x.dim() < 2 or x.dim() <= dim or x.shape[dim] != 1:
+        if x.dim() < 2 or x.dim() <= dim or x.shape[dim] != 1 or self._has_samples_elsewhere(x, dim, n):
             return args, kwargs, False
         leaves[tensors[0]] = x.expand(*x.shape[:dim], n, *x.shape[dim + 1 :])
         args, kwargs = tree_unflatten(leaves, structure)
         return args, kwargs, True
+
+    def _has_samples_elsewhere(self, x: Tensor, dim: int, n: int) -> bool:
+        """Whether a one in that dimension of an embedding's input is no batch to be broadcast, because the samples
+        are in another dimension (time-first tokens of length 1), or may be: that is asked for by name later on."""
+        place = self.known_place(x.dim() + 1)
+        if place in (NO_SAMPLES, SHARED):
+            return False
+        place = place.dim if isinstance(place, Rows) else place
+        return place != dim if isinstance(place, int) else n in (*x.shape[:dim], *x.shape[dim + 1 :])
 
     def _bound(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -251,6 +271,11 @@ class Tap(RoutedLayer):
             watch: looks out for what the forward may have kept.
             expanded: the tap itself has given the input its batch.
         """
+        if _transforms():
+            raise UnsupportedModuleError(
+                f"{self.layer} runs within torch.func (vmap, grad, jvp), where its samples cannot be told; call it on "
+                "the whole batch"
+            )
         if fresh and type(output) is Tensor and output.is_floating_point() and not (self.alone and not as_is):
             # Nearly all layers. What else may come takes as long as the layer.
             if output._is_view():
@@ -298,6 +323,11 @@ class Tap(RoutedLayer):
         if record.created_in is None:  # a forward that is repeated in a backward pass has been counted
             record.uses = self.taps.count_uses(record.parameters)
 
+    def _note_hidden(self, parameters: Sequence[nn.Parameter | None]) -> None:
+        """That these are used where nothing is tapped, and may be once more, tapped, in the backward pass."""
+        if self.taps.inserts and not suspended() and in_backward() is None and self.taps.forward_here() is not None:
+            self.taps.count_uses([p for p in parameters if p is not None])
+
     def _place(self, output: Tensor | None, record: Record) -> Place:
         """Where the record's samples are, as far as that has been learned.
 
@@ -327,41 +357,6 @@ class Tap(RoutedLayer):
                     f"say where they are, {layout_line(self.name)}"
                 )
         return place
-
-
-class Pieces:
-    """What a forward of ``registry.register_forward`` makes its steps with."""
-
-    def __init__(self, tap: Tap):
-        self._tap = tap
-
-    def __call__(
-        self,
-        rule: Callable[..., Mapping[nn.Parameter, Factor]],
-        function: Callable[..., Any],
-        parameters: Sequence[nn.Parameter | None],
-        *inputs: Any,
-        fresh: bool = True,
-    ) -> Any:
-        """``function(*inputs, *parameters)``, tapped.
-
-        Args:
-            rule: ``rule(parameters, activations, backprops)``, a rule that takes the parameters and finds the
-                tensors laid out as ``function`` has them; what it says of frozen parameters is left out.
-            fresh: the function makes its output afresh and keeps no reference to it.
-        """
-        tap = self._tap
-        output = function(*inputs, *(None if p is None else p.detach() for p in parameters))
-        trainable = [p for p in parameters if p is not None and p.requires_grad]
-        if not trainable:
-            return output
-
-        def of_piece(module: nn.Module, activations: Activations, backprops: Any) -> Mapping[nn.Parameter, Factor]:
-            found = rule(parameters, activations, backprops)
-            return {p: factor for p, factor in found.items() if p is not None and p.requires_grad}
-
-        of_piece.__name__ = rule.__name__
-        return tap.tapped(output, (inputs, {}), trainable, fresh=fresh, rule=of_piece, as_is=True)
 
 
 def _ready_for_change(tensors: list[Tensor], not_its_own: Sequence[object]) -> list[Tensor]:

@@ -17,15 +17,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dpfast.errors import InputError
-from dpfast.taps.copies import copy_of
+from dpfast.taps.copies import OfCopy, copy_of
 from dpfast.taps.fake_run import Nobody, nothing_left_behind
-from dpfast.taps.fingerprints import fingerprints
-from dpfast.taps.followed import Picked
+from dpfast.taps.fingerprints import Prints, fingerprints
 from dpfast.taps.gathered import following_model
-from dpfast.taps.inputs import tensors_in
+from dpfast.taps.inputs import results_in, tensors_in
 from dpfast.taps.layout import Call, Place, Rows
 from dpfast.taps.passes import in_backward
 from dpfast.taps.picks import Picks, Routes
@@ -48,11 +47,12 @@ class Run(NamedTuple):
         calls: fingerprints along the samples' dimension, one each time that a tap runs; the shape where these do not
             fit.
         order: of the taps. packed: layers that took packed sequences.
-        outputs: fingerprints of the model's outputs, along every dimension as long as the batch.
+        outputs: fingerprints of the model's outputs, along every dimension as long as the batch; behind them of what
+            its modules keep in attributes (``held``, by their names).
         routes: where rows were picked.
         grads: as calls, of the gradients at the taps' outputs in a backward pass; empty where none ran. losses: the
-            same of each of the model's outputs that is one number, by the output's number. caught: the taps' outputs,
-            until then. arrived: gradients, in a pass that leaves some in parameters.
+            same of each output that has no samples, by the output's number. caught: the taps' outputs,
+            until then. arrived: gradients, in a pass that leaves some in parameters. failed: why no backward pass ran.
     """
 
     calls: dict[Key, list[Any]]
@@ -62,36 +62,19 @@ class Run(NamedTuple):
     routes: list[Routes]
     grads: dict[Key, list[Tensor]]
     losses: dict[int, dict[Key, list[Tensor]]]
-    caught: list[tuple[Key, int, Tensor]]
+    caught: list[tuple[Key, Prints, Tensor]]
     arrived: dict[Key, list[Tensor]]
+    held: list[str]
+    failed: list[Exception]
 
-    def note_grad(self, key: Key, dim: int, grad: Tensor) -> None:
+    @classmethod
+    def begun(cls) -> Run:
+        """Nothing is noted yet."""
+        return cls({}, {}, [], [], [], {}, {}, [], {}, [], [])
+
+    def note_grad(self, key: Key, prints: Prints, grad: Tensor) -> None:
         """A hook on a tap's output."""
-        self.arrived.setdefault(key, []).append(fingerprints(grad, dim))
-
-
-class OfCopy(Tap):
-    """The tap of a copy, where rows are always followed."""
-
-    follows = True
-
-    def run_picked(
-        self, picked: Picked, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Each row at its place among all: no row's bits depend on how many others were picked."""
-        x, *others = args or (None,)
-        if not isinstance(x, Tensor) or others or kwargs or picked.numbers is None or picked.of is None or x.dim() > 2:
-            return self.caught(forward, args, kwargs)
-        numbers = picked.numbers.flatten()
-        every = x.new_zeros(picked.of.shape.numel(), x.shape[-1])
-        every[numbers] = x.reshape(-1, x.shape[-1])
-        output = self.caught(forward, (every,), {})
-        if not isinstance(output, Tensor) or output.shape[:1] != every.shape[:1]:
-            return self.caught(forward, args, kwargs)
-        return output[numbers].view(*x.shape[:-1], *output.shape[1:])
-
-    def tapped(self, output: Any, *_: Any, **__: Any) -> Any:
-        return output
+        self.arrived.setdefault(key, []).append(prints.of(grad))
 
 
 class Witness(OfCopy):
@@ -144,17 +127,17 @@ class Witness(OfCopy):
             noted = self._noted(args, kwargs, output)
         if noted is None:
             return output
-        key, dim, x, noise = noted
+        key, prints, x, noise = noted
         noisy = x if noise is None else x + noise
         if noisy.requires_grad and in_backward() is None:
-            self.seen.caught.append((key, dim, noisy))
+            self.seen.caught.append((key, prints, noisy))
         elif noisy.requires_grad:
-            noisy.register_hook(functools.partial(self.seen.note_grad, key, dim))
+            noisy.register_hook(functools.partial(self.seen.note_grad, key, prints))
         return _replaced(output, x, noisy)
 
     def _noted(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> tuple[Key, int, Tensor, Tensor | None] | None:
+    ) -> tuple[Key, Prints, Tensor, Tensor | None] | None:
         """Notes what the module took and gave. Returns what may be given noise: its first output, and that noise."""
         if any(isinstance(x, PackedSequence) for x in args):  # it knows itself where its samples are
             self.seen.packed.append(self.layer)
@@ -171,12 +154,20 @@ class Witness(OfCopy):
         size = x.shape[dim] if dim < x.dim() else 0
         fits = size % self.size == 0 if isinstance(place, Rows) else size == self.size
         calls = self.seen.calls.setdefault(key, [])
-        calls.append(fingerprints(x, dim) if fits else tuple(x.shape))
+        prints = Prints(dim, self._order(dim) if isinstance(place, int) else None)
+        calls.append(prints.of(x) if fits else tuple(x.shape))
         if not (self.noisy and fits and size):
             return None
-        return key, dim, x, self._noise_for(x, place, len(calls))
+        return key, prints, x, self._noise_for(x, place, len(calls), prints.order)
 
-    def _noise_for(self, x: Tensor, place: int | Rows, call: int) -> Tensor | None:
+    def _order(self, dim: int) -> Tensor | None:
+        """The numbers of the samples' rows, where samples are picked whole, each once, in another order."""
+        if self.picked is None or self.picked.dim() <= dim or self.picked.shape[dim] != self.size:
+            return None
+        rows = self.picked.movedim(dim, 0).reshape(self.size, -1)
+        return rows[:, 0].argsort() if rows.shape[1] and rows.unique().numel() == rows.numel() else None
+
+    def _noise_for(self, x: Tensor, place: int | Rows, call: int, order: Tensor | None) -> Tensor | None:
         """Noise for a tap's output that is each sample's own; None where it is not known whose its rows are."""
         dim, together = (place.dim, place.together) if isinstance(place, Rows) else (place, True)
         if together is None:
@@ -187,6 +178,8 @@ class Witness(OfCopy):
             k = len(x) // self.size
             own = noise[self.other * k : (self.other + 1) * k] if together else noise[self.other :: self.size]
             torch.sub(_NOISE, own, out=own)
+        if order is not None:
+            noise = noise[order.argsort()]
         return torch.addcmul(noise, x, noise).movedim(0, dim)
 
 
@@ -221,7 +214,7 @@ def run_on(
     leaves_here = {id(p): _leaf(p) for p in model.parameters()} if noisy else {}
     to_leaves = all(leaves_here.get(id(p)) is not p for p in model.parameters() if p.requires_grad)
     model, copies = copied(model, taps, leaves_here | stand_ins)
-    run = Run({}, {}, [], [], [], {}, {}, [], {})
+    run = Run.begun()
     witnesses = [Witness.of(tap, i, run, places, size, noisy=noisy, other=other) for i, tap in enumerate(copies)]
     leaves = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
     for witness in witnesses:
@@ -232,20 +225,39 @@ def run_on(
         Picks(model, leaves, size).watching() as picks,
         torch.set_grad_enabled(noisy),
     ):
-        outputs = tree_leaves(model(*args, **kwargs))
+        outputs = results_in(model(*args, **kwargs))
     run.routes.append(picks.routes())
+    kept = kept_in_attributes(model, outputs) if noisy else {}
+    run.held.extend(kept)
+    outputs = [torch.view_as_real(x) if _is_complex(x) else x for x in (*outputs, *kept.values())]
     for x in outputs:
         floats = isinstance(x, Tensor) and x.is_floating_point()
         run.outputs.append({d: fingerprints(x, d) for d, s in enumerate(x.shape) if s == size} if floats else {})
     if noisy:
         by_sample = [x for x, prints in zip(outputs, run.outputs, strict=True) if prints and x.requires_grad]
-        losses = {i: x for i, x in enumerate(outputs) if _is_loss(x)}
+        losses = {i: x for i, x in enumerate(outputs) if _is_differentiable(x) and not run.outputs[i]}
         _backwards(run, by_sample, losses, to_leaves)
     return run, witnesses
 
 
-def _is_loss(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.requires_grad and x.is_floating_point() and x.numel() == 1
+def kept_in_attributes(model: nn.Module, outputs: Sequence[Any]) -> dict[str, Tensor]:
+    """What a forward pass has left in attributes of its modules beside its outputs, and a loss may be made of, by their
+    names."""
+    there = set(map(id, outputs))
+    return {
+        f"{name}.{attribute}" if name else attribute: x
+        for name, module in model.named_modules()
+        for attribute, x in vars(module).items()
+        if _is_differentiable(x) and x.grad_fn is not None and id(x) not in there
+    }
+
+
+def _is_differentiable(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad and (x.is_floating_point() or x.is_complex())
+
+
+def _is_complex(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_complex()
 
 
 def _leaf(parameter: nn.Parameter) -> nn.Parameter:
@@ -257,7 +269,8 @@ def _leaf(parameter: nn.Parameter) -> nn.Parameter:
 
 def _backwards(run: Run, outputs: Sequence[Tensor], losses: dict[int, Tensor], to_leaves: bool) -> None:
     """Backward passes: from what the model returns by samples, where it returns that, of a loss whose gradient at each
-    entry depends on that entry alone; and from each output that is one number.
+    entry depends on that entry alone; and from each output that has no samples, of the sum of its entries: what becomes
+    of one does not depend on how many there are, as of rows that were picked.
 
     Args:
         to_leaves: gradients may come to the copy's parameters.
@@ -265,11 +278,11 @@ def _backwards(run: Run, outputs: Sequence[Tensor], losses: dict[int, Tensor], t
     tensors = [x for _, _, x in run.caught]
     own = [torch.where(x.isfinite(), x.cos(), 0.0) for x in outputs]
     passes: list[tuple[int | None, Any, Any]] = [(None, outputs, own)] if outputs else []
-    passes += [(i, [x], None) for i, x in losses.items()]
+    passes += [(i, [x], [torch.ones_like(x)]) for i, x in losses.items()]
     leaves_some = to_leaves and _in_reentrant_checkpoint([*outputs, *losses.values()])
     if leaves_some:
-        for key, dim, x in run.caught:
-            x.register_hook(functools.partial(run.note_grad, key, dim))
+        for key, prints, x in run.caught:
+            x.register_hook(functools.partial(run.note_grad, key, prints))
     try:
         for i, some, grads in passes if tensors or leaves_some else ():
             again = i != passes[-1][0]
@@ -280,10 +293,11 @@ def _backwards(run: Run, outputs: Sequence[Tensor], losses: dict[int, Tensor], t
             else:
                 found = {}
                 given = torch.autograd.grad(some, tensors, grads, allow_unused=True, retain_graph=again)
-                for (key, dim, _), grad in zip(run.caught, given, strict=True):
-                    found.setdefault(key, []).append(torch.zeros(0) if grad is None else fingerprints(grad, dim))
+                for (key, prints, _), grad in zip(run.caught, given, strict=True):
+                    found.setdefault(key, []).append(torch.zeros(0) if grad is None else prints.of(grad))
             (run.grads if i is None else run.losses.setdefault(i, {})).update(found)
-    except Exception:  # whatever somebody's functions raise
+    except Exception as error:  # whatever somebody's functions raise
+        run.failed.append(error)
         run.grads.clear()
         run.losses.clear()
     run.caught.clear()

@@ -4,7 +4,7 @@ import disagreement_worker
 import pytest
 import torch
 from cases import Mlp, assert_gradients, mean_loss
-from disagreement_worker import WRAPPERS, C
+from disagreement_worker import SECOND_PASSES, WRAPPERS, C
 from processes import run_ranks
 
 from dpfast.testing import clipped_sum, loop_over_samples
@@ -16,7 +16,10 @@ def ranks(tmp_path_factory):
 
 
 def test_all_ranks_raise_the_same_error(ranks):
-    of_all = [{what: error for what, error in rank.items() if isinstance(what, tuple)} for rank in ranks]
+    def is_one(what):
+        return isinstance(what, tuple) and len(what) == 2
+
+    of_all = [{what: error for what, error in rank.items() if is_one(what)} for rank in ranks]
     assert len(of_all[0]) == 3 * 5 + 2 + 5 + 1
     for errors in of_all:
         assert errors == of_all[0]
@@ -36,3 +39,18 @@ def test_a_layer_that_all_ranks_unfreeze_and_freeze_again(ranks):
         for rank in ranks:
             assert not isinstance(rank["on all"], str), rank["on all"]
             assert_gradients(rank["on all"][i], exact)
+
+
+@pytest.mark.parametrize(("wrapper", "how"), SECOND_PASSES)
+def test_a_rank_whose_second_pass_does_not_repeat_the_first(ranks, wrapper, how):
+    """It says why, and the others do not wait for its sums."""
+    (model, x, y), losses = disagreement_worker.case(wrapper), disagreement_worker.losses(wrapper)
+    exact = clipped_sum(loop_over_samples(model, lambda *batch: losses(*batch).sum(), x, y), C)
+    for i, rank in enumerate(ranks):
+        assert not isinstance(rank[wrapper, how, "second pass"], str), rank[wrapper, how, "second pass"]
+        error, untouched, after = rank[wrapper, how, "second pass"]
+        wrong = "the second backward pass is not that of" if i == 0 else "ranks disagree"
+        assert error is not None and error.startswith(f"StateError: {wrong}"), error
+        assert untouched
+        if wrapper != "FSDP2":
+            assert_gradients(after, {name: g * (len(ranks) if wrapper == "DDP" else 1) for name, g in exact.items()})

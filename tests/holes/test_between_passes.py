@@ -138,3 +138,17 @@ def test_norms_of_parameters_of_two_dtypes():
     for name, p in net.named_parameters():
         assert p._norm_sample.dtype == p.dtype
         assert relative_error(p._norm_sample, norms_of({name: exact[name]})) < 1e-5
+
+
+def test_a_threshold_that_falls_between_the_passes_is_refused():
+    """What the first has clipped to is more than what the noise would be for."""
+    net = nn.Linear(4, 3)
+    model = GradSampleModuleFastGradientClipping(net, max_grad_norm=1.0, passes=2)
+    losses = 10.0 * model(torch.randn(5, 4)).sum(1)
+    losses.mean().backward(retain_graph=True)
+    factors = model.get_clipping_coef()
+    model.disable_hooks()
+    model.max_grad_norm = 0.5
+    with pytest.raises(StateError, match=r"clipped to 1\.0 by the first pass, and now to 0\.5"):
+        (factors * losses).sum().backward()
+    assert net.weight.grad is None

@@ -239,7 +239,7 @@ def test_parameter_added_or_unfrozen_after_wrapping():
 # --- bad input ---
 
 
-@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf"), "1", None])
 def test_max_grad_norm_out_of_range(bad):
     with pytest.raises(InputError, match="positive finite"):
         dpfast.GradSampleModuleFastGradientClipping(nn.Linear(2, 2), max_grad_norm=bad)

@@ -126,3 +126,16 @@ def test_a_mask_that_does_not_fit(mask):
     with pytest.raises(InputError, match=r"valid .* must be bool and have one entry a sample, \(5,\)"):
         step(model, *batch(1.0), valid=mask)
     step(model, *batch(1.0))  # and is forgotten
+
+
+@pytest.mark.parametrize("mask", [[True] * 5, torch.ones(5, dtype=torch.bool).numpy()], ids=["list", "array"])
+def test_a_mask_that_is_no_tensor(mask):
+    model = dpfast.GradSampleModuleFastGradientClipping(Sequence())
+    with pytest.raises(InputError, match=f"valid is a {type(mask).__name__}; it must be a tensor, bool"):
+        step(model, *batch(1.0), valid=mask)
+    step(model, *batch(1.0))
+    compiled = dpfast.compile_step(
+        nn.Linear(2, 1), lambda m, x: m(x).sum(1), max_grad_norm=1.0, batch_size=5, backend="eager"
+    )
+    with pytest.raises(InputError, match=f"valid is a {type(mask).__name__}; it must be a tensor, bool"):
+        compiled(torch.randn(5, 2), valid=mask)

@@ -85,3 +85,15 @@ def test_what_does_not_fit():
         private(Mlp(), batch_first=False)
     with pytest.raises(InputError, match="adaptive"):
         private(Mlp(), clipping="adaptive")
+
+
+def test_checkpoints_of_its_model(tmp_path):
+    engine, step, optimizer, _ = private(Mlp())
+    path = tmp_path / "checkpoint.pt"
+    engine.save_checkpoint(path=path, module=step.model, optimizer=optimizer)
+    before = [p.detach().clone() for p in step.model.parameters()]
+    with torch.no_grad():
+        for p in step.model.parameters():
+            p.zero_()
+    engine.load_checkpoint(path=path, module=step.model, optimizer=optimizer)
+    assert all(torch.equal(p, q) for p, q in zip(step.model.parameters(), before, strict=True))

@@ -37,7 +37,7 @@ def test_a_fault_that_is_registered_late_is_found():
     try:
         assert registry.find_fault(Odd(2, 2)) == "is odd"
     finally:
-        registry._FAULTS.pop(Odd)
+        registry._FAULTS.pop()
         registry._faults_of.cache_clear()
 
 

@@ -23,6 +23,7 @@ OPTIONS = {
     "reduction": ({"loss_reduction": "mean"}, {"loss_reduction": "sum"}),
 }
 """Of the first rank and of the others."""
+SECOND_PASSES = (("DDP", ""), ("FSDP2", ""), ("TP", "features"), ("TP", "positions"))
 
 
 class Masked(nn.Module):
@@ -34,28 +35,39 @@ class Masked(nn.Module):
         return self.inner(x if mask is None else x * mask)
 
 
+def case(wrapper):
+    if wrapper == "TP":
+        return tp_worker.case()
+    torch.manual_seed(0)
+    return Masked(), torch.randn(6, 12), torch.randint(0, 5, (6,))
+
+
+def losses_of(model, x, y, **inputs):
+    return nn.functional.cross_entropy(model(x, **inputs), y, reduction="none")
+
+
+def losses(wrapper):
+    return tp_worker.losses if wrapper == "TP" else losses_of
+
+
 class Step:
-    def __init__(self, wrapper, frozen=False, **options):
-        torch.manual_seed(0)
+    def __init__(self, wrapper, frozen=False, how="positions", **options):
+        self.model, self.x, self.y = case(wrapper)
         if wrapper == "TP":
-            self.model, self.x, self.y = tp_worker.case()
-            self.layer = tp_worker.parallel(self.model, "positions").blocks[0].n1  # whose gradients are summed
+            self.layer = tp_worker.parallel(self.model, how).blocks[0].n1  # whose gradients are summed
         else:
-            self.model, self.x, self.y = Masked(), torch.randn(6, 12), torch.randint(0, 5, (6,))
             self.layer = self.model.inner[0]
         self.layer.requires_grad_(not frozen)
         if wrapper == "FSDP2":
             fully_shard(self.model.inner[0])
             fully_shard(self.model)
-        module = dpfast.GradSampleModuleFastGradientClipping(self.model, **{"max_grad_norm": C, **options})
-        self.call = DDP(module) if wrapper == "DDP" else module
-        self.losses = tp_worker.losses if wrapper == "TP" else None
+        self.module = dpfast.GradSampleModuleFastGradientClipping(self.model, **{"max_grad_norm": C, **options})
+        self.call = DDP(self.module) if wrapper == "DDP" else self.module
+        self.losses = losses(wrapper)
 
     def __call__(self, **inputs):
         self.call.zero_grad()
-        if self.losses is not None:
-            return self.losses(self.call, self.x, self.y).mean().backward()
-        return nn.functional.cross_entropy(self.call(self.x, **inputs), self.y).backward()
+        self.losses(self.call, self.x, self.y, **inputs).mean().backward()
 
     def gradients(self):
         whole = {
@@ -117,6 +129,28 @@ def unfrozen_and_frozen_on_all():
     return found
 
 
+def second_pass_of_another_loss(wrapper, how):
+    """On the first rank. What the rank is told, and the gradients of a right step after it."""
+    step = Step(wrapper, how=how, loss_reduction="sum", passes=2)
+
+    def two_passes(sign):
+        step.call.zero_grad()
+        own = step.losses(step.call, step.x, step.y)
+        own.sum().backward(retain_graph=True)
+        factors = step.module.get_clipping_coef()
+        step.module.disable_hooks()
+        try:
+            (sign * factors * own).sum().backward()
+        finally:
+            step.module.enable_hooks()
+
+    error = attempt(two_passes, -1.0 if first() else 1.0)
+    untouched = not any(p.grad is not None and p.grad.any() for p in step.model.parameters())
+    if wrapper != "FSDP2":  # which does not recover from a failed pass
+        two_passes(1.0)
+    return error, untouched, step.gradients() if wrapper != "FSDP2" else {}
+
+
 def main():
     found = {}
     for wrapper in WRAPPERS:
@@ -129,6 +163,8 @@ def main():
         for when in ("from the first step on", "frozen later", "unfrozen later"):
             if wrapper == "FSDP2" or (wrapper, when) in (("DDP", "frozen later"), ("TP", "from the first step on")):
                 found[wrapper, when] = attempt(trains_other, wrapper, when)
+    for wrapper, how in SECOND_PASSES:
+        found[wrapper, how, "second pass"] = attempt(second_pass_of_another_loss, wrapper, how)
     found["FSDP2", "units"] = attempt(sharded_otherwise)
     found["on all"] = attempt(unfrozen_and_frozen_on_all)
     return found

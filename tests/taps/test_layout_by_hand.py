@@ -203,3 +203,27 @@ def test_inputs_of_all_kinds(kind, n):
     args, kwargs = KINDS[kind](x)
     wrapped(*args, **kwargs).square().sum().backward()
     assert relative_error(wrapped.get_norm_sample(), norms_of(exact)) <= 1e-5
+
+
+class FoldedPositions(nn.Module):
+    """A table of positions for all samples, folded, whose order no exchange of samples tells."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.lin = nn.Linear(1, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        n, t, _ = x.shape
+        return self.lin(x + self.table(torch.arange(t).repeat(n).unsqueeze(1).to(x.dtype)).view(n, t, 8)).mean(1)
+
+
+def test_the_line_for_folded_rows_is_one_that_helps():
+    """It said dimension 0, which is refused for these."""
+    torch.manual_seed(0)
+    model, x = FoldedPositions(), torch.randn(3, 5, 8)
+    with pytest.raises(InputError, match=r"layout=\{'table': 'N\*k'\}"):
+        dpfast.GradSampleModule(model, loss_reduction="sum")(x).square().sum().backward()
+    exact = loop_over_samples(model := FoldedPositions(), lambda m, x: m(x).square().sum(), x)
+    dpfast.GradSampleModule(model, loss_reduction="sum", layout={"table": "N*k"})(x).square().sum().backward()
+    for name, p in model.named_parameters():
+        assert torch.allclose(p.grad_sample.double(), exact[name], rtol=1e-4, atol=1e-5)

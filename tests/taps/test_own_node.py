@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import dpfast
+from dpfast.errors import UnsupportedModuleError
 from dpfast.taps import own_node
 from dpfast.testing import clipped_sum, loop_over_samples, relative_error
 
@@ -125,10 +126,31 @@ def test_a_weight_that_is_written_to_before_the_backward_pass_is_an_error():
         loss.backward()
 
 
-def test_a_gradient_of_the_gradient_is_refused_as_behind_other_layers():
-    model = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 1))
-    wrapped = dpfast.GradSampleModuleFastGradientClipping(model)
+class Force(nn.Module):
+    """A gradient by its input, in its own forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(D, D), nn.GroupNorm(2, D), nn.Linear(D, 1)
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        energies = self.last(torch.tanh(self.norm(self.first(x))))
+        return torch.autograd.grad(energies.sum(), x, create_graph=True)[0]
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("cls", [dpfast.GradSampleModule, dpfast.GradSampleModuleFastGradientClipping])
+@pytest.mark.filterwarnings("ignore:Force could not be run")
+def test_a_gradient_of_the_gradient_is_refused_by_name(cls, inside):
+    torch.manual_seed(0)
     x = torch.randn(N, D, requires_grad=True)
-    (gradient,) = torch.autograd.grad(wrapped(x).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        gradient.square().sum().backward()
+    wrapped = cls(Force() if inside else nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 1)))
+    gradient = wrapped(x) if inside else torch.autograd.grad(wrapped(x).sum(), x, create_graph=True)[0]
+    with pytest.raises(UnsupportedModuleError, match=r"^(first|0) .*the loss depends on .*create_graph"):
+        gradient.square().sum(1).mean().backward()
+    wrapped.zero_grad()
+    if not inside:  # of which no gradient is taken
+        (gradient,) = torch.autograd.grad(wrapped(x).sum(), x, create_graph=True)
+        (wrapped(x).squeeze(1) + gradient.detach().square().sum(1)).mean().backward()
+        assert all(p.grad is not None for p in wrapped.parameters())

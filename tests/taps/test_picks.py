@@ -182,11 +182,15 @@ def test_all_tokens_go_one_way_when_the_model_is_looked_at(block, n):
         assert_same(wrapped, plain, torch.randn(n, T, 3))
 
 
+@pytest.mark.parametrize("alike", [True, False])
 @pytest.mark.parametrize("model", [Sequences, LengthsLast, Head])
-def test_the_model_itself_picks(model):
+def test_the_model_itself_picks(model, alike):
+    """Also where the first batch, which is looked at, has samples of one length."""
     plain = model()
     wrapped = GradSampleModule(copy.deepcopy(plain), loss_reduction="sum")
     first = torch.rand(3, T, 3) + 0.1
+    if not alike:
+        first[1, 3:] = 0.0
     assert_same(wrapped, plain, first)
     first[0, 2:] = 0.0
     assert_same(wrapped, plain, first)
@@ -246,7 +250,8 @@ def test_slices_whose_ends_the_data_says():
     """Which rows these are depends on the samples before, so it is no loop over samples: rows of the batch itself."""
     plain, x = Leading(), torch.rand(2, T, 3) + 0.1
     wrapped = GradSampleModule(copy.deepcopy(plain), loss_reduction="sum")
-    assert_same(wrapped, plain, x)
+    for _ in range(2):  # is looked at
+        assert_same(wrapped, plain, x)
     x[1, 1, 0] = -1.0  # six rows, of which the second sample has one
     wrapped.zero_grad()
     loss(wrapped, x).backward()

@@ -187,9 +187,11 @@ class Products(nn.Module):
     def __init__(self):
         super().__init__()
         self.weight, self.conv = nn.Parameter(torch.randn(T, T)), nn.Conv1d(D, D, 3, padding=1, groups=2)
+        self.vector = nn.Parameter(torch.randn(D))
 
     def forward(self, x):
         weight = self.conv.weight
+        x = x + torch.tanh(x @ self.vector + self.vector @ x.cos().mT + x[:, 0].mv(self.vector)[:, None])[..., None]
         weight = (weight - weight.mean((1, 2), keepdim=True)) / weight.std((1, 2), keepdim=True).detach()
         y = F.conv1d(x.transpose(1, 2), weight, self.conv.bias, padding=1, groups=2).transpose(1, 2)
         return torch.einsum("ntd,st->nsd", y, self.weight) + self.weight @ y.sin() + (y.mT @ self.weight).mT

@@ -1,0 +1,87 @@
+"""Whether what a forward pass keeps of its samples changes what the next one gives.
+
+A codebook that follows the batches, a queue of negatives, a running mean: with these a sample moves the sums of later
+steps, in which it is not, and no clipping bounds by how much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpfast.taps.gathered import following_model
+from dpfast.taps.inputs import results_in, tensors_in
+from dpfast.taps.layout import Place
+from dpfast.taps.tap import Tap
+from dpfast.taps.witness import Key, Run, Witness, copied
+
+
+def carried(
+    model: nn.Module,
+    taps: Sequence[Tap],
+    structure: Any,
+    leaves: Sequence[Any],
+    exchanged: Sequence[Any],
+    places: dict[Key, Place],
+    size: int,
+    stand_ins: dict[int, Any],
+    again: Callable[[], None],
+) -> list[str]:
+    """The names of buffers and attributes that differ with one sample of the pass before, where the next pass on the
+    same samples does too; none where it does not, or where nothing is kept.
+
+    Args:
+        leaves: the inputs, of ``size`` samples. exchanged: with one exchanged. Others: as ``witness.run_on``'s.
+    """
+
+    def two_passes(first: Sequence[Any]) -> tuple[dict[str, Tensor], list[Any]] | None:
+        copy, own = copied(model, taps, stand_ins)
+        witnesses = [Witness.of(tap, i, Run.begun(), places, size) for i, tap in enumerate(own)]
+
+        def forward(some: Sequence[Any]) -> list[Any]:
+            again()
+            some = [x.clone() if isinstance(x, Tensor) else x for x in some]
+            for witness in witnesses:
+                witness.inputs = some
+            args, kwargs = structure.unflatten(some)
+            with following_model(witnesses[0].taps, copy, some), torch.no_grad():
+                return results_in(copy(*args, **kwargs))
+
+        before = {name: (x, x._version) for name, x in _held(copy)}
+        forward(first)
+        now = dict(_held(copy))
+        if now.keys() == before.keys() and all(
+            x is before[k][0] and x._version == before[k][1] for k, x in now.items()
+        ):
+            return None
+        return {name: x.clone() for name, x in now.items()}, forward(leaves)
+
+    one = two_passes(leaves)
+    other = None if one is None else two_passes(exchanged)
+    if one is None or other is None or _same(one[1], other[1]):
+        return []
+    repeated = two_passes(leaves)
+    if repeated is None or not _same(one[1], repeated[1]):
+        return []
+    return [name for name, x in one[0].items() if not _same([x], [other[0].get(name)])] or ["what it keeps"]
+
+
+def _held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What its modules hold beside parameters, by names."""
+    for name, module in model.named_modules():
+        for attribute, value in (*module._buffers.items(), *vars(module).items()):
+            if attribute not in ("_parameters", "_buffers", "_modules"):
+                path = f"{name}.{attribute}" if name else attribute
+                yield from ((f"{path}[{i}]" if i else path, x) for i, x in enumerate(tensors_in(value)))
+
+
+def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """To the bit."""
+    return len(some) == len(others) and all(
+        x.shape == y.shape and bool(((x == y) | ((x != x) & (y != y))).all())
+        for x, y in zip(some, others, strict=True)
+        if isinstance(x, Tensor) and isinstance(y, Tensor)
+    )

@@ -1,0 +1,211 @@
+"""Where each tap has its samples, learned and not assumed: the model's forward runs on fake tensors (shapes alone, no
+memory and no arithmetic), with the batch of its inputs set to one prime and to another.
+
+A dimension whose size differs between the two runs follows the batch; one that has the primes' sizes is that of the
+samples. No size that happens to equal N looks like either.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dpfast.taps.exchange import calls_on_data, said_by, told_by_exchange
+from dpfast.taps.fake_run import Values, calls_in_forward, fake_parameters, nothing_left_behind
+from dpfast.taps.inputs import Structure, may_be_given_again, stands_alone
+from dpfast.taps.layout import Mixed, Place, place_of, place_of_result
+from dpfast.taps.picks import NO_ROUTES, Routes
+from dpfast.taps.tap import OWN, Tap
+
+SAMPLES = 3
+_PRIMES = (53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109, 113)
+_SMALL = (3, 5, 2, 7, 11, 13, 17, 19, 23, 29)
+_MOST_RUNS = 16
+
+_ONE_BY_ONE = "it runs once for each sample, on that sample alone, where it must see the batch"
+
+Found = dict[Any, Place]
+"""By the number of a tap and the rank of its output, or the way to an operation on what has no samples."""
+
+
+class Seen(NamedTuple):
+    """What shapes tell: the places of taps, and the shapes of their outputs in words."""
+
+    places: Found
+    shapes: dict[Any, str]
+
+
+class Learned(NamedTuple):
+    """What runs of the model tell.
+
+    Attributes:
+        places: of taps. shapes: of their outputs, in words. outputs: as :class:`exchange.Told`'s.
+        settled: nothing more would come of another look.
+        routes: where rows are picked. why: it could not be run. carried: as :class:`exchange.Told`'s.
+        dims, by_shapes: which dimensions of the inputs follow the batch, and the places that shapes alone tell.
+    """
+
+    places: Found
+    shapes: dict[Any, str]
+    outputs: dict[int | str, str]
+    settled: bool
+    routes: Routes = NO_ROUTES
+    why: str | None = None
+    carried: Sequence[str] = ()
+    dims: Sequence[int | None] = ()
+    by_shapes: Mapping[Any, Place] = MappingProxyType({})
+
+
+NOTHING = Learned({}, {}, {}, settled=True)
+
+
+def learned(
+    model: nn.Module, taps: Sequence[Tap], inputs: Any, leaves: Sequence[Any], dims: Sequence[int | None], n: int
+) -> Learned:
+    """What is told when the model is called with such inputs, of which these dimensions may follow the batch of n
+    samples; nothing where it runs neither on fake tensors nor on a few of the samples."""
+    if not taps:
+        return NOTHING
+    odd = next((x for x in leaves if not may_be_given_again(x)), None)
+    if odd is not None:
+        return NOTHING._replace(why=f"it takes a {type(odd).__name__}, of which there can be no other for a trial")
+    odd = next((m for m in model.modules() if not stands_alone(_own_forward(m))), None)
+    if odd is not None:
+        return NOTHING._replace(why=f"a {type(odd).__name__}'s forward is a function that may run the model itself")
+    structure = Structure(inputs)
+    leaves = [x.as_subclass(Tensor) if isinstance(x, Tensor) else x for x in structure.leaves]
+    sizes = {size for x in leaves for size in (x.shape if isinstance(x, Tensor) else [x]) if isinstance(size, int)}
+    inside = {size for x in (*model.parameters(), *model.buffers()) for size in x.shape}
+    primes = [p for p in _PRIMES if all(size == 0 or size % p for size in sizes | inside)][:2]
+    found, batched = _by_shapes(dims, lambda some: _found(model, taps, leaves, structure, some, primes))
+    if batched is None and n:
+        primes = [p for p in _SMALL if p not in sizes][:2]
+        failed: list[Exception] = []
+        found, batched = _by_shapes(
+            dims, lambda some: _found_on_data(model, taps, leaves, structure, some, primes, failed)
+        )
+        if batched is None:
+            return NOTHING._replace(why=said_by(failed[0]) if failed else "no input has samples")
+    if batched is None:
+        return NOTHING._replace(settled=n > 0)
+    places, shapes = found
+    if not n:
+        return Learned(places, shapes, {}, settled=False)
+    told = told_by_exchange(model, taps, leaves, structure, batched, places, (SAMPLES, n))
+    everywhere = {**places, **with_own(told.places)}
+    return Learned(everywhere, shapes, told.outputs, told.changed, told.routes, told.why, told.carried, batched, places)
+
+
+def with_own(places: Found) -> Found:
+    """Where rows mix, a layer's operations one by one would not show it."""
+    mixed = {number for (number, _), place in places.items() if isinstance(place, Mixed)}
+    return {**places, **{(number, (OWN,)): None for number in mixed}}
+
+
+def _by_shapes(
+    dims: Sequence[int | None], run: Callable[[list[int | None]], list[Seen]]
+) -> tuple[Seen, list[int | None] | None]:
+    """What runs tell, and which dimensions of the inputs followed the batch in them; None where none of them runs.
+
+    Where not all can follow the batch (a (T, T) mask with T = N), as few as possible do not.
+    """
+    following = [i for i, dim in enumerate(dims) if dim is not None]
+    runs = 0
+    for number in range(len(following)):
+        found: list[Seen] = []
+        batched: list[int | None] = []
+        for fixed in itertools.combinations(following[1:], number):
+            some = [None if i in fixed else dim for i, dim in enumerate(dims)]
+            new = run(some)
+            batched = batched or (some if new else [])
+            found += new
+            runs += 1
+        if found:
+            return _agreed(found), batched
+        if runs >= _MOST_RUNS:
+            break
+    return Seen({}, {}), None
+
+
+def _agreed(found: Sequence[Seen]) -> Seen:
+    """What all runs say that say something."""
+    together = Seen({}, {})
+    for places, shapes in found:
+        for key, place in places.items():
+            together.places[key] = place if together.places.get(key, place) == place else None
+            together.shapes.update({key: shapes[key]} if key in shapes else {})
+    return together
+
+
+def _found(
+    model: nn.Module, taps: Sequence[Tap], leaves: list[Any], structure: Any, dims: list[int | None], primes: list[int]
+) -> list[Seen]:
+    """The places, with these dimensions of the inputs following the batch; several where the forward asks for values,
+    which may be true or false; none where it does not run."""
+    found = []
+    with nothing_left_behind():
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        parameters = fake_parameters(model, mode)
+    for truth in (False, True):
+        values = Values(truth)
+        try:
+            with nothing_left_behind(), values:
+                first, second = (
+                    calls_in_forward(mode, parameters, model, taps, leaves, structure, dims, size) for size in primes
+                )
+            found.append(_compared(taps, first, second, primes))
+        except Exception:  # whatever a model raises that meets no values, or sizes that do not fit
+            pass
+        if not values.asked:
+            break
+    return found
+
+
+def _found_on_data(
+    model: nn.Module,
+    taps: Sequence[Tap],
+    leaves: list[Any],
+    structure: Any,
+    dims: list[int | None],
+    sizes: list[int],
+    failed: list[Exception],
+) -> list[Seen]:
+    """The same from the samples themselves."""
+    try:
+        first, second = (calls_on_data(model, taps, leaves, structure, dims, size) for size in sizes)
+    except Exception as error:  # as above
+        failed.append(error)
+        return []
+    return [_compared(taps, first, second, sizes)]
+
+
+def _compared(taps: Sequence[Tap], first: Any, second: Any, sizes: list[int]) -> Seen:
+    """What two forwards tell together; of a tap that they do not run equally often, whether it is once a sample."""
+    seen = Seen({}, {})
+    for i, (tap, calls, others) in enumerate(zip(taps, first, second, strict=True)):
+        if len(calls) != len(others):
+            if len(calls) * sizes[1] == len(others) * sizes[0] and not (tap.sends or tap.receives):
+                seen.places.update({(i, rank): _ONE_BY_ONE for rank, _ in calls if isinstance(rank, int)})
+            continue
+        for (rank, call), (_, other) in zip(calls, others, strict=True):
+            if isinstance(call, bool):
+                place: Place = 0 if call and other else None
+            elif isinstance(rank, tuple):
+                place = place_of_result(call[1], other[1], sizes)
+            else:
+                place = place_of(tap.module, call, other, sizes)
+                one, two = (", ".join(str(tuple(x)) for x in outputs) for _, outputs in (call, other))
+                seen.shapes[i, rank] = f"{one} of {sizes[0]} samples and {two} of {sizes[1]}"
+            if seen.places.setdefault((i, rank), place) != place:
+                seen.places[i, rank] = "its samples are in different dimensions at different uses"
+    return seen
+
+
+def _own_forward(module: nn.Module) -> Any:
+    forward = module.__dict__.get("forward")
+    return getattr(forward, "replaced", forward)

@@ -1,0 +1,171 @@
+"""Finds what a forward pass on fake tensors has left outside of the copy that ran: in a cache of the user's own, at
+module or class level, where the model's own forward would meet tensors without values.
+
+Weak references are kept to what the pass makes. Where some is still alive when the pass has ended, the garbage
+collector says what holds it, and the entries are taken out again.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import gc
+import sys
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dpfast.errors import DpfastWarning
+from dpfast.taps.inputs import tensors_in
+
+_DEPTH = 6  # holders of holders: a tensor in a tuple, in an object's dict, in a cache
+_CALLER = 12  # about so many frames from a warning to who called the model
+_GUESSED = (
+    "a trial run of the model on tensors without values has left some in {}; it is None now, as nobody knows what it "
+    "was before. Keep what a forward remembers in a dict, a list, or an attribute of the module or its class"
+)
+_guessed: list[str] = []
+_LIBRARIES = ("torch", "dpfast", "builtins", "typing", "abc")
+
+
+class LeftBehind:
+    """What one pass leaves, from before it begins.
+
+    Args:
+        model: the copy that will run, or that of which it is one.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._made: list[weakref.ref[Tensor]] = []
+        self._before = _namespaces(model)
+        self._collects = gc.isenabled()
+        gc.collect(0)  # what is young afterwards has come with the pass
+        gc.disable()
+
+    def noting(self) -> TorchDispatchMode:
+        """Within it the pass runs."""
+        return _Noting(self.note)
+
+    def note(self, tensors: Iterable[Tensor]) -> None:
+        """The pass has made these."""
+        self._made += map(weakref.ref, tensors)
+
+    def take_back(self) -> None:
+        """The pass has ended, and nobody who may know has any of its tensors."""
+        if self._collects:
+            gc.enable()
+        torch.clear_autocast_cache()  # what it has cast would be suspected each time
+        if not any(made() is not None for made in self._made):
+            return
+        young = set(map(id, gc.get_objects(generation=0)))
+        gc.collect()  # the copy, which holds itself
+        level: list[Any] = list({id(x): x for made in self._made for x in [made()] if x is not None}.values())
+        if level:
+            young &= set(map(id, gc.get_objects()))  # of what is no more, others may have the numbers
+        for _ in range(_DEPTH):
+            held = {id(x) for x in level}
+            up: dict[int, Any] = {}
+            for holder in gc.get_referrers(*level) if level else ():
+                if holder is not level and not isinstance(holder, types.FrameType) and self._holds(holder, held, young):
+                    up[id(holder)] = holder
+            level = list(up.values())
+
+    def _holds(self, holder: Any, held: set[int], young: set[int]) -> bool:
+        """Takes what is held out of its holder; True: that has come with the pass itself, and goes with it."""
+        if type(holder) is dict:
+            return self._dict_holds(holder, held, young)
+        if id(holder) in young or isinstance(holder, (tuple, frozenset, functools.partial)) or _is_of_a_copy(holder):
+            return True
+        if isinstance(holder, dict):
+            _without(holder, held)
+        elif isinstance(holder, (list, collections.deque)):
+            kept = [x for x in holder if id(x) not in held]
+            holder.clear()
+            holder.extend(kept)
+        elif isinstance(holder, set):
+            holder.difference_update([x for x in holder if id(x) in held])
+        elif isinstance(holder, types.CellType):
+            holder.cell_contents = None
+        elif isinstance(holder, functools._lru_cache_wrapper):
+            holder.cache_clear()
+        elif isinstance(getattr(holder, "__dict__", None), dict):  # whose attributes are in no dict of their own yet
+            self._restore(holder, vars(holder), held)
+        return False
+
+    def _dict_holds(self, found: dict[Any, Any], held: set[int], young: set[int]) -> bool:
+        owners = [x for x in gc.get_referrers(found) if not isinstance(x, types.FrameType)]
+        for owner in owners:
+            if isinstance(owner, functools._lru_cache_wrapper):
+                owner.cache_clear()
+                return False
+            if isinstance(owner, type) or getattr(owner, "__dict__", None) is found:
+                if id(owner) in young or _is_of_a_copy(owner):
+                    return True
+                self._restore(owner, found, held)
+                return False
+        # A dict is young as well if it was empty until now: it goes where its holder has come with the pass, or has got
+        # it by a size.
+        if id(found) in young and any(id(x) in young or _by_size(x, found) for x in owners):
+            return True
+        _without(found, held)
+        return False
+
+    def _restore(self, owner: Any, attributes: dict[str, Any], held: set[int]) -> None:
+        before = self._before.get(id(owner))
+        for name in [name for name, x in attributes.items() if id(x) in held]:
+            if before is not None and name not in before:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, None if before is None else before[name])
+            if before is None:
+                _guessed.append(f"{getattr(owner, '__qualname__', type(owner).__qualname__)}.{name}")
+
+
+def say_what_was_guessed() -> None:
+    """Where nothing keeps warnings back any more."""
+    names = ", ".join(dict.fromkeys(_guessed))
+    _guessed.clear()
+    if names:
+        warnings.warn(_GUESSED.format(names), DpfastWarning, stacklevel=_CALLER)
+
+
+class _Noting(TorchDispatchMode):
+    def __init__(self, note: Callable[[list[Tensor]], None]):
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self._note = note
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        self._note(tensors_in(output))
+        return output
+
+
+def _is_of_a_copy(x: Any) -> bool:
+    """Modules that ran are those of a copy; what is dpfast's, and nodes of autograd's graph, are of it, though a
+    collection may have aged them."""
+    ours = type(x).__module__.partition(".")[0] == "dpfast" and not isinstance(x, type)
+    return ours or isinstance(x, (nn.Module, torch._C._FunctionBase))
+
+
+def _by_size(outer: Any, inner: dict[Any, Any]) -> bool:
+    """Whether it is a dict that holds another by what is no name, and so has got it when it was asked for."""
+    return isinstance(outer, dict) and any(x is inner and not isinstance(key, str) for key, x in outer.items())
+
+
+def _without(found: dict[Any, Any], held: set[int]) -> None:
+    for key in [key for key, x in found.items() if id(x) in held or id(key) in held]:
+        del found[key]
+
+
+def _namespaces(model: nn.Module) -> dict[int, dict[str, Any]]:
+    """The attributes of the modules' classes, and of the Python modules that these are in, by the ids of both."""
+    classes = {cls for module in model.modules() for cls in type(module).__mro__}
+    own = [cls for cls in classes if cls.__module__.partition(".")[0] not in _LIBRARIES]
+    files = {cls.__module__ for cls in own}
+    return {id(x): dict(vars(x)) for x in (*own, *(sys.modules[name] for name in files if name in sys.modules))}

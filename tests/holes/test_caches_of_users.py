@@ -1,0 +1,172 @@
+"""What a forward keeps at module or class level (masks, tables by length) has no tensors in it that have no values:
+trial runs of the model on fake tensors fill such caches too."""
+
+import collections
+import functools
+import types
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import dpfast
+from dpfast import GradSampleModule, GradSampleModuleFastGradientClipping
+from dpfast.errors import DpfastWarning
+from dpfast.testing import clipped_sum, loop_over_samples, relative_error
+
+T = 6
+BY_LENGTH, NAMED, NESTED, LISTED, LOGGED = {}, {"masks": {}}, {}, [], collections.deque()
+KEPT = None
+ODD = types.SimpleNamespace(mask=None)
+
+
+def mask(t):
+    return torch.tril(torch.ones(t, t))
+
+
+def by_length(t):
+    if t not in BY_LENGTH:
+        BY_LENGTH[t] = mask(t)
+    return BY_LENGTH[t]
+
+
+def in_a_tuple(t):
+    if t not in BY_LENGTH:
+        BY_LENGTH[t] = mask(t), torch.ones(())
+    return BY_LENGTH[t][0]
+
+
+def by_name(t):
+    if t not in NAMED["masks"]:
+        NAMED["masks"][t] = mask(t)
+    return NAMED["masks"][t]
+
+
+def in_a_new_dict(t):
+    if t not in NESTED:
+        NESTED[t] = {"mask": mask(t)}
+    return NESTED[t]["mask"]
+
+
+def in_an_object(t):
+    if t not in NESTED:
+        NESTED[t] = types.SimpleNamespace(mask=[mask(t)])
+    return NESTED[t].mask[0]
+
+
+def in_a_list(t):
+    found = mask(t)
+    LISTED.append(found)
+    LOGGED.append((t, found))
+    return found
+
+
+def in_a_global(t):
+    global KEPT
+    if KEPT is None:
+        KEPT = mask(t)
+    return KEPT
+
+
+@functools.lru_cache(maxsize=8)
+def remembered(t):
+    return mask(t)
+
+
+class Causal(nn.Module):
+    kept = None
+
+    def __init__(self, mask_of):
+        super().__init__()
+        self.first, self.last, self.mask_of = nn.Linear(5, 7), nn.Linear(7, 3), mask_of
+
+    def forward(self, x):
+        mask = self.mask_of(x.shape[1]).to(x)
+        return self.last(torch.einsum("tu,nud->ntd", mask, self.first(x)).tanh()).sum(1)
+
+
+def in_the_class(t):
+    if Causal.kept is None:
+        Causal.kept = mask(t)
+    return Causal.kept
+
+
+def in_a_new_attribute(t):
+    if not hasattr(Causal, "later"):
+        Causal.later = mask(t)
+    return Causal.later
+
+
+@pytest.fixture(autouse=True)
+def empty_caches():
+    global KEPT
+    for some in (BY_LENGTH, NAMED["masks"], NESTED, LISTED, LOGGED):
+        some.clear()
+    KEPT = Causal.kept = ODD.mask = None
+    if hasattr(Causal, "later"):
+        del Causal.later
+    remembered.cache_clear()
+
+
+def squared(model, x):
+    return model(x).pow(2).sum()
+
+
+CACHES = [by_length, in_a_tuple, by_name, in_a_new_dict, in_an_object, in_a_list, in_a_global, remembered]
+CACHES += [in_the_class, in_a_new_attribute]
+
+
+@pytest.mark.parametrize("mask_of", CACHES)
+def test_a_cache_of_ones_own(mask_of):
+    """The model's own forward crashed on tensors without values, or gave such."""
+    torch.manual_seed(0)
+    x, net = torch.randn(4, T, 5), Causal(mask_of)
+    model = GradSampleModuleFastGradientClipping(net, max_grad_norm=0.01, loss_reduction="sum")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DpfastWarning)
+        output = model(x)
+    assert type(output) is torch.Tensor
+    output.pow(2).sum().backward()
+    for name, total in clipped_sum(loop_over_samples(net, squared, x), 0.01).items():
+        assert relative_error(net.get_parameter(name).grad, total) < 1e-4, name
+    assert all(type(x) is torch.Tensor for x in [*LISTED, *(x for _, x in LOGGED)])
+
+
+def test_a_forward_that_fails_leaves_nothing():
+    """A look's run ends where shapes do not fit, too."""
+
+    def mask_of(t):
+        if len(BY_LENGTH) < 2:
+            BY_LENGTH[len(BY_LENGTH)] = mask(t)
+            raise ValueError("not yet")
+        return mask(t)
+
+    GradSampleModule(Causal(mask_of))
+    with pytest.raises(ValueError, match="not yet"):
+        GradSampleModule(Causal(mask_of))(torch.randn(4, T, 5))
+    assert all(type(x) is torch.Tensor for x in BY_LENGTH.values())
+
+
+def test_what_is_not_known_is_none_and_said():
+    def mask_of(t):
+        if ODD.mask is None:
+            ODD.mask = mask(t)
+        return ODD.mask
+
+    with pytest.warns(DpfastWarning, match="SimpleNamespace.mask; it is None now"):
+        output = GradSampleModule(Causal(mask_of))(torch.randn(4, T, 5))
+    assert type(output) is torch.Tensor
+
+
+def test_a_captured_step():
+    torch.manual_seed(0)
+    x, net = torch.randn(4, T, 5), Causal(by_length)
+    step = dpfast.compile_step(net, lambda m, x: m(x).pow(2).sum(1), max_grad_norm=0.01, batch_size=4, backend="eager")
+    BY_LENGTH.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DpfastWarning)
+        step(x)
+    assert type(net(x)) is torch.Tensor
+    for name, total in clipped_sum(loop_over_samples(net, squared, x), 0.01).items():
+        assert relative_error(net.get_parameter(name).grad, total) < 1e-4, name

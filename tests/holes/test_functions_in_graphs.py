@@ -1,0 +1,78 @@
+"""``compile_step`` of a model whose parameters meet samples in an ``autograd.Function``: refused by name or right."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint as checkpoints
+from torch import nn
+
+from dpfast import compile_step
+from dpfast.errors import EscapedGradientError
+from dpfast.testing import clipped_sum, loop_over_samples, relative_error
+
+C, N, T, D = 0.5, 5, 4, 6
+
+
+class Times(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, gain):
+        ctx.save_for_backward(x, gain)
+        return x * gain
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, gain = ctx.saved_tensors
+        return grad * gain, (grad * x).sum((0, 1))
+
+
+class Gain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.gain = nn.Linear(D, D), nn.Parameter(torch.ones(D))
+
+    def forward(self, x):
+        return Times.apply(self.first(x), self.gain)
+
+
+class Head(nn.Module):
+    """Its weight is an argument of a reentrant checkpoint, or is known to the function that it runs."""
+
+    def __init__(self, as_argument):
+        super().__init__()
+        self.first, self.head = nn.Linear(D, D), nn.Linear(D, 5, bias=False)
+        self.as_argument = as_argument
+
+    def forward(self, x):
+        x, weight = torch.tanh(self.first(x)), self.head.weight
+        if self.as_argument:
+            return checkpoints.checkpoint(F.linear, x, weight, use_reentrant=True)
+        return checkpoints.checkpoint(lambda x: F.linear(x, weight), x, use_reentrant=True)
+
+
+def losses(model, x):
+    return model(x).sin().sum((1, 2))
+
+
+def step(model):
+    return compile_step(model, losses, max_grad_norm=C, batch_size=N + 1, backend="eager")
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [(Gain, r"Gain, \(6,\)"), (lambda: Head(as_argument=True), r"head \(Linear\), \(5, 6\)")],
+    ids=["function", "checkpoint"],
+)
+def test_a_gradient_that_a_function_takes_to_a_parameter_is_refused(make, name):
+    """It was zero in the captured graph, and norms left it out."""
+    model = make()
+    with pytest.raises(EscapedGradientError, match=name):
+        step(model)(torch.randn(N, T, D))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_checkpoint_that_runs_what_knows_the_weight():
+    model, x = Head(as_argument=False), torch.randn(N, T, D)
+    exact = loop_over_samples(model, lambda m, x: losses(m, x).sum(), x)
+    step(model)(x)
+    for name, expected in clipped_sum(exact, C).items():
+        assert relative_error(model.get_parameter(name).grad, expected) <= 1e-5, name

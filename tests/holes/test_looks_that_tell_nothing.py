@@ -1,0 +1,163 @@
+"""Where a look tells nothing, this is said; what is no tensor tells nothing."""
+
+import dataclasses
+import random
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from dpfast import GradSampleModule, GradSampleModuleFastGradientClipping
+from dpfast.errors import DpfastWarning, InputError
+from dpfast.testing import clipped_sum, loop_over_samples, relative_error
+
+C, N, D = 0.1, 16, 5
+pytestmark = pytest.mark.filterwarnings("error::dpfast.errors.DpfastWarning")
+
+
+def clipping(model, **options):
+    return GradSampleModuleFastGradientClipping(model, max_grad_norm=C, loss_reduction="sum", **options)
+
+
+def step(wrapped, *inputs, **more):
+    wrapped.zero_grad()
+    wrapped(*inputs, **more).square().flatten(1).sum(1).sum().backward()
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(D, 7), nn.Linear(7, 3)
+
+
+# --- looks that tell nothing say so ---
+
+RNG, PYTHONS, GENERATOR = numpy.random.default_rng(0), random.Random(0), torch.Generator().manual_seed(0)
+DRAWS = {
+    "numpy": lambda: float(RNG.normal()),
+    "random.Random": lambda: PYTHONS.gauss(0, 1),
+    "Generator": lambda: float(torch.randn((), generator=GENERATOR)),
+}
+
+
+class Draws(Net):
+    how = ""
+
+    def forward(self, x):
+        h = self.first(x * (1 + 0.01 * DRAWS[self.how]()))
+        return self.last(torch.tanh(h - h.mean(0)))
+
+
+class Checks(Net):
+    def forward(self, x, lengths):
+        if not bool((lengths[:-1] >= lengths[1:]).all()):
+            raise ValueError("sort the batch by length")
+        h = self.first(x)
+        return self.last(torch.tanh(h - h.mean(0)))
+
+
+class RunsOnce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.kept = x.tanh()
+        return ctx.kept.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        kept = ctx.kept
+        del ctx.kept
+        return grad * (1 - kept * kept)
+
+
+class Once(Net):
+    def forward(self, x):
+        output = self.last(RunsOnce.apply(self.first(x)))
+        return output.square().sum(), output
+
+
+@pytest.mark.parametrize("how", DRAWS)
+def test_generators_of_ones_own(how):
+    model = Draws()
+    model.how = how
+    with pytest.raises(DpfastWarning, match="two runs on the same samples differ"):
+        step(clipping(model), torch.randn(N, D))
+
+
+def test_inputs_that_may_not_be_exchanged():
+    with pytest.raises(DpfastWarning, match="it fails, ValueError: sort the batch by length"):
+        step(clipping(Checks()), torch.randn(4, D), torch.tensor([9, 7, 4, 2]))
+
+
+def test_backward_passes_that_run_once():
+    with pytest.raises(DpfastWarning, match="more than one backward pass through it fails, AttributeError"):
+        clipping(Once())(torch.randn(N, D))
+
+
+class Tasks(Net):
+    def forward(self, x, task):
+        h = self.first(x)
+        return self.last(h - h.mean(0) if task == "centred" else h)
+
+
+def test_more_kinds_than_are_looked_at():
+    wrapped, x = clipping(Tasks()), torch.randn(3, D)
+    for i in range(64):
+        step(wrapped, x, f"task {i}")
+    with pytest.warns(DpfastWarning, match="another kind of input than the 64"):
+        step(wrapped, x, "centred")
+    step(wrapped, x, "one more")  # it has been said
+
+
+# --- what a model is called with ---
+
+
+@dataclasses.dataclass(slots=True)
+class Slots:
+    x: torch.Tensor
+
+
+class OwnDict(dict):
+    pass
+
+
+class OwnList(list):
+    pass
+
+
+class TimeFirst(Net):
+    def forward(self, batch):
+        if isinstance(batch, Slots):
+            x = batch.x
+        elif isinstance(batch, OwnDict):
+            x = batch["x"]
+        elif isinstance(batch, OwnList) and isinstance(batch[0], torch.Tensor):
+            x = batch[0]
+        else:
+            x = torch.as_tensor(numpy.array(batch), dtype=torch.float32)
+        return self.last(torch.tanh(self.first(x.transpose(0, 1)))).sum(0)
+
+
+@pytest.mark.parametrize(
+    "holder", [Slots, lambda x: OwnDict(x=x), lambda x: OwnList([x])], ids=["slots", "dict", "list"]
+)
+def test_tensors_in_objects_of_other_kinds(holder):
+    torch.manual_seed(0)
+    model, x = TimeFirst(), torch.randn(4, 6, D)
+    exact = loop_over_samples(model, lambda m, x: m(holder(x)).square().sum(), x)
+    step(clipping(model), holder(x))
+    for name, total in clipped_sum(exact, C).items():
+        assert relative_error(model.get_parameter(name).grad, total) < 1e-5
+
+
+@pytest.mark.parametrize("cls", [GradSampleModuleFastGradientClipping, GradSampleModule])
+@pytest.mark.parametrize("batch", [numpy.ones((4, 6, D)), [[[0.5] * D] * 6] * 4], ids=["array", "lists"])
+def test_no_tensors_are_an_error(cls, batch):
+    wrapped = cls(TimeFirst())
+    with pytest.raises(
+        InputError, match=r"called with no tensor that has samples in dimension 0 \(with (ndarray|float)"
+    ):
+        wrapped(batch)
+    with torch.no_grad():
+        assert wrapped(batch).shape == (4, 3)
+    step(wrapped, OwnDict(x=torch.randn(4, 6, D)))
