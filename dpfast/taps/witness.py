@@ -180,7 +180,8 @@ class Witness(OfCopy):
             torch.sub(_NOISE, own, out=own)
         if order is not None:
             noise = noise[order.argsort()]
-        return torch.addcmul(noise, x, noise).movedim(0, dim)
+        # A constant: autograd would keep the noise of every layer for its derivative.
+        return torch.addcmul(noise, x.detach(), noise).movedim(0, dim)
 
 
 def whose_rows(rows: int, size: int, place: int | Rows, device: torch.device) -> Tensor | None:
@@ -261,10 +262,17 @@ def _is_complex(x: Any) -> bool:
 
 
 def _leaf(parameter: nn.Parameter) -> nn.Parameter:
-    """Another of the same numbers."""
+    """Another of the same numbers, which keeps no gradient."""
     if type(parameter) is not nn.Parameter:
         return parameter
-    return nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+    leaf = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+    if leaf.requires_grad:  # the copies of a look live until the garbage collector may run again
+        leaf.register_post_accumulate_grad_hook(_forget)
+    return leaf
+
+
+def _forget(parameter: Tensor) -> None:
+    parameter.grad = None
 
 
 def _backwards(run: Run, outputs: Sequence[Tensor], losses: dict[int, Tensor], to_leaves: bool) -> None:
