@@ -27,7 +27,7 @@ from dpfast.arithmetic import capturing
 from dpfast.compiled.batches import Batch
 from dpfast.compiled.mode import GraphMode, running
 from dpfast.errors import DpfastError, InputError, UnsupportedModuleError
-from dpfast.taps import LeftBehind, refuses
+from dpfast.taps import LeftBehind, nodes_behind, refuses, taking_back
 
 Losses = Callable[..., Tensor]
 
@@ -48,7 +48,9 @@ class Captured:
     of: list[nn.Parameter]
 
 
+@taking_back
 def capture(
+    left: LeftBehind,
     model: nn.Module,
     losses: Losses,
     batch: Batch,
@@ -60,6 +62,7 @@ def capture(
     """The step of ``losses(model, *batch) -> (n,)``.
 
     Args:
+        left: what is made; given by the decorator.
         batch: padded to n samples. learned: knows where the model's samples are. options: of :class:`GraphMode`.
         num_units: U, where units are clipped.
 
@@ -67,23 +70,6 @@ def capture(
         InputError: losses are not (n,). UnsupportedModuleError: the model reads values, or cannot be copied; what else
             an eager step raises.
     """
-    left = LeftBehind(model)
-    try:
-        return _captured(model, losses, batch, n, learned, options, num_units, left)
-    finally:
-        left.take_back()
-
-
-def _captured(
-    model: nn.Module,
-    losses: Losses,
-    batch: Batch,
-    n: int,
-    learned: GraphMode,
-    options: dict[str, Any],
-    num_units: int | None,
-    left: LeftBehind,
-) -> Captured:
     with torch.compiler.set_stance("force_eager"):
         fakes = FakeTensorMode(allow_non_fake_inputs=True)
         known: dict[int, Any] = {}
@@ -175,13 +161,7 @@ def _check_others(others: Iterable[Tensor]) -> None:
 def _check_leaves(losses: Tensor, function: Losses, model: nn.Module) -> None:
     """Raises UnsupportedModuleError where a gradient would come to a tensor that is no copy: what a function reaches by
     a closure or a global is none of the graph's, and would be left one without values."""
-    nodes, seen = [losses.grad_fn], set()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        nodes.extend(following for following, _ in node.next_functions)
+    for node in nodes_behind([losses.grad_fn]):
         x = getattr(node, "variable", None) if type(node).__name__ == "AccumulateGrad" else None
         if isinstance(x, Tensor) and not (isinstance(x, FakeTensor) or refuses(x)):
             raise UnsupportedModuleError(

@@ -244,9 +244,8 @@ _PRODUCTS = {torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mu
 def check_threshold(value: float, name: str = "max_grad_norm") -> float:
     """``value`` as a float; raises InputError where it is no number, or not positive and finite."""
     try:
-        number = (
-            math.nan if isinstance(value, str) else float(value)
-        )  # kept as it is, and no string can be computed with
+        # It is kept as it is, and no string can be computed with.
+        number = math.nan if isinstance(value, str) else float(value)
     except (TypeError, ValueError):
         number = math.nan
     if not (math.isfinite(number) and number > 0.0):

@@ -7,8 +7,8 @@ all targets that are not left out, whose divisor is the other samples' too.
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial, reduce
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from dpfast.errors import UnsupportedModuleError
+from dpfast.taps import is_of_tap, nodes_behind
 
 _MEANS = ("NllLossBackward0", "NllLoss2DBackward0")
 _VIEWS = frozenset(
@@ -66,15 +67,9 @@ def check_for_counts(loss: Tensor) -> None:
     (``ignore_index``), or that have weights, of samples that have different numbers of them."""
     if not len(_have_run):
         return
-    nodes = deque([loss.grad_fn])
-    for _ in range(_NEAR):
-        node: Any = nodes.popleft() if nodes else None
-        if node is None:
-            return
+    for node in itertools.islice(nodes_behind([loss.grad_fn], lambda node: not hasattr(node, "record")), _NEAR):
         if type(node).__name__ in _MEANS and node._saved_reduction == 1:
             _check_counts(loss, node)
-        if not hasattr(node, "record"):
-            nodes.extend(following for following, _ in node.next_functions if following is not None)
 
 
 def _check_counts(loss: Tensor, mean: Any) -> None:
@@ -144,18 +139,12 @@ def _whose(picks: Any, n: int, batch_dim: int) -> Tensor | None:
 
 def _behind(loss: Tensor) -> tuple[list[Any], list[Any]]:
     """The records of the tapped layers that are next to the loss in its graph, and the nodes between."""
-    nodes, seen, taps, between = [loss.grad_fn], set(), [], []
-    while nodes:
-        node: Any = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        record = getattr(node, "record", None)  # of a tap's node
-        if record is not None and hasattr(record, "tap"):
-            taps.append(record)
-            continue
-        between.append(node)
-        nodes.extend(following for following, _ in node.next_functions)
+    taps, between = [], []
+    for node in nodes_behind([loss.grad_fn], lambda node: not is_of_tap(node)):
+        if is_of_tap(node):
+            taps.append(node.record)
+        else:
+            between.append(node)
     return taps, between
 
 

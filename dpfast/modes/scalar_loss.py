@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dpfast.errors import LossError
 from dpfast.modes.mixed_losses import check_for_counts, check_for_pairs
+from dpfast.taps import is_of_tap, nodes_behind
 
 
 def check_losses() -> None:
@@ -43,14 +44,4 @@ def check_losses() -> None:
 
 def _tapped_layer(loss: Tensor) -> str | None:
     """The tapped layer nearest to the loss in its graph."""
-    nodes, seen = [loss.grad_fn], set()
-    while nodes:
-        node = nodes.pop(0)
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        record = getattr(node, "record", None)  # of tap._TapFunction
-        if record is not None and hasattr(record, "tap"):
-            return record.tap.layer
-        nodes.extend(following for following, _ in node.next_functions)
-    return None
+    return next((node.record.tap.layer for node in nodes_behind([loss.grad_fn]) if is_of_tap(node)), None)

@@ -18,7 +18,7 @@ from dpfast.distributed import is_shard, local
 from dpfast.errors import StateError
 from dpfast.modes.sketches import Sketches, entries
 from dpfast.modes.units import Units
-from dpfast.taps import Activations, Record
+from dpfast.taps import Activations, Record, nodes_behind
 
 _WEIGHTED = 0.5
 """How far the second pass's gradients at an output may be from the weighted first ones, over the whole batch. Nothing
@@ -67,18 +67,12 @@ class Output:
     def is_left_in_part(self) -> bool:
         """Whether the backward pass that runs leaves out something below it: only some tensors' gradients are asked for
         (``torch.autograd.grad``, ``inputs=``)."""
-        waiting, seen = [node for node, _ in self._below], set()
-        while waiting:
-            node = waiting.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
+        for node in nodes_behind(node for node, _ in self._below):
             try:
                 if not torch._C._will_engine_execute_node(node):
                     return True
             except RuntimeError:  # a leaf that is asked for
                 return True
-            waiting.extend(following for following, _ in node.next_functions)
         return False
 
 

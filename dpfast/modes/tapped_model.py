@@ -206,7 +206,7 @@ class TappedModel:
             return
         ended = running.pop(self)
         end_model(self)
-        self._probe.forward_ended(failed=output is None)
+        self._probe.forward_ended(output)
         if ended is None or not (self.enabled and torch.is_grad_enabled()) or in_backward() is not None:
             return
         note_forward(self)

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from dpfast.errors import StateError
 from dpfast.opacus import backward
-from dpfast.opacus.two_passes import NO_SCALER, one_a_sample
+from dpfast.opacus.optimizers import NO_SCALER
+from dpfast.opacus.two_passes import one_a_sample
 
 
 class ClippedLossTensor(DPTensorFastGradientClipping):

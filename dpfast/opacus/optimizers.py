@@ -25,7 +25,12 @@ from dpfast.modes import (
     not_noted,
     shares_noise,
 )
-from dpfast.opacus.two_passes import NO_SCALER
+
+NO_SCALER = (
+    "GradScaler scales the loss, and what it unscales has been clipped before: another sum than the one that the noise "
+    "is for. Leave the scaler out: norms are taken in fp32 or fp64, and autocast to bfloat16 (the Trainer's bf16=True) "
+    "needs none"
+)
 
 _PIECE = 2**16
 """Numbers of noise that are drawn at a time: a quarter of a megabyte, a part of a core's own cache."""

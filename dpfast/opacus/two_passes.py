@@ -13,12 +13,8 @@ from torch import Tensor
 
 from dpfast.errors import DpfastWarning, InputError
 from dpfast.modes import GradSampleModule, left_in
-
-NO_SCALER = (
-    "GradScaler scales the loss, and what it unscales has been clipped before: another sum than the one that the noise "
-    "is for. Leave the scaler out: norms are taken in fp32 or fp64, and autocast to bfloat16 (the Trainer's bf16=True) "
-    "needs none"
-)
+from dpfast.opacus.optimizers import DPOptimizerFast
+from dpfast.taps import nodes_behind
 
 _LOOKED_AT: WeakSet[Any] = WeakSet()
 """Modules of Opacus's whose first second pass has been looked at."""
@@ -49,7 +45,9 @@ def two_passes(loss: DPTensorFastGradientClipping, factors: Callable[[], Tensor]
     """
     reduced(loss).backward(retain_graph=True)
     # dpfast's first pass leaves what is there: clipped sums of earlier losses of this step, which Opacus's would lose.
-    if not isinstance(loss.module, GradSampleModule) or left_in(loss.module.parameters()) is None:
+    # Opacus's optimizer leaves what it has taken there too, and would take that twice.
+    sums_stay = isinstance(loss.module, GradSampleModule) and isinstance(loss.optimizer, DPOptimizerFast)
+    if not (sums_stay and left_in(loss.module.parameters()) is not None):
         loss.optimizer.zero_grad()
     second_pass(loss.module, loss.loss_per_sample, factors())
 
@@ -93,17 +91,8 @@ def _warn_of_16_bits(module: Any, losses: Tensor) -> None:
 
 def _dtype_in_graph(losses: Tensor) -> torch.dtype | None:
     """The first dtype of 16 bits under the losses."""
-    stack, seen = [losses.grad_fn], set()
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        for result in node._input_metadata:
-            if _is_16_bit(result):
-                return result.dtype
-        stack.extend(following for following, _ in node.next_functions)
-    return None
+    results = (result for node in nodes_behind([losses.grad_fn]) for result in node._input_metadata)
+    return next((result.dtype for result in results if _is_16_bit(result)), None)
 
 
 def _is_16_bit(x: Any) -> bool:

@@ -25,8 +25,9 @@ from dpfast.taps.layout import (
     unfolded,
 )
 from dpfast.taps.leaves import refuses
-from dpfast.taps.left_behind import LeftBehind
+from dpfast.taps.left_behind import LeftBehind, taking_back
 from dpfast.taps.node import Record, TappedLayer
+from dpfast.taps.nodes import is_of_tap, nodes_behind
 from dpfast.taps.own_node import register_node
 from dpfast.taps.passes import forget_compiled_code, in_backward, never_compiled, suspended, taps_suspended
 from dpfast.taps.pieces import Pieces
@@ -89,11 +90,13 @@ __all__ = [
     "given_layout",
     "has_something_to_tap",
     "in_backward",
+    "is_of_tap",
     "keys_of",
     "kind_here",
     "layouts",
     "leaves_of",
     "never_compiled",
+    "nodes_behind",
     "owned_modules",
     "owned_parameters",
     "refuses",
@@ -113,6 +116,7 @@ __all__ = [
     "same_random_numbers",
     "sees_its_own_heads",
     "suspended",
+    "taking_back",
     "taps_suspended",
     "tokens_in",
     "unfolded",

@@ -37,7 +37,7 @@ def carried(
         leaves: the inputs, of ``size`` samples. exchanged: with one exchanged. Others: as ``witness.run_on``'s.
     """
 
-    def two_passes(first: Sequence[Any]) -> tuple[dict[str, Tensor], list[Any]] | None:
+    def two_passes(first: Sequence[Any]) -> tuple[dict[str, Any], list[Any]] | None:
         copy, own = copied(model, taps, stand_ins)
         witnesses = [Witness.of(tap, i, Run.begun(), places, size) for i, tap in enumerate(own)]
 
@@ -50,14 +50,13 @@ def carried(
             with following_model(witnesses[0].taps, copy, some), torch.no_grad():
                 return results_in(copy(*args, **kwargs))
 
-        before = {name: (x, x._version) for name, x in _held(copy)}
+        held = dict(_held(copy))  # which keeps them: others could have their ids
+        before = _versions(held)
         forward(first)
         now = dict(_held(copy))
-        if now.keys() == before.keys() and all(
-            x is before[k][0] and x._version == before[k][1] for k, x in now.items()
-        ):
+        if _versions(now) == before:
             return None
-        return {name: x.clone() for name, x in now.items()}, forward(leaves)
+        return {name: x.clone() if isinstance(x, Tensor) else x for name, x in now.items()}, forward(leaves)
 
     one = two_passes(leaves)
     other = None if one is None else two_passes(exchanged)
@@ -69,19 +68,29 @@ def carried(
     return [name for name, x in one[0].items() if not _same([x], [other[0].get(name)])] or ["what it keeps"]
 
 
-def _held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """What its modules hold beside parameters, by names."""
+def _versions(held: dict[str, Any]) -> dict[str, Any]:
+    """Other ones where a pass has changed what is held."""
+    return {name: (id(x), x._version) if isinstance(x, Tensor) else x for name, x in held.items()}
+
+
+def _held(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The tensors and numbers that its modules hold beside parameters, by names."""
     for name, module in model.named_modules():
         for attribute, value in (*module._buffers.items(), *vars(module).items()):
             if attribute not in ("_parameters", "_buffers", "_modules"):
                 path = f"{name}.{attribute}" if name else attribute
                 yield from ((f"{path}[{i}]" if i else path, x) for i, x in enumerate(tensors_in(value)))
+                if isinstance(value, (int, float)):
+                    yield path, value
 
 
 def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
     """To the bit."""
+    pairs = [(torch.as_tensor(x), torch.as_tensor(y)) for x, y in zip(some, others, strict=False) if _is_number(x, y)]
     return len(some) == len(others) and all(
-        x.shape == y.shape and bool(((x == y) | ((x != x) & (y != y))).all())
-        for x, y in zip(some, others, strict=True)
-        if isinstance(x, Tensor) and isinstance(y, Tensor)
+        x.shape == y.shape and bool(((x == y) | ((x != x) & (y != y))).all()) for x, y in pairs
     )
+
+
+def _is_number(*some: Any) -> bool:
+    return all(isinstance(x, (Tensor, int, float)) for x in some)

@@ -79,7 +79,7 @@ def told_by_exchange(
         sizes: so many samples, or where that does not run so many.
     """
     if any(hasattr(p, "device_mesh") for p in model.parameters()):
-        return _NOTHING  # parts of parameters (FSDP2, tensor parallel), with which a copy does not run
+        return NOTHING  # parts of parameters (FSDP2, tensor parallel), with which a copy does not run
     others = stand_ins(model)
     first: Exception | None = None
     for size in dict.fromkeys(sizes):
@@ -93,7 +93,7 @@ def told_by_exchange(
                     return told._replace(routes=exchange.routes, carried=exchange.carried(told))
             except Exception as error:  # whatever a model raises that wants its batch, or its values, otherwise
                 first = first or error
-    return _NOTHING if first is None else _NOTHING._replace(why=_FAILS.format(said_by(first)))
+    return NOTHING if first is None else NOTHING._replace(why=_FAILS.format(said_by(first)))
 
 
 def calls_on_data(
@@ -106,7 +106,7 @@ def calls_on_data(
     return [witness.took_and_gave for witness in witnesses]
 
 
-_NOTHING = Told({}, {}, changed=True)
+NOTHING = Told({}, {}, changed=True)
 
 
 def said_by(error: Exception) -> str:

@@ -29,7 +29,7 @@ from dpfast.taps.dependence import Dependence
 from dpfast.taps.detached import detached_parameters
 from dpfast.taps.inputs import tensors_in
 from dpfast.taps.layout import Call
-from dpfast.taps.left_behind import LeftBehind, say_what_was_guessed
+from dpfast.taps.left_behind import LeftBehind, say_what_was_guessed, taking_back
 from dpfast.taps.passes import taps_suspended
 from dpfast.taps.pieces import Pieces
 from dpfast.taps.registry import find_forward, find_function, find_rule, owned_modules
@@ -58,10 +58,12 @@ def fake_parameters(model: nn.Module, mode: FakeTensorMode) -> dict[int, Tensor]
     return found
 
 
+@taking_back
 def calls_in_forward(
+    left: LeftBehind,
+    model: nn.Module,
     mode: FakeTensorMode,
     parameters: dict[int, Tensor],
-    model: nn.Module,
     taps: Sequence[Tap],
     leaves: list[Any],
     structure: Any,
@@ -72,30 +74,11 @@ def calls_in_forward(
     operations on what has no samples give, with their way; and what came of it (``_Probe.told``).
 
     Args:
+        left: what is made; given by the decorator.
         mode, parameters: of the fake tensors; several forwards may share them.
         leaves, structure: the inputs, flattened.
         dims: the dimension of each of them that is set to ``size``, if any.
     """
-    left = LeftBehind(model)
-    told = _told(left, mode, parameters, model, taps, leaves, structure, dims, size)
-    left.take_back()
-    if isinstance(told, str):
-        raise RuntimeError(told)
-    return told
-
-
-def _told(
-    left: LeftBehind,
-    mode: FakeTensorMode,
-    parameters: dict[int, Tensor],
-    model: nn.Module,
-    taps: Sequence[Tap],
-    leaves: list[Any],
-    structure: Any,
-    dims: list[int | None],
-    size: int,
-) -> list[list[tuple[Any, Call | bool]]] | str:
-    """The same, or what the forward raises: an error itself would hold all that was there."""
     memo: dict[int, Any] = {id(taps[0].taps): Nobody(), **parameters}
     with copied_whole(model, memo, mode), FakeCopyMode(mode):
         model, taps = copy_of(model, taps, memo)
@@ -107,11 +90,8 @@ def _told(
         dependence = Dependence(tensors, samples, size, left.note)
         probes = [_Probe.of(tap, size, dependence) for tap in taps]
         args, kwargs = structure.unflatten(inputs)
-        try:
-            with dependence:
-                model(*args, **kwargs)
-        except Exception as error:
-            return str(error) or type(error).__name__
+        with dependence:
+            model(*args, **kwargs)
     return [probe.told() for probe in probes]
 
 

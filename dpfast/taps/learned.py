@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dpfast.taps.exchange import calls_on_data, said_by, told_by_exchange
+from dpfast.taps.exchange import NOTHING as TOLD_NOTHING
+from dpfast.taps.exchange import Told, calls_on_data, said_by, told_by_exchange
 from dpfast.taps.fake_run import Values, calls_in_forward, fake_parameters, nothing_left_behind
 from dpfast.taps.inputs import Structure, may_be_given_again, stands_alone
 from dpfast.taps.layout import Mixed, Place, place_of, place_of_result
-from dpfast.taps.picks import NO_ROUTES, Routes
 from dpfast.taps.tap import OWN, Tap
 
 SAMPLES = 3
@@ -44,24 +44,20 @@ class Learned(NamedTuple):
     """What runs of the model tell.
 
     Attributes:
-        places: of taps. shapes: of their outputs, in words. outputs: as :class:`exchange.Told`'s.
+        places: of taps. shapes: of their outputs, in words. told: of exchanged samples.
         settled: nothing more would come of another look.
-        routes: where rows are picked. why: it could not be run. carried: as :class:`exchange.Told`'s.
         dims, by_shapes: which dimensions of the inputs follow the batch, and the places that shapes alone tell.
     """
 
     places: Found
     shapes: dict[Any, str]
-    outputs: dict[int | str, str]
+    told: Told
     settled: bool
-    routes: Routes = NO_ROUTES
-    why: str | None = None
-    carried: Sequence[str] = ()
     dims: Sequence[int | None] = ()
     by_shapes: Mapping[Any, Place] = MappingProxyType({})
 
 
-NOTHING = Learned({}, {}, {}, settled=True)
+NOTHING = Learned({}, {}, TOLD_NOTHING, settled=True)
 
 
 def learned(
@@ -73,10 +69,10 @@ def learned(
         return NOTHING
     odd = next((x for x in leaves if not may_be_given_again(x)), None)
     if odd is not None:
-        return NOTHING._replace(why=f"it takes a {type(odd).__name__}, of which there can be no other for a trial")
+        return _untold(f"it takes a {type(odd).__name__}, of which there can be no other for a trial")
     odd = next((m for m in model.modules() if not stands_alone(_own_forward(m))), None)
     if odd is not None:
-        return NOTHING._replace(why=f"a {type(odd).__name__}'s forward is a function that may run the model itself")
+        return _untold(f"a {type(odd).__name__}'s forward is a function that may run the model itself")
     structure = Structure(inputs)
     leaves = [x.as_subclass(Tensor) if isinstance(x, Tensor) else x for x in structure.leaves]
     sizes = {size for x in leaves for size in (x.shape if isinstance(x, Tensor) else [x]) if isinstance(size, int)}
@@ -90,15 +86,19 @@ def learned(
             dims, lambda some: _found_on_data(model, taps, leaves, structure, some, primes, failed)
         )
         if batched is None:
-            return NOTHING._replace(why=said_by(failed[0]) if failed else "no input has samples")
+            return _untold(said_by(failed[0]) if failed else "no input has samples")
     if batched is None:
         return NOTHING._replace(settled=n > 0)
     places, shapes = found
     if not n:
-        return Learned(places, shapes, {}, settled=False)
+        return Learned(places, shapes, TOLD_NOTHING, settled=False)
     told = told_by_exchange(model, taps, leaves, structure, batched, places, (SAMPLES, n))
     everywhere = {**places, **with_own(told.places)}
-    return Learned(everywhere, shapes, told.outputs, told.changed, told.routes, told.why, told.carried, batched, places)
+    return Learned(everywhere, shapes, told, told.changed, batched, places)
+
+
+def _untold(why: str) -> Learned:
+    return NOTHING._replace(told=TOLD_NOTHING._replace(why=why))
 
 
 def with_own(places: Found) -> Found:
@@ -156,7 +156,7 @@ def _found(
         try:
             with nothing_left_behind(), values:
                 first, second = (
-                    calls_in_forward(mode, parameters, model, taps, leaves, structure, dims, size) for size in primes
+                    calls_in_forward(model, mode, parameters, taps, leaves, structure, dims, size) for size in primes
                 )
             found.append(_compared(taps, first, second, primes))
         except Exception:  # whatever a model raises that meets no values, or sizes that do not fit

@@ -11,11 +11,12 @@ import collections
 import functools
 import gc
 import sys
+import traceback
 import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpfast.errors import DpfastWarning
 from dpfast.taps.inputs import tensors_in
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _DEPTH = 6  # holders of holders: a tensor in a tuple, in an object's dict, in a cache
 _CALLER = 12  # about so many frames from a warning to who called the model
@@ -32,6 +36,26 @@ _GUESSED = (
 )
 _guessed: list[str] = []
 _LIBRARIES = ("torch", "dpfast", "builtins", "typing", "abc")
+
+
+def taking_back(run: Callable[Concatenate[LeftBehind, nn.Module, P], R]) -> Callable[Concatenate[nn.Module, P], R]:
+    """Decorates a function that runs copies of a model: what that leaves elsewhere is taken back, however it ends."""
+
+    @functools.wraps(run)
+    def call(model: nn.Module, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        left = LeftBehind(model)
+        try:
+            return run(left, model, *args, **kwargs)
+        except Exception as error:
+            each: BaseException | None = error
+            while each is not None:  # they would hold all that was there
+                traceback.clear_frames(each.__traceback__)
+                each = each.__context__
+            raise
+        finally:
+            left.take_back()
+
+    return call
 
 
 class LeftBehind:
@@ -92,6 +116,7 @@ class LeftBehind:
             holder.difference_update([x for x in holder if id(x) in held])
         elif isinstance(holder, types.CellType):
             holder.cell_contents = None
+            _guessed.append("a variable of a closure")
         elif isinstance(holder, functools._lru_cache_wrapper):
             holder.cache_clear()
         elif isinstance(getattr(holder, "__dict__", None), dict):  # whose attributes are in no dict of their own yet

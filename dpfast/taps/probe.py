@@ -5,9 +5,10 @@ model is called with, and again now and then for what the first look did not sho
 from __future__ import annotations
 
 import enum
+import sys
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -23,10 +24,10 @@ from dpfast.taps.routes import add_routes, routes_of
 from dpfast.taps.tap import Tap
 
 _MORE_SAMPLES = 8  # for what three do not show: groups, parts of the batch
-_LATER = frozenset(8**k - 1 for k in range(1, 9)) | {
-    1
-}  # forwards after the first that are looked at, for what that did
-# not show: a branch, random numbers, a weight that was zero
+_LATER = frozenset({1, *(8**k - 1 for k in range(1, 9))})
+"""Forwards after the first that are looked at, for what that did not show: a branch, random numbers, a weight that was
+zero."""
+
 _AGAIN = 4  # looks at batches that tell too little (empty ones)
 _MOST_LOOKS = 64  # a model that takes lists of tensors might see ever new ones
 _CALLER = 9  # frames from a warning to who called the model
@@ -135,22 +136,22 @@ class Probe:
         elif in_backward() is None:
             follow = [receiver.batch_dim if receiver.batch_dim in some else min(some, default=None) for some in dims]
             found = learned(receiver.model, self._taps, inputs, leaves, follow, n)
-            if add_routes(receiver, self._taps, found.routes):
+            if add_routes(receiver, self._taps, found.told.routes):
                 found = learned(receiver.model, self._taps, inputs, leaves, follow, n)
-            self._refuse_carried(found.carried)
-            if found.why is None:
+            self._refuse_carried(found.told.carried)
+            if found.told.why is None:
                 due = _AGAIN if looks is None else looks.due
                 self._looks[look] = _Looks(0 if found.settled else due - (n > 0), found)
             else:  # it may be a batch that the model cannot take, which says nothing of the next
-                self._called = like, dims, look, found.why
-            self.outputs[kind] = found.outputs
+                self._called = like, dims, look, found.told.why
+            self.outputs[kind] = found.told.outputs
             for i, tap in enumerate(self._taps):
                 for rank in {*tap.places, *(rank for number, rank in found.places if number == i)}:
                     self._note(tap.places, rank, kind, found.places.get((i, rank)))
                     if (i, rank) in found.shapes:
                         tap.shapes[rank] = found.shapes[i, rank]
                 tap.note_uses()
-            if n > SAMPLES and found.dims and found.why is None:
+            if n > SAMPLES and found.dims and found.told.why is None:
                 self._look_again(kind, inputs, found, n)
         return True
 
@@ -194,10 +195,10 @@ class Probe:
             tap.places, tap.shapes = dict(like.places), dict(like.shapes)
             tap.note_uses()
 
-    def forward_ended(self, *, failed: bool) -> None:
+    def forward_ended(self, output: Any) -> None:
         """Where it ran and could not be looked at, this is said, once; what it failed with is as if it never came."""
         called, self._called = self._called, None
-        if called is None or failed:
+        if called is None or (output is None and sys.exc_info()[0] is not None):
             return
         kind, dims, look, why = called
         self._dims[kind] = dims
@@ -229,7 +230,7 @@ def _modes_named(arguments: Sequence[Any]) -> Iterator[Any]:
     for x in arguments:
         if isinstance(x, (str, enum.Enum)) or (isinstance(x, (int, float)) and x in (0, 1)):
             yield type(x), x
-        elif isinstance(x, dict):
+        elif isinstance(x, Mapping):
             yield from x
             yield from _modes_named(tuple(x.values()))
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dpfast.errors import EscapedGradientError
+from dpfast.taps.nodes import nodes_behind
 
 _NOT_KEPT = frozenset(vars(nn.Module()))
 """Attributes of every module, which hold its parameters, buffers, children and hooks."""
@@ -115,18 +116,12 @@ class Watch:
 
     def _comes_from_shown(self, x: Tensor) -> bool:
         """Whether gradients of x reach nothing but what was shown."""
-        nodes, seen = [x.grad_fn], set()
-        while nodes:
-            node = nodes.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
+        for node in nodes_behind([x.grad_fn]):
             leaf = getattr(node, "variable", None)  # of the nodes at the ends
             if leaf is None and node._sequence_nr() < self._since:
                 return False
             if leaf is not None and not any(leaf is y for y in self._shown):
                 return False
-            nodes.extend(following for following, _ in node.next_functions)
         return x.grad_fn is not None or not x.requires_grad
 
 
@@ -138,19 +133,13 @@ def may_keep_output(forward: Callable[..., Any]) -> bool:
 def _leaves_gradients(node: torch.autograd.graph.Node | None) -> bool:
     """Whether the pass that runs, which is at that node, leaves gradients in tensors, and is not one that gives those
     of a few (``torch.autograd.grad``)."""
-    nodes, seen = [node], set()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if getattr(node, "variable", None) is not None:
+    for behind in nodes_behind([node]):
+        if getattr(behind, "variable", None) is not None:
             try:
-                if torch._C._will_engine_execute_node(node):
+                if torch._C._will_engine_execute_node(behind):
                     return True
             except RuntimeError:  # torch's way to say that the gradient is given
                 pass
-        nodes.extend(following for following, _ in node.next_functions)
     return False
 
 

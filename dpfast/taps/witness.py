@@ -26,6 +26,7 @@ from dpfast.taps.fingerprints import Prints, fingerprints
 from dpfast.taps.gathered import following_model
 from dpfast.taps.inputs import results_in, tensors_in
 from dpfast.taps.layout import Call, Place, Rows
+from dpfast.taps.nodes import nodes_behind
 from dpfast.taps.passes import in_backward
 from dpfast.taps.picks import Picks, Routes
 from dpfast.taps.registry import find_by_row, find_forward
@@ -313,15 +314,8 @@ def _backwards(run: Run, outputs: Sequence[Tensor], losses: dict[int, Tensor], t
 
 def _in_reentrant_checkpoint(outputs: Sequence[Tensor]) -> bool:
     """Whether some of what was computed was, whose gradients ``torch.autograd.grad`` does not give."""
-    nodes, seen = [x.grad_fn for x in outputs], set()
-    while nodes:
-        node = nodes.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            if type(node).__name__ == "CheckpointFunctionBackward":
-                return True
-            nodes.extend(following for following, _ in node.next_functions)
-    return False
+    nodes = nodes_behind(x.grad_fn for x in outputs)
+    return any(type(node).__name__ == "CheckpointFunctionBackward" for node in nodes)
 
 
 def copied(

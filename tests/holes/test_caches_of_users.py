@@ -3,6 +3,7 @@ trial runs of the model on fake tensors fill such caches too."""
 
 import collections
 import functools
+import gc
 import types
 import warnings
 
@@ -157,6 +158,29 @@ def test_what_is_not_known_is_none_and_said():
     with pytest.warns(DpfastWarning, match="SimpleNamespace.mask; it is None now"):
         output = GradSampleModule(Causal(mask_of))(torch.randn(4, T, 5))
     assert type(output) is torch.Tensor
+
+
+def test_a_variable_of_a_closure_is_none_and_said():
+    kept = None
+
+    def mask_of(t):
+        nonlocal kept
+        if kept is None:
+            kept = mask(t)
+        return kept
+
+    with pytest.warns(DpfastWarning, match="a variable of a closure; it is None now"):
+        output = GradSampleModule(Causal(mask_of))(torch.randn(4, T, 5))
+    assert type(output) is torch.Tensor
+
+
+def test_an_interrupt_leaves_the_garbage_collector_as_it_was():
+    def mask_of(t):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        GradSampleModule(Causal(mask_of))(torch.randn(4, T, 5))
+    assert gc.isenabled()
 
 
 def test_a_captured_step():

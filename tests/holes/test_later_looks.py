@@ -5,29 +5,12 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from two_linears import C, D, N, Net, clipping, step
 
-from dpfast import GradSampleModuleFastGradientClipping
 from dpfast.errors import UnsupportedModuleError
 from dpfast.testing import clipped_sum, loop_over_samples, relative_error
 
-C, N, D = 0.1, 16, 5
 pytestmark = pytest.mark.filterwarnings("error::dpfast.errors.DpfastWarning")
-
-
-def clipping(model, **options):
-    return GradSampleModuleFastGradientClipping(model, max_grad_norm=C, loss_reduction="sum", **options)
-
-
-def step(wrapped, *inputs, **more):
-    wrapped.zero_grad()
-    wrapped(*inputs, **more).square().flatten(1).sum(1).sum().backward()
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(D, 7), nn.Linear(7, 3)
 
 
 class Mixup(Net):
@@ -227,7 +210,20 @@ class Centre(Net):
         return self.last(centred.tanh())
 
 
-@pytest.mark.parametrize(("cls", "name"), [(Codebook, "code"), (Queue, r"seen\[1\]"), (Centre, "mean")])
+class Scale(Net):
+    """In a number of Python's."""
+
+    mean = 1.0
+
+    def forward(self, x):
+        h = self.first(x) / self.mean
+        self.mean = 0.9 * self.mean + 0.1 * float(h.detach().abs().mean())
+        return self.last(h.tanh())
+
+
+@pytest.mark.parametrize(
+    ("cls", "name"), [(Codebook, "code"), (Queue, r"seen\[1\]"), (Centre, "mean"), (Scale, "mean")]
+)
 def test_what_a_pass_keeps_of_its_samples_for_the_next(cls, name):
     torch.manual_seed(0)
     with pytest.raises(UnsupportedModuleError, match=rf"keeps of its samples .*{name}"):

@@ -2,33 +2,19 @@
 
 import dataclasses
 import random
+import warnings
+from collections import UserDict
 
 import numpy
 import pytest
 import torch
-from torch import nn
+from two_linears import C, D, N, Net, clipping, step
 
 from dpfast import GradSampleModule, GradSampleModuleFastGradientClipping
-from dpfast.errors import DpfastWarning, InputError
+from dpfast.errors import DpfastWarning, InputError, UnsupportedModuleError
 from dpfast.testing import clipped_sum, loop_over_samples, relative_error
 
-C, N, D = 0.1, 16, 5
 pytestmark = pytest.mark.filterwarnings("error::dpfast.errors.DpfastWarning")
-
-
-def clipping(model, **options):
-    return GradSampleModuleFastGradientClipping(model, max_grad_norm=C, loss_reduction="sum", **options)
-
-
-def step(wrapped, *inputs, **more):
-    wrapped.zero_grad()
-    wrapped(*inputs, **more).square().flatten(1).sum(1).sum().backward()
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(D, 7), nn.Linear(7, 3)
 
 
 # --- looks that tell nothing say so ---
@@ -161,3 +147,39 @@ def test_no_tensors_are_an_error(cls, batch):
     with torch.no_grad():
         assert wrapped(batch).shape == (4, 3)
     step(wrapped, OwnDict(x=torch.randn(4, 6, D)))
+
+
+# --- which kinds of input are told apart, and outputs of none ---
+
+
+class ByKey(Net):
+    """Another branch where a mapping has another key, which is no dict."""
+
+    def forward(self, some):
+        if "mixed" in some:
+            h = self.first(some["mixed"])
+            return self.last(h - h.mean(0))
+        return self.last(self.first(some["x"]))
+
+
+def test_other_keys_of_a_mapping_are_looked_at():
+    wrapped = clipping(ByKey())
+    step(wrapped, UserDict(x=torch.randn(N, D)))
+    with pytest.raises(UnsupportedModuleError, match="depends on several samples"):
+        step(wrapped, UserDict(mixed=torch.randn(N, D)))
+
+
+class Silent(Net):
+    """Its output is in an attribute, and no look is possible: it draws numbers of its own."""
+
+    def forward(self, x):
+        self.output = self.last(torch.tanh(self.first(x)) + RNG.normal())
+
+
+def test_that_a_look_told_nothing_is_said_where_nothing_is_returned():
+    wrapped = clipping(Silent())
+    with pytest.warns(DpfastWarning, match="two runs on the same samples differ"):
+        wrapped(torch.randn(N, D))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        wrapped(torch.randn(N, D))

@@ -3,12 +3,14 @@
 import opacus
 import pytest
 import torch
+from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from opacus_cases import opacus_example, private
 from torch import nn
 
 import dpfast
 from dpfast.errors import StateError
 from dpfast.opacus import DPOptimizerFast, OnePassOptimizer, TwoPassOptimizer
+from dpfast.testing import clipped_sum, loop_over_samples
 
 C = 0.5
 
@@ -125,6 +127,30 @@ def test_two_passes_without_zero_grad_are_as_in_opacus():
     for _ in range(2):
         criterion(module(x), y).backward()
         optimizer.step()
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_opacus_optimizer_takes_two_passes_sums_once(installed):
+    """It leaves what a skipped step has taken in p.grad."""
+    model, x, y = opacus_example("mlp")
+    exact = loop_over_samples(model, lambda m, x, y: losses(m, x, y).sum(), x, y)
+    module = dpfast.GradSampleModuleFastGradientClipping(model, max_grad_norm=C, passes=2)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"noise_multiplier": 0.0, "max_grad_norm": C, "expected_batch_size": 6}
+    optimizer = opacus.optimizers.DPOptimizerFastGradientClipping(sgd, **options)
+    criterion = DPLossFastGradientClipping(module, optimizer, nn.CrossEntropyLoss())
+    exact = {name: total / 6 for name, total in clipped_sum(exact, C).items()}
+    if installed:
+        dpfast.opacus.install()
+    try:
+        for part in (slice(0, 2), slice(2, 6)):
+            criterion(module(x[part]), y[part]).backward()
+            optimizer.signal_skip_step(part.stop < 6)
+            optimizer.pre_step()
+    finally:
+        dpfast.opacus.uninstall()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad.double(), exact[name], rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("cls", [DPOptimizerFast, OnePassOptimizer])
