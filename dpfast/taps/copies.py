@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dpfast.taps.detached import DetachableParameters
 from dpfast.taps.followed import Picked
-from dpfast.taps.inputs import stands_alone
+from dpfast.taps.inputs import stands_alone, tensors_in
 from dpfast.taps.tap import Tap, TappedForward
 
 _AS_THEY_ARE = frozenset(
@@ -72,13 +72,27 @@ def _copied(name: str, value: Any, memo: dict[int, Any]) -> Any:
     kind = type(value)
     if kind in _AS_THEY_ARE:
         return value
-    if not value and name in _HOOKS:
+    if name in _HOOKS and not value:
         return kind()
     if kind in (dict, DetachableParameters) and name in ("_parameters", "_modules"):
         return kind({k: None if x is None else copy.deepcopy(x, memo) for k, x in value.items()})
     if isinstance(value, _NEVER_COPIED):
         return value
     return copy.deepcopy(value, memo)
+
+
+def without_graphs(model: nn.Module) -> dict[int, Tensor]:
+    """Copies of what modules hold that autograd made (in a pass before; a weight of others), by ids: deep copies take
+    no graphs."""
+    held = (x for module in model.modules() for x in tensors_in(list(vars(module).values())) if not x.is_leaf)
+    return {id(x): _without_graph(x) for x in held}
+
+
+def _without_graph(x: Tensor) -> Tensor:
+    try:
+        return x.detach().clone()
+    except RuntimeError:  # left of a vmap that has ended: nobody can read it
+        return x
 
 
 def drop_hooks(model: nn.Module) -> None:

@@ -132,7 +132,8 @@ class Probe:
                 self._called = like, dims, None, _TOO_MANY
             return False
         if in_backward() is None and looks is not None and looks.due == 0:
-            self._look_again(kind, inputs, looks.first, SAMPLES if looks.forwards == 1 else n)
+            why = self._look_again(kind, inputs, looks.first, SAMPLES if looks.forwards == 1 else n)
+            self._called = like, dims, look, why
         elif in_backward() is None:
             follow = [receiver.batch_dim if receiver.batch_dim in some else min(some, default=None) for some in dims]
             found = learned(receiver.model, self._taps, inputs, leaves, follow, n)
@@ -152,11 +153,12 @@ class Probe:
                         tap.shapes[rank] = found.shapes[i, rank]
                 tap.note_uses()
             if n > SAMPLES and found.dims and found.told.why is None:
-                self._look_again(kind, inputs, found, n)
+                self._called = like, dims, look, self._look_again(kind, inputs, found, n)
         return True
 
-    def _look_again(self, kind: Any, inputs: Any, first: Learned, n: int) -> None:
-        """With up to so many samples, and the numbers of now. What is wrong counts, and nothing else."""
+    def _look_again(self, kind: Any, inputs: Any, first: Learned, n: int) -> str | None:
+        """With up to so many samples, and the numbers of now. What is wrong counts, and nothing else. Returns why it
+        could not be run."""
         receiver, structure = cast(Any, self._receiver()), Structure(inputs)
         leaves = [x.as_subclass(Tensor) if isinstance(x, Tensor) else x for x in structure.leaves]
         size = min(max(n, SAMPLES), _MORE_SAMPLES)
@@ -169,6 +171,7 @@ class Probe:
         for (number, rank), place in with_own(wrong).items():
             self._note(self._taps[number].places, rank, kind, place)
             self._taps[number].note_uses()
+        return told.why
 
     def _refuse_carried(self, names: Sequence[str]) -> None:
         if names:

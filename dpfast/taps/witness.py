@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dpfast.errors import InputError
-from dpfast.taps.copies import OfCopy, copy_of
+from dpfast.taps.copies import OfCopy, copy_of, without_graphs
 from dpfast.taps.fake_run import Nobody, nothing_left_behind
 from dpfast.taps.fingerprints import Prints, fingerprints
 from dpfast.taps.gathered import following_model
@@ -323,7 +323,7 @@ def copied(
 ) -> tuple[nn.Module, list[Tap]]:
     """The model with its taps, on the same parameters but for those that something stands in for; buffers and all that
     a forward may keep are its own."""
-    memo: dict[int, Any] = {id(p): p for p in model.parameters()} | (stand_ins or {})
+    memo: dict[int, Any] = without_graphs(model) | {id(p): p for p in model.parameters()} | (stand_ins or {})
     memo[id(taps[0].taps)] = nobody = Nobody()
     nobody.picks_rows, nobody.batch_dim = taps[0].taps.picks_rows, taps[0].taps.batch_dim
     with copied_whole(model, memo):

@@ -184,3 +184,59 @@ def test_that_a_look_told_nothing_is_said_where_nothing_is_returned():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         wrapped(torch.randn(N, D))
+
+
+# --- tensors in attributes do not keep a model from being looked at ---
+
+
+class Holding(Net):
+    """A plain tensor, and what the forward before has left, with its graph."""
+
+    def __init__(self, mixes):
+        super().__init__()
+        self.mixes, self.scale, self.kept, self.listed = mixes, torch.ones(7), None, []
+
+    def forward(self, x):
+        h = torch.tanh(self.first(x) * self.scale)
+        self.kept = self.last(h - h.mean(0) if self.mixes and x.dim() == 3 else h)
+        self.listed = [{"h": h}]
+        return self.kept
+
+
+def test_a_model_that_holds_tensors_is_looked_at():
+    torch.manual_seed(0)
+    model = Holding(mixes=True)
+    wrapped = clipping(model)
+    step(wrapped, torch.randn(N, D))
+    with pytest.raises(UnsupportedModuleError, match="depends on several samples"):
+        step(wrapped, torch.randn(N, 2, D))
+
+
+@pytest.mark.parametrize("shape", [(N, D), (N, 2, D)])
+def test_a_model_that_holds_tensors_is_right(shape):
+    torch.manual_seed(0)
+    model, x = Holding(mixes=False), torch.randn(shape)
+    exact = clipped_sum(loop_over_samples(model, lambda m, x: m(x).square().sum(), x), C)
+    wrapped = clipping(model)
+    for _ in range(3):
+        step(wrapped, x)
+    for name, total in exact.items():
+        assert relative_error(model.get_parameter(name).grad, total) < 1e-5, name
+
+
+class FailsLater(Net):
+    calls = 0
+
+    def forward(self, x):
+        type(self).calls += 1
+        if type(self).calls > 40 and len(x) != N:
+            raise ValueError("not so few any more")
+        return self.last(torch.tanh(self.first(x)))
+
+
+def test_a_later_look_that_fails_is_said():
+    wrapped = clipping(FailsLater())
+    step(wrapped, torch.randn(N, D))
+    FailsLater.calls = 40
+    with pytest.warns(DpfastWarning, match="could not be run .* ValueError: not so few any more"):
+        wrapped(torch.randn(N, D))
