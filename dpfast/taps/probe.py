@@ -38,6 +38,12 @@ _NOT_LOOKED_AT = (
     "(docs/layouts.md)"
 )
 
+_LISTED = (
+    "{} is called with a list of {} tensors: dimension {} of each, {}, is taken for the samples. Where each is a "
+    "sample, make one of them all (torch.stack, torch.nn.utils.rnn.pad_sequence): as it is, clipping would bound parts "
+    "of samples, and a whole one by nothing (docs/layouts.md)"
+)
+
 _TOO_MANY = f"this is another kind of input than the {_MOST_LOOKS} that were looked at (and so are later ones)"
 
 
@@ -135,6 +141,8 @@ class Probe:
             why = self._look_again(kind, inputs, looks.first, SAMPLES if looks.forwards == 1 else n)
             self._called = like, dims, look, why
         elif in_backward() is None:
+            if not self._looks:
+                _warn_of_lists(receiver, inputs, leaves, n)
             follow = [receiver.batch_dim if receiver.batch_dim in some else min(some, default=None) for some in dims]
             found = learned(receiver.model, self._taps, inputs, leaves, follow, n)
             if add_routes(receiver, self._taps, found.told.routes):
@@ -225,6 +233,15 @@ class Probe:
             places[rank] = place
         else:
             places[rank] = {**dict.fromkeys(self.outputs, before), kind: place}
+
+
+def _warn_of_lists(receiver: Any, inputs: Any, leaves: Sequence[Any], n: int) -> None:
+    """Where what is taken for the first input is the first of several in a list: these may be samples."""
+    first = next(x for x in leaves if isinstance(x, Tensor))
+    for x in (*inputs[0], *inputs[1].values()):
+        if type(x) is list and len(x) > 1 and x[0] is first and all(isinstance(y, Tensor) for y in x):
+            said = _LISTED.format(type(receiver.model).__name__, len(x), receiver.batch_dim, n)
+            warnings.warn(said, DpfastWarning, stacklevel=_CALLER)
 
 
 def _modes_named(arguments: Sequence[Any]) -> Iterator[Any]:

@@ -289,3 +289,24 @@ def test_a_call_that_fails_takes_no_later_one_for_looked_at(wrong):
             wrapped(*wrong)
     with pytest.raises((UnsupportedModuleError, InputError), match=r"depends on|mix"):
         wrapped(*right).square().sum(1).sum().backward()
+
+
+class OfAList(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+
+    def forward(self, several, scale=1.0):
+        return torch.stack([self.lin(x).tanh() for x in several], 1).sum(1) * scale
+
+
+def test_a_list_of_what_may_be_samples_is_said():
+    """Six texts in a list were four samples, as many as each has tokens, without a word."""
+    model = clipping(OfAList())
+    with pytest.warns(DpfastWarning, match=r"list of 6 tensors: dimension 0 of each, 4, is taken"):
+        model([torch.randn(4, 4) for _ in range(6)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model([torch.randn(4, 4) for _ in range(6)])
+        clipping(OfAList())((torch.randn(4, 4), torch.randn(4, 4)))  # a pair: a state, two views
+        clipping(OfAList())(torch.randn(6, 4, 4))
