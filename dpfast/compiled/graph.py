@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from dpfast.arithmetic import exact_arithmetic, exact_convolutions, leave_pins_to_inductor
 from dpfast.errors import BackendError, StateError
+from dpfast.taps import looks_again_at
 
 if TYPE_CHECKING:
     from dpfast.compiled.capture import Captured
@@ -58,6 +59,7 @@ class Graph:
     def __init__(self, captured: Captured, own: Own, backend: str, *, places: Any, settled: bool, start: float):
         self.places, self.settled = places, settled
         self.apart = False  # whether losses of several samples were seen, each its own sample's
+        self._runs = 0  # on batches of several, since then
         self._looks = 3  # batches that are asked once more
         self.of = captured.of
         self._others = captured.others
@@ -72,6 +74,11 @@ class Graph:
         # Whatever torch would look at before each run, tensor by tensor, says the key of the step's captures already.
         options: dict[str, Any] = {"guard_filter_fn": lambda guards: [False] * len(guards)}
         self._compiled = torch.compile(captured.graph, fullgraph=True, dynamic=False, backend=backend, options=options)
+
+    def is_looked_at_again(self) -> bool:
+        """Whether one more batch is one to look at, for what the first did not show."""
+        self._runs += 1
+        return looks_again_at(self._runs)
 
     def seen_again(self, settled: bool) -> Graph:
         """Another batch has told nothing else of where samples are."""

@@ -15,7 +15,7 @@ from dpfast.arithmetic import reduced_convolutions, reduced_products
 from dpfast.compiled.apart import check_apart
 from dpfast.compiled.batches import Batch, num_samples, padded
 from dpfast.compiled.graph import Graph, Own
-from dpfast.compiled.mode import GraphMode, learner, running
+from dpfast.compiled.mode import GraphMode, learner, mixed_in, running
 from dpfast.distributed import number_of_ranks
 from dpfast.errors import InputError, StateError
 from dpfast.modes import (
@@ -303,6 +303,10 @@ class CompiledStep:
         if found is None or not found.settled or (several and not found.apart):
             found = self._graphs[key] = self._captured(own, whole, tensors, found)
             found.apart = found.apart or several
+        elif several and found.is_looked_at_again():
+            found.apart = False  # until it has been
+            found = self._graphs[key] = self._captured(own, whole, tensors, found, again=True)
+            found.apart = True
         return found
 
     def _key(self, own: Own, whole: Batch, tensors: list[Tensor]) -> Hashable:
@@ -321,7 +325,10 @@ class CompiledStep:
             self._mode._clipper().is_per_layer,
         )
 
-    def _captured(self, own: Own, whole: Batch, tensors: list[Tensor], before: Graph | None) -> Graph:
+    def _captured(
+        self, own: Own, whole: Batch, tensors: list[Tensor], before: Graph | None, *, again: bool = False
+    ) -> Graph:
+        """A graph of the step, or that before where a look at samples tells nothing else; ``again``: nothing wrong."""
         from dpfast.compiled.capture import capture  # which imports much that eager steps do not need
 
         options = {"layout": self._layout, "norm_clipper": self.norm_clipper}
@@ -330,7 +337,9 @@ class CompiledStep:
             settled = learned.learn(self.losses, whole.of(whole.tensors))
             if before is not None and not before.apart:
                 check_apart(self.model, self.losses, learned, whole, options)
-            if before is not None and (before.places == learned.places()):
+            if before is not None and again and not mixed_in(learned)[1]:
+                return before
+            if before is not None and before.places == learned.places():
                 return before.seen_again(settled)
             start = time.perf_counter()
             some = Batch.like(whole, tensors)

@@ -31,7 +31,7 @@ from dpfast.taps.nodes import is_of_tap, nodes_behind
 from dpfast.taps.own_node import register_node
 from dpfast.taps.passes import forget_compiled_code, in_backward, never_compiled, suspended, taps_suspended
 from dpfast.taps.pieces import Pieces
-from dpfast.taps.probe import Probe
+from dpfast.taps.probe import Probe, looks_again_at
 from dpfast.taps.registry import (
     Activations,
     Rule,
@@ -95,6 +95,7 @@ __all__ = [
     "kind_here",
     "layouts",
     "leaves_of",
+    "looks_again_at",
     "never_compiled",
     "nodes_behind",
     "owned_modules",

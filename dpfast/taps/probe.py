@@ -47,6 +47,11 @@ _LISTED = (
 _TOO_MANY = f"this is another kind of input than the {_MOST_LOOKS} that were looked at (and so are later ones)"
 
 
+def looks_again_at(forward: int) -> bool:
+    """Whether that forward after the first is one to look at."""
+    return forward in _LATER
+
+
 class _Looks:
     """At inputs of one kind.
 
@@ -60,7 +65,7 @@ class _Looks:
     def one_more(self) -> bool:
         """Whether another forward is one to look at."""
         self.forwards += 1
-        return self.due > 0 or (self.forwards in _LATER and bool(self.first.dims))
+        return self.due > 0 or (looks_again_at(self.forwards) and bool(self.first.dims))
 
 
 class Probe:

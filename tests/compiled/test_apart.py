@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import dpfast
-from dpfast.errors import DpfastWarning, InputError
+from dpfast.compiled import step as steps
+from dpfast.compiled.apart import check_apart
+from dpfast.errors import DpfastWarning, InputError, UnsupportedModuleError
 from dpfast.testing import clipped_sum, loop_over_samples, relative_error
 
 N, C = 8, 0.1
@@ -112,3 +114,56 @@ def test_losses_that_are_apart(layout):
         net.train()
         net.zero_grad()
         step(*batch, 2.0)
+
+
+class Later(Net):
+    """Samples meet once a weight of that is no longer zero, as a schedule of somebody's sets it."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.where = where
+        self.register_buffer("weight", torch.zeros(()))
+
+    def forward(self, x):
+        h = self.a(x).tanh()
+        if self.where == "layers":
+            h = h + self.weight * h.mean(0)
+        output = self.b(h)
+        return output + self.weight * output.mean(0) if self.where == "output" else output, h
+
+
+@pytest.mark.parametrize("where", ["layers", "output", "loss"])
+def test_a_weight_that_was_zero_when_the_step_was_captured(where):
+    """One sample moved the sum of a graph, in which nobody looks."""
+    torch.manual_seed(0)
+    net, (x, y) = Later(where), (torch.randn(N, 5), torch.randint(0, 10, (N,)))
+
+    def losses(model, x, y):
+        output, h = model(x)
+        found = F.cross_entropy(output, y, reduction="none")
+        return found + net.weight * h.std(0).sum() if where == "loss" else found
+
+    step = dpfast.compile_step(net, losses, max_grad_norm=C, batch_size=N, backend="eager")
+    step(x, y)
+    grads = [p.grad.clone() for p in net.parameters()]
+    net.weight.fill_(5.0)
+    for _ in range(2):  # and once more
+        with pytest.raises((InputError, UnsupportedModuleError), match=r"other samples|not its own|several samples"):
+            step(x, y)
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(net.parameters(), grads, strict=True))
+
+
+def test_looks_at_later_steps_change_nothing(monkeypatch):
+    torch.manual_seed(0)
+    net, step, batch = made(plain)
+    exact = clipped_sum(loop_over_samples(net, lambda m, x, y: plain(m, x, y).sum(), *batch), C)
+    looks = []
+    monkeypatch.setattr(steps, "check_apart", lambda *args: looks.append(check_apart(*args)))
+    before = torch.get_rng_state()
+    for _ in range(10):
+        net.zero_grad()
+        step(*batch)
+        for name, total in exact.items():
+            assert relative_error(net.get_parameter(name).grad, total) < 1e-5, name
+    assert torch.equal(torch.get_rng_state(), before)
+    assert len(looks) == 3 and len(step._graphs) == 1  # the 1st, 2nd and 8th
