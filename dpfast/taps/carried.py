@@ -6,6 +6,8 @@ steps, in which it is not, and no clipping bounds by how much.
 
 from __future__ import annotations
 
+import collections
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,10 +15,23 @@ import torch
 from torch import Tensor, nn
 
 from dpfast.taps.gathered import following_model
-from dpfast.taps.inputs import results_in, tensors_in
+from dpfast.taps.inputs import results_in
 from dpfast.taps.layout import Place
-from dpfast.taps.tap import Tap
+from dpfast.taps.tap import Tap, TappedForward
 from dpfast.taps.witness import Key, Run, Witness, copied
+
+_DEPTH = 4  # of objects in objects
+_HOLD_NOTHING = (
+    nn.Module,
+    type,
+    types.ModuleType,
+    types.FunctionType,
+    types.MethodType,
+    str,
+    bytes,
+    Tap,
+    TappedForward,
+)
 
 
 def carried(
@@ -74,14 +89,29 @@ def _versions(held: dict[str, Any]) -> dict[str, Any]:
 
 
 def _held(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The tensors and numbers that its modules hold beside parameters, by names."""
+    """The tensors and numbers that its modules hold beside parameters, by names; also in objects of somebody's own."""
+    seen: set[int] = set()
     for name, module in model.named_modules():
         for attribute, value in (*module._buffers.items(), *vars(module).items()):
             if attribute not in ("_parameters", "_buffers", "_modules"):
-                path = f"{name}.{attribute}" if name else attribute
-                yield from ((f"{path}[{i}]" if i else path, x) for i, x in enumerate(tensors_in(value)))
-                if isinstance(value, (int, float)):
-                    yield path, value
+                yield from _parts(f"{name}.{attribute}" if name else attribute, value, seen, _DEPTH)
+
+
+def _parts(path: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, (Tensor, int, float)):
+        yield path, value
+        return
+    if isinstance(value, _HOLD_NOTHING) or id(value) in seen or not depth:
+        return
+    seen.add(id(value))
+    if isinstance(value, (list, tuple, collections.deque)):
+        inner = [(f"{path}[{i}]", x) for i, x in enumerate(value)]
+    elif isinstance(value, dict):
+        inner = [(f"{path}[{key!r}]", x) for key, x in value.items()]
+    else:
+        inner = [(f"{path}.{key}", x) for key, x in getattr(value, "__dict__", {}).items()]
+    for name, x in inner:
+        yield from _parts(name, x, seen, depth - 1)
 
 
 def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:

@@ -221,8 +221,28 @@ class Scale(Net):
         return self.last(h.tanh())
 
 
+class Bank:
+    def __init__(self):
+        self.rows = {"all": torch.zeros(4, 7)}
+
+
+class WithBank(Net):
+    """In an object that is no module."""
+
+    def __init__(self):
+        super().__init__()
+        self.bank = Bank()
+
+    def forward(self, x):
+        h = self.first(x)
+        similar = h @ self.bank.rows["all"].t()
+        self.bank.rows = {"all": h.detach()[:4]}
+        return self.last(h) + similar.logsumexp(1, keepdim=True)
+
+
 @pytest.mark.parametrize(
-    ("cls", "name"), [(Codebook, "code"), (Queue, r"seen\[1\]"), (Centre, "mean"), (Scale, "mean")]
+    ("cls", "name"),
+    [(WithBank, r"bank.rows\['all'\]"), (Codebook, "code"), (Queue, r"seen\[1\]"), (Centre, "mean"), (Scale, "mean")],
 )
 def test_what_a_pass_keeps_of_its_samples_for_the_next(cls, name):
     torch.manual_seed(0)
