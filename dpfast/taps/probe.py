@@ -242,9 +242,9 @@ class Probe:
 
 def _warn_of_lists(receiver: Any, inputs: Any, leaves: Sequence[Any], n: int) -> None:
     """Where what is taken for the first input is the first of several in a list: these may be samples."""
-    first = next(x for x in leaves if isinstance(x, Tensor))
+    first = next((x for x in leaves if isinstance(x, Tensor)), None)
     for x in (*inputs[0], *inputs[1].values()):
-        if type(x) is list and len(x) > 1 and x[0] is first and all(isinstance(y, Tensor) for y in x):
+        if type(x) is list and len(x) > 1 and x[0] is first is not None and all(isinstance(y, Tensor) for y in x):
             said = _LISTED.format(type(receiver.model).__name__, len(x), receiver.batch_dim, n)
             warnings.warn(said, DpfastWarning, stacklevel=_CALLER)
 
