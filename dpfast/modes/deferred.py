@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from dpfast.arithmetic import RowNorms, exact_arithmetic, ops
-from dpfast.errors import StateError, UnsupportedModuleError
+from dpfast.errors import StateError
 from dpfast.factors import Alike, Factor, Recipe, wait_as_factors
+from dpfast.modes.answers import check_answer
 from dpfast.taps import Activations, Record, TappedLayer, find_likeness
 
 SMALL = {"cpu": 2**16, "cuda": 2**20}
@@ -164,9 +165,7 @@ class Deferred:
         activations = Activations([a])
         activations.layer = first.tap.layer
         factors = self._factors_of(first, activations, (b,))
-        for parameter in first.parameters:
-            if parameter not in factors or factors[parameter].shape != parameter.shape:
-                raise UnsupportedModuleError(f"{first.tap.layer}: its rule does not give what it gives one layer alone")
+        check_answer(first.tap.layer, first.parameters, factors, lambda p: f"its {tuple(p.shape)}")
         in_order = [factors[parameter] for parameter in first.parameters]
         ours = first.rule is not None and first.rule.__module__.startswith("dpfast.rules.")
         self._by_shapes = self._by_shapes and ours  # others may look at values

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dpfast.arithmetic import RowNorms, is_traced
-from dpfast.distributed import local
-from dpfast.errors import InputError, StateError, UnsupportedModuleError
+from dpfast.errors import InputError, StateError
 from dpfast.factors import Factor
 from dpfast.modes.deferred import Deferred
 from dpfast.modes.second_pass import FirstPass, Output, SecondPass
@@ -278,25 +277,3 @@ def check_same_mask(valid: Tensor | None, of_step: Tensor | None) -> None:
             "this backward pass goes through forward passes with other masks, valid(...): which samples are padding "
             "must be the same in all of them; take a backward pass for each"
         )
-
-
-def check_answer(
-    layer: str,
-    parameters: Iterable[nn.Parameter],
-    factors: Mapping[nn.Parameter, Factor],
-    name_of: Callable[[nn.Parameter], str],
-) -> None:
-    """Raises UnsupportedModuleError where a rule leaves a trainable parameter of its layer out, or gives gradients of
-    another shape."""
-    forgotten = [p for p in parameters if p.requires_grad and p not in factors]  # or frozen since
-    if forgotten:
-        raise UnsupportedModuleError(
-            f"{layer}: its rule gives no gradient of {', '.join(map(name_of, forgotten))}; register a rule that does "
-            "(dpfast.register_rule), or freeze it"
-        )
-    for parameter, factor in factors.items():
-        if factor.shape != parameter.shape and factor.shape != local(parameter).shape:
-            raise UnsupportedModuleError(
-                f"{layer}: its rule gives gradients {tuple(factor.shape)} of {name_of(parameter)}, which is "
-                f"{tuple(parameter.shape)}"
-            )

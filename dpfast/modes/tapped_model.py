@@ -18,13 +18,14 @@ from dpfast.arithmetic import exact_arithmetic
 from dpfast.distributed import in_process_group
 from dpfast.errors import InputError, StateError
 from dpfast.factors import Factor
+from dpfast.modes.answers import check_answer
 from dpfast.modes.deferred import Deferred
 from dpfast.modes.escaped_gradients import Guards
 from dpfast.modes.mixed_losses import expect_loss, note_forward, refuse_mixed
 from dpfast.modes.running import Pass, num_samples, running, storage
 from dpfast.modes.scalar_loss import check_losses
 from dpfast.modes.second_pass import FirstPass, Output, SecondPass, check_ordinary
-from dpfast.modes.steps import Mode, Step, Steps, check_answer, check_same_mask, check_valid, own_copy
+from dpfast.modes.steps import Mode, Step, Steps, check_same_mask, check_valid, own_copy
 from dpfast.modes.swapped import SwappedParameters
 from dpfast.modes.units import Units, check_same, factors_of, units_here, units_of_forward
 from dpfast.rules import experts, functorch

@@ -56,3 +56,15 @@ def test_a_layer_within_vmap_is_refused_by_name():
     mode = GradSampleModuleFastGradientClipping(OfOne(), max_grad_norm=C)
     with pytest.raises(UnsupportedModuleError, match=r"layer \(Linear\) runs within torch\.func .*on the whole batch"):
         mode(torch.randn(N, 3, 6))
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_other_parameters_for_one_call(passes):
+    """The error names them."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    model = GradSampleModuleFastGradientClipping(net, max_grad_norm=0.1, loss_reduction="sum", passes=passes)
+    others = {name: torch.randn_like(p).requires_grad_() for name, p in model.named_parameters()}
+    with pytest.raises(UnsupportedModuleError, match=r"2 \(Linear\): .*torch.func.functional_call"):
+        torch.func.functional_call(model, others, (torch.randn(4, 5),)).square().sum().backward()
+    assert all(p.grad is None for p in (*net.parameters(), *others.values()))
