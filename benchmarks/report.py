@@ -267,6 +267,7 @@ def documents(results: Path = RESULTS, root: Path = ROOT) -> dict[Path, str]:
         "performance.md": {"steps": summary_of_steps(rows, cuda=False), "gpu": summary_of_gpu(results, rows)},
         "bounds.md": {"watch": section_reports.watch(results)},
         "compiled.md": {"compiled": section_reports.compiled(results)},
+        "layouts.md": {"looks": section_reports.looks(results)},
         "migration.md": {"install": section_reports.install(results)},
     }
     made = {}

@@ -1,5 +1,5 @@
-"""Sections of docs/bounds.md, docs/compiled.md and docs/migration.md, from the rows of watch.py, compiled.py and
-opacus_ghost.py."""
+"""Sections of docs/bounds.md, docs/compiled.md, docs/layouts.md and docs/migration.md, from the rows of watch.py,
+compiled.py, looks.py and opacus_ghost.py."""
 
 from __future__ import annotations
 
@@ -72,6 +72,19 @@ def watch(results: Path = RESULTS) -> Iterator[str]:
         cells = (f"{rows[threads]['share']:.2%}" if threads in rows else "–" for threads in counts)
         row = next(iter(rows.values()))
         yield f"| {title} | {' | '.join(cells)} | {row['rounds']} | {_where(row)} |"
+
+
+def looks(results: Path = RESULTS) -> Iterator[str]:
+    """A line a workload and number of threads, newest rows."""
+    newest = {(row["title"], row["threads"]): row for row in read(results / "looks.jsonl")}
+    if not newest:
+        yield "Nothing has been measured yet."
+        return
+    yield "| | threads | the first two looks, in steps | a later one | all, of 1,000 steps | machine, torch, commit |"
+    yield "|---|--:|--:|--:|--:|---|"
+    for (title, threads), row in newest.items():
+        cells = f"{row['first']:.1f} | {row['later']:.1f} | {row['share']:.2%}"
+        yield f"| {title} | {threads} | {cells} | {_where(row)} |"
 
 
 def _where(row: dict) -> str:

@@ -13,7 +13,7 @@ import contextlib
 import functools
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from unittest import mock
 
 import torch
@@ -47,7 +47,7 @@ def measure(workload: Workload, threads: int, rounds: int) -> dict:
     step, batch = build("dpfast two-pass", workload.build(), workload, 1.0), workload.batch()
     taken: list[tuple[float, float]] = []
     for _ in range(rounds + 2):  # two warm up
-        with watching() as seconds:
+        with timed_within(WATCHING) as seconds:
             start = time.perf_counter()
             step(*batch)
             taken.append((time.perf_counter() - start, sum(seconds)))
@@ -63,8 +63,8 @@ def measure(workload: Workload, threads: int, rounds: int) -> dict:
 
 
 @contextlib.contextmanager
-def watching() -> Iterator[list[float]]:
-    """Gives the seconds of each call."""
+def timed_within(methods: Sequence[tuple[type, str]]) -> Iterator[list[float]]:
+    """Gives the seconds of each call of these."""
     seconds: list[float] = []
 
     def timed(function):
@@ -79,7 +79,7 @@ def watching() -> Iterator[list[float]]:
         return call
 
     with contextlib.ExitStack() as stack:
-        for owner, name in WATCHING:
+        for owner, name in methods:
             stack.enter_context(mock.patch.object(owner, name, timed(getattr(owner, name))))
         yield seconds
 

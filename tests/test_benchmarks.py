@@ -17,6 +17,7 @@ import kernel_report
 import kernel_table
 import layers
 import legs
+import looks
 import loops
 import loops_report
 import pytest
@@ -26,6 +27,7 @@ import step
 import tile_search
 import torch
 import triton
+import watch
 import workloads
 
 from dpfast.kernels import _tiles
@@ -159,6 +161,14 @@ def test_the_parts_run(monkeypatch, tmp_path):
     assert min(ceilings[name] for name in ("copy", "bf16", "fp32")) > 0
 
 
+def test_watching_and_looks_are_timed():
+    tiny = workloads.gpt("tiny", n=4, t=8, d=16, blocks=1, vocabulary=20, check=4, dtype=torch.float32)
+    assert 0 < watch.measure(tiny, 1, rounds=3)["share"] < 1
+    row = looks.measure(tiny, 1)
+    assert row["first"] > row["later"] > 0  # two of them
+    assert row["share"] == pytest.approx((row["first"] + 3 * row["later"]) / 1000)  # at the 8th, 64th and 512th
+
+
 def test_what_is_worth_most_comes_first_and_is_not_measured_again(monkeypatch, tmp_path):
     tiny = workloads.gpt("llama-1b", n=4, t=8, d=16, blocks=1, vocabulary=20, check=4, dtype=BF16)
     monkeypatch.setattr(step, "WORKLOADS", {"llama-1b": tiny, "other": replace(tiny, name="other")})
@@ -234,6 +244,7 @@ def results(folder, **row):
         "performance": ("steps", "gpu"),
         "bounds": ("watch",),
         "compiled": ("compiled",),
+        "layouts": ("looks",),
         "migration": ("install",),
     }
     for page, names in pages.items():
