@@ -21,17 +21,8 @@ from dpfast.taps.tap import Tap, TappedForward
 from dpfast.taps.witness import Key, Run, Witness, copied
 
 _DEPTH = 4  # of objects in objects
-_HOLD_NOTHING = (
-    nn.Module,
-    type,
-    types.ModuleType,
-    types.FunctionType,
-    types.MethodType,
-    str,
-    bytes,
-    Tap,
-    TappedForward,
-)
+_FUNCTIONS = (types.ModuleType, types.FunctionType, types.MethodType, TappedForward)
+_HOLD_NOTHING = (Tap, type, str, bytes, *_FUNCTIONS)
 
 
 def carried(
@@ -89,8 +80,9 @@ def _versions(held: dict[str, Any]) -> dict[str, Any]:
 
 
 def _held(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The tensors and numbers that its modules hold beside parameters, by names; also in objects of somebody's own."""
-    seen: set[int] = set()
+    """The tensors and numbers that its modules hold beside parameters, by names; also in objects of somebody's own,
+    and in modules that are none of its children (kept in a list)."""
+    seen = set(map(id, model.modules()))
     for name, module in model.named_modules():
         for attribute, value in (*module._buffers.items(), *vars(module).items()):
             if attribute not in ("_parameters", "_buffers", "_modules"):

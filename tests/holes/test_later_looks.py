@@ -240,9 +240,31 @@ class WithBank(Net):
         return self.last(h) + similar.logsumexp(1, keepdim=True)
 
 
+class WithHidden(Net):
+    """In a module that is kept in a list, past ``modules()``."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden = [Centre()]
+        self.hidden[0].requires_grad_(False)
+
+    def forward(self, x):
+        h = self.first(x)
+        found = h - self.hidden[0].mean
+        self.hidden[0].mean = 0.9 * self.hidden[0].mean + 0.1 * h.detach().mean(0)
+        return self.last(found.tanh())
+
+
 @pytest.mark.parametrize(
     ("cls", "name"),
-    [(WithBank, r"bank.rows\['all'\]"), (Codebook, "code"), (Queue, r"seen\[1\]"), (Centre, "mean"), (Scale, "mean")],
+    [
+        (WithHidden, r"hidden\[0\]._buffers\['mean'\]"),
+        (WithBank, r"bank.rows\['all'\]"),
+        (Codebook, "code"),
+        (Queue, r"seen\[1\]"),
+        (Centre, "mean"),
+        (Scale, "mean"),
+    ],
 )
 def test_what_a_pass_keeps_of_its_samples_for_the_next(cls, name):
     torch.manual_seed(0)
