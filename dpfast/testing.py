@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from dpfast.errors import InputError
 from dpfast.factors import Factor
 from dpfast.modes import GradSampleModule, GradSampleModuleFastGradientClipping
+from dpfast.taps import without_graphs
 
 TOLERANCES = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 """Relative L2 errors that :func:`check_rule` allows. In 16 bits the layer's own forward and backward round, so there
@@ -46,7 +47,7 @@ def loop_over_samples(
     >>> {k: tuple(g.shape) for k, g in loop_over_samples(layer, lambda m, x: m(x).sum(), x).items()}
     {'weight': (4, 2, 3), 'bias': (4, 2)}
     """
-    model = copy.deepcopy(model).to(dtype)
+    model = copy.deepcopy(model, without_graphs(model)).to(dtype)
     names = {name: p for name, p in model.named_parameters() if p.requires_grad}
     batch = _converted(batch, dtype)
     num_samples = next(x for x in _tensors(batch)).shape[batch_dim]

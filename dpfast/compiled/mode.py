@@ -27,7 +27,7 @@ from dpfast.modes import (
     expect_loss,
     rounding,
 )
-from dpfast.taps import Mixed
+from dpfast.taps import Mixed, without_graphs
 
 
 class GraphMode(GradSampleModuleFastGradientClipping):
@@ -137,7 +137,7 @@ def learner(model: nn.Module, options: dict[str, Any]) -> GraphMode:
     """A tapped copy on the same parameters, which learns where samples are; its guards refuse every gradient of these
     until :meth:`GraphMode.drop_guards`."""
     try:
-        copied = copy.deepcopy(model, {id(p): p for p in model.parameters()})
+        copied = copy.deepcopy(model, without_graphs(model) | {id(p): p for p in model.parameters()})
     except (RuntimeError, TypeError) as error:
         raise UnsupportedModuleError(
             f"the model cannot be copied, which a capture needs: {error}; GradSampleModuleFastGradientClipping is the "

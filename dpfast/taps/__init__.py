@@ -7,6 +7,7 @@ registered and found in ``registry``. Imports ``factors`` and below.
 from dpfast.taps import registry
 from dpfast.taps.around import sees_its_own_heads
 from dpfast.taps.broadcast import BroadcastMethod
+from dpfast.taps.copies import without_graphs
 from dpfast.taps.detached import DetachableParameters
 from dpfast.taps.documents import Documents, Told
 from dpfast.taps.followed import Source
@@ -121,4 +122,5 @@ __all__ = [
     "taps_suspended",
     "tokens_in",
     "unfolded",
+    "without_graphs",
 ]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from two_linears import C, D, N, Net, clipping, step
 
-from dpfast import GradSampleModule, GradSampleModuleFastGradientClipping
+from dpfast import GradSampleModule, GradSampleModuleFastGradientClipping, compile_step
 from dpfast.errors import DpfastWarning, InputError, UnsupportedModuleError
 from dpfast.testing import clipped_sum, loop_over_samples, relative_error
 
@@ -240,3 +240,16 @@ def test_a_later_look_that_fails_is_said():
     FailsLater.calls = 40
     with pytest.warns(DpfastWarning, match="could not be run .* ValueError: not so few any more"):
         wrapped(torch.randn(N, D))
+
+
+def test_a_model_that_holds_what_an_ordinary_pass_made_is_compiled():
+    """An evaluation with gradients came before; neither the graph nor the loop over samples could copy the model."""
+    torch.manual_seed(0)
+    model, x = Holding(mixes=False), torch.randn(N, D)
+    model(x).sum().backward()
+    model.zero_grad()
+    exact = clipped_sum(loop_over_samples(model, lambda m, x: m(x).square().sum(), x), C)
+    compiled = compile_step(model, lambda m, x: m(x).square().sum(1), max_grad_norm=C, batch_size=N, backend="eager")
+    compiled(x)
+    for name, total in exact.items():
+        assert relative_error(model.get_parameter(name).grad, total) < 1e-5, name
