@@ -17,7 +17,6 @@ import kernel_report
 import kernel_table
 import layers
 import legs
-import looks
 import loops
 import loops_report
 import pytest
@@ -27,7 +26,6 @@ import step
 import tile_search
 import torch
 import triton
-import watch
 import workloads
 
 from dpfast.kernels import _tiles
@@ -159,14 +157,6 @@ def test_the_parts_run(monkeypatch, tmp_path):
     assert all(row["ms"] > 0 for row in found if row["leg"].startswith(("plain", "dpfast")))
     (ceilings,) = rows.read(tmp_path / "ceilings.jsonl")
     assert min(ceilings[name] for name in ("copy", "bf16", "fp32")) > 0
-
-
-def test_watching_and_looks_are_timed():
-    tiny = workloads.gpt("tiny", n=4, t=8, d=16, blocks=1, vocabulary=20, check=4, dtype=torch.float32)
-    assert 0 < watch.measure(tiny, 1, rounds=3)["share"] < 1
-    row = looks.measure(tiny, 1)
-    assert row["first"] > row["later"] > 0  # two of them
-    assert row["share"] == pytest.approx((row["first"] + 3 * row["later"]) / 1000)  # at the 8th, 64th and 512th
 
 
 def test_what_is_worth_most_comes_first_and_is_not_measured_again(monkeypatch, tmp_path):
