@@ -1,5 +1,5 @@
 """Whether each loss is its own sample's alone: a step that the eager mode cannot see, because its loss comes from
-outside, is a function here, and is asked. Evidence on one batch, not a proof."""
+outside, is a function here, and is asked. Evidence on the batches that are looked at, not a proof."""
 
 from __future__ import annotations
 
