@@ -6,23 +6,18 @@ steps, in which it is not, and no clipping bounds by how much.
 
 from __future__ import annotations
 
-import collections
-import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dpfast.taps import kept
 from dpfast.taps.gathered import following_model
 from dpfast.taps.inputs import results_in
 from dpfast.taps.layout import Place
-from dpfast.taps.tap import Tap, TappedForward
+from dpfast.taps.tap import Tap
 from dpfast.taps.witness import Key, Run, Witness, copied
-
-_DEPTH = 4  # of objects in objects
-_FUNCTIONS = (types.ModuleType, types.FunctionType, types.MethodType, TappedForward)
-_HOLD_NOTHING = (Tap, type, str, bytes, *_FUNCTIONS)
 
 
 def carried(
@@ -56,13 +51,12 @@ def carried(
             with following_model(witnesses[0].taps, copy, some), torch.no_grad():
                 return results_in(copy(*args, **kwargs))
 
-        held = dict(_held(copy))  # which keeps them: others could have their ids
-        before = _versions(held)
+        before = kept.held(copy)
         forward(first)
-        now = dict(_held(copy))
-        if _versions(now) == before:
+        now = kept.held(copy)
+        if kept.are_same(before, now):
             return None
-        return {name: x.clone() if isinstance(x, Tensor) else x for name, x in now.items()}, forward(leaves)
+        return {name: x.clone() if isinstance(x, Tensor) else x for name, (x, _) in now.items()}, forward(leaves)
 
     one = two_passes(leaves)
     other = None if one is None else two_passes(exchanged)
@@ -72,38 +66,6 @@ def carried(
     if repeated is None or not _same(one[1], repeated[1]):
         return []
     return [name for name, x in one[0].items() if not _same([x], [other[0].get(name)])] or ["what it keeps"]
-
-
-def _versions(held: dict[str, Any]) -> dict[str, Any]:
-    """Other ones where a pass has changed what is held."""
-    return {name: (id(x), x._version) if isinstance(x, Tensor) else x for name, x in held.items()}
-
-
-def _held(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The tensors and numbers that its modules hold beside parameters, by names; also in objects of somebody's own,
-    and in modules that are none of its children (kept in a list)."""
-    seen = set(map(id, model.modules()))
-    for name, module in model.named_modules():
-        for attribute, value in (*module._buffers.items(), *vars(module).items()):
-            if attribute not in ("_parameters", "_buffers", "_modules"):
-                yield from _parts(f"{name}.{attribute}" if name else attribute, value, seen, _DEPTH)
-
-
-def _parts(path: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, (Tensor, int, float)):
-        yield path, value
-        return
-    if isinstance(value, _HOLD_NOTHING) or id(value) in seen or not depth:
-        return
-    seen.add(id(value))
-    if isinstance(value, (list, tuple, collections.deque)):
-        inner = [(f"{path}[{i}]", x) for i, x in enumerate(value)]
-    elif isinstance(value, dict):
-        inner = [(f"{path}[{key!r}]", x) for key, x in value.items()]
-    else:
-        inner = [(f"{path}.{key}", x) for key, x in getattr(value, "__dict__", {}).items()]
-    for name, x in inner:
-        yield from _parts(name, x, seen, depth - 1)
 
 
 def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:

@@ -37,6 +37,8 @@ _NO_BACKWARD = "more than one backward pass through it fails, {}"
 _DIFFERS = "two runs on the same samples differ (random numbers of a generator of its own?)"
 
 Grads = dict[Key, list[Tensor]]
+Which = list[tuple[int, ...]]
+"""The samples that are exchanged in each run."""
 
 
 class Told(NamedTuple):
@@ -71,12 +73,15 @@ def told_by_exchange(
     dims: list[int | None],
     places: dict[Key, Place],
     sizes: Sequence[int],
+    *,
+    at_once: bool = False,
 ) -> Told:
     """What comes of exchanging samples.
 
     Args:
         leaves, structure: the inputs, flattened. dims: of each, that of its samples. places: as shapes tell them.
         sizes: so many samples, or where that does not run so many.
+        at_once: three are exchanged in one run, which takes half of the time and does not show what only they share.
     """
     if any(hasattr(p, "device_mesh") for p in model.parameters()):
         return NOTHING  # parts of parameters (FSDP2, tensor parallel), with which a copy does not run
@@ -89,7 +94,7 @@ def told_by_exchange(
             try:
                 with same_random_numbers() as again:
                     exchange = _Exchange(model, taps, leaves, structure, dims, places, size, numbers, again)
-                    told = exchange.told_with_noise() if noisy else exchange.told()
+                    told = exchange.told_with_noise(at_once) if noisy else exchange.told()
                     return told._replace(routes=exchange.routes, carried=exchange.carried(told))
             except Exception as error:  # whatever a model raises that wants its batch, or its values, otherwise
                 first = first or error
@@ -136,10 +141,10 @@ class _Exchange:
         # Taps by which tensors without samples go too, which have a way of their own.
         self.also_alone = {(number, way[1]) for number, way in places if isinstance(way, tuple) and way[2:] == ("too",)}
         self.leaves = leaves
-        self.packed = False
+        self.packed = self.keeps = False
         self.routes = NO_ROUTES
 
-    def told_with_noise(self) -> Told:
+    def told_with_noise(self, at_once: bool = False) -> Told:
         """As :meth:`told`, where nothing is hidden by what is zero or alike now. Whose rows are whose must be known for
         noise, and what shows without it is told without it."""
         before: dict[Key, Place] = {}
@@ -149,14 +154,18 @@ class _Exchange:
             if not (told.changed and before) or told.is_wrong:
                 return told
             self.places.update(before)
-        told = self.told(noisy=True)
+        told = self.told(noisy=True, at_once=at_once)
+        if told.is_wrong and at_once:  # one by one they may tell more
+            each = self.told(noisy=True)
+            told = each if each.is_wrong else told
         plain = self.told() if told.is_wrong and not before else told
         return plain if plain.is_wrong else told
 
-    def told(self, noisy: bool = False) -> Told:
-        """What changes with each of the samples."""
-        which = list(dict.fromkeys((0, 1, self.size - 1)))
-        base = self._run(None, noisy)
+    def told(self, noisy: bool = False, at_once: bool = False) -> Told:
+        """What changes with each of the samples, or with several."""
+        numbers = tuple(dict.fromkeys((0, 1, self.size - 1)))
+        which: Which = [numbers[: self.size - 1]] if at_once else [(j,) for j in numbers]
+        base = self._run((), noisy)
         self.packed = bool(base.packed)
         runs = [self._run(j, noisy) for j in which]
         found: dict[Key, Place] = {}
@@ -175,7 +184,7 @@ class _Exchange:
             i: _IN_LOSS for i in base.losses if not (wrong or met) and self._meet_in_loss(i, found, base, runs, which)
         }
         if wrong or outputs or met or losses:  # is it the exchange that it comes from?
-            repeated = self._run(None, noisy)
+            repeated = self._run((), noisy)
             if not _alike(base, repeated):
                 return Told({}, {}, changed=True, why=_DIFFERS)
             if outputs:
@@ -205,9 +214,9 @@ class _Exchange:
 
     def carried(self, told: Told) -> Sequence[str]:
         """What of a sample changes the forward after its own; not asked where something is wrong already."""
-        if told.is_wrong or told.why is not None:
+        if told.is_wrong or told.why is not None or not self.keeps:
             return ()
-        pair = (self._batch(None, self.size), self._batch(0, self.size))
+        pair = (self._batch((), self.size), self._batch((0,), self.size))
         try:
             return carried(
                 self.model, self.taps, self.structure, *pair, self.places, self.size, self.others, self.again
@@ -215,19 +224,20 @@ class _Exchange:
         except Exception:  # what it kept may fit no batch of this size
             return ()
 
-    def _run(self, other: int | None, noisy: bool, size: int | None = None) -> Run:
-        """One forward with the sample of that number exchanged."""
+    def _run(self, others: tuple[int, ...], noisy: bool, size: int | None = None) -> Run:
+        """One forward with the samples of these numbers exchanged."""
         size = size or self.size
-        leaves = self._batch(other, size)
+        leaves = self._batch(others, size)
         self.again()
         run, _ = run_on(
-            self.model, self.taps, self.structure, leaves, self.places, size, self.others, noisy=noisy, other=other
+            self.model, self.taps, self.structure, leaves, self.places, size, self.others, noisy=noisy, exchanged=others
         )
         self.routes = self.routes | run.routes[0]
+        self.keeps = self.keeps or bool(run.keeps)
         return run
 
-    def _batch(self, other: int | None, size: int) -> list[Any]:
-        """The inputs with the sample of that number exchanged."""
+    def _batch(self, others: tuple[int, ...], size: int) -> list[Any]:
+        """The inputs with the samples of these numbers exchanged."""
         leaves = list(self.leaves)
         # Where sequences are packed, numbers of samples are lengths, and others of them make other shapes.
         more = self.packed and any(
@@ -236,11 +246,11 @@ class _Exchange:
         for i, dim in enumerate(self.dims):
             if dim is not None:
                 leaves[i] = first_samples(leaves[i], dim, size)
-                if other is not None and not (more and _is_a_number_each(leaves[i])):
-                    leaves[i] = _exchanged(leaves[i], dim, other)
+                if others and not (more and _is_a_number_each(leaves[i])):
+                    leaves[i] = _exchanged(leaves[i], dim, others)
         return leaves
 
-    def _place(self, place: Place, base: Any, runs: list[Any], which: list[int]) -> Place:
+    def _place(self, place: Place, base: Any, runs: list[Any], which: Which) -> Place:
         """The place that the runs tell, or what is wrong with it."""
         if base is None or any(run is None or len(run) != len(base) for run in runs):
             return "whether it runs depends on the data of the batch"
@@ -259,27 +269,28 @@ class _Exchange:
                 found = told
         return found
 
-    def _of_call(self, place: Place, changed: list[Tensor], which: list[int]) -> Place:
+    def _of_call(self, place: Place, changed: list[Tensor], which: Which) -> Place:
         rows = torch.arange(len(changed[0]), device=changed[0].device)
         k = len(rows) // self.size
         orders = {True: rows // max(k, 1), False: rows % self.size}
         fits = [
             together
             for together, whose in orders.items()
-            if all(bool((whose[c] == j).all()) for c, j in zip(changed, which, strict=True))
+            if not any(bool((c & _of_others(whose, some)).any()) for c, some in zip(changed, which, strict=True))
         ]
         if fits:
             if not isinstance(place, Rows) or len(fits) == 2:
                 return place
             return Rows(place.dim, fits[0])
         if bool((torch.stack(changed).sum(0) > 1).any()) or not isinstance(place, Rows):
-            once = torch.stack(changed).sum(0) <= 1
-            if not isinstance(place, Rows) and bool(once.all()) and all(int(c.sum()) <= 1 for c in changed):
+            once = bool((torch.stack(changed).sum(0) <= 1).all())
+            few = all(int(c.sum()) <= len(some) for c, some in zip(changed, which, strict=True))
+            if not isinstance(place, Rows) and once and few:
                 return "its samples stand in another order than in the model's input"
             return Mixed("a row of its output changes with a sample that is not its own")
         return "its samples are folded into rows in an order that is neither sample by sample nor over and over"
 
-    def _met_in_backward(self, places: dict[Key, Place], base: Grads, runs: list[Grads], which: list[int]) -> list[Key]:
+    def _met_in_backward(self, places: dict[Key, Place], base: Grads, runs: list[Grads], which: Which) -> list[Key]:
         """Taps at whose outputs gradients change with a sample that is not theirs, and nothing else does."""
         met = []
         for key, grads in base.items():
@@ -288,19 +299,19 @@ class _Exchange:
                 whose = whose_rows(len(rows), self.size, place, rows.device)  # type: ignore[arg-type]  # as above
                 others = [run.get(key, [])[number : number + 1] for run in runs]
                 if whose is not None and any(
-                    bool(((other[0] != rows) & (whose != j)).any())
-                    for other, j in zip(others, which, strict=True)
+                    bool(((other[0] != rows) & _of_others(whose, some)).any())
+                    for other, some in zip(others, which, strict=True)
                     if other and other[0].shape == rows.shape
                 ):
                     met.append(key)
                     break
         return met
 
-    def _meet_in_loss(self, i: int, places: dict[Key, Place], base: Run, runs: list[Run], which: list[int]) -> bool:
+    def _meet_in_loss(self, i: int, places: dict[Key, Place], base: Run, runs: list[Run], which: Which) -> bool:
         """Whether samples meet in an output of the model that is one number."""
         return bool(self._met_in_backward(places, base.losses[i], [run.losses.get(i, {}) for run in runs], which))
 
-    def _output(self, i: int, base: Run, runs: list[Run], which: list[int]) -> str | None:
+    def _output(self, i: int, base: Run, runs: list[Run], which: Which) -> str | None:
         """What is wrong with an output of the model: in no dimension as long as the batch it is parted by samples."""
         if not base.outputs[i] or any(len(run.outputs) != len(base.outputs) for run in runs):
             return None
@@ -309,13 +320,18 @@ class _Exchange:
             if len(others) < len(runs):
                 return None
             number = torch.arange(len(prints), device=prints.device)
-            if all(not bool(((x != prints) & (number != j)).any()) for x, j in zip(others, which, strict=True)):
+            if not any(
+                bool(((x != prints) & _of_others(number, some)).any()) for x, some in zip(others, which, strict=True)
+            ):
                 return None
         return "each of its entries depends on several samples"
 
     def _of_batch(self, outputs: dict[int, str], base: Run, noisy: bool) -> dict[int, str]:
         """Those whose dimensions follow the batch, and are not as long by accident."""
-        other = self._run(None, noisy, self.size + 1)
+        try:
+            other = self._run((), noisy, self.size + 1)
+        except Exception:  # of a model that takes samples by pairs, or by fours
+            other = self._run((), noisy, 2 * self.size)
         return {
             i: m for i, m in outputs.items() if i < len(other.outputs) and set(base.outputs[i]) & set(other.outputs[i])
         }
@@ -326,15 +342,22 @@ def _is_a_number_each(x: Any) -> bool:
     return isinstance(x, Tensor) and x.dim() == 1 and not x.is_floating_point()
 
 
-def _exchanged(x: Tensor, dim: int, j: int) -> Tensor:
-    """With the next sample in the place of that number; another one made of it, where these are the same."""
-    x = x.clone()
-    own, other = x.select(dim, j), x.select(dim, (j + 1) % x.shape[dim]).clone()
-    if torch.equal(own, other):
-        other = own.flip(tuple(range(own.dim())))
-    if torch.equal(own, other) and x.dtype != torch.bool:  # no number larger than what has been seen
-        other = own * 0.5 if x.is_floating_point() else torch.where(own > 0, own - 1, own)
-    own.copy_(other)
+def _of_others(whose: Tensor, some: tuple[int, ...]) -> Tensor:
+    """Which rows are of none of these samples."""
+    return torch.isin(whose, torch.tensor(some, device=whose.device), invert=True)
+
+
+def _exchanged(x: Tensor, dim: int, numbers: tuple[int, ...]) -> Tensor:
+    """With the next samples that stay in the places of these; others made of them, where these are the same."""
+    x, size = x.clone(), x.shape[dim]
+    stay = [j % size for j in range(numbers[0] + 1, numbers[0] + size) if j % size not in numbers]
+    for i, j in enumerate(numbers):
+        own, other = x.select(dim, j), x.select(dim, stay[i % len(stay)]).clone()
+        if torch.equal(own, other):
+            other = own.flip(tuple(range(own.dim())))
+        if torch.equal(own, other) and x.dtype != torch.bool:  # no number larger than what has been seen
+            other = own * 0.5 if x.is_floating_point() else torch.where(own > 0, own - 1, own)
+        own.copy_(other)
     return x
 
 

@@ -6,28 +6,33 @@ import functools
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-_AT_ONCE = 2**22
+_AT_ONCE = 2**15  # words of each row
 _ODD = -7046029254386353131  # 2^64 over the golden ratio
 
 
 def fingerprints(x: Tensor, dim: int) -> Tensor:
     """One number for the bits of each row along the dimension."""
     rows = x.detach().movedim(dim, 0).reshape(x.shape[dim], -1)
-    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
-    step = max(1, _AT_ONCE // max(1, len(rows)))
-    found = []
-    for start in range(0, rows.shape[1], step):
-        part = rows[:, start : start + step] + 0.0  # a zero has a sign, which may come of zero times another row
-        found.append((part.contiguous().view(bits) * _factors(start, part.shape[1], x.device)).sum(1))
-    return sum(found[1:], found[0]) if found else torch.zeros(len(rows), dtype=torch.int64, device=x.device)
+    plain = rows + 0.0  # a zero has a sign, which may come of zero times another row
+    if odd := rows.shape[1] % (8 // x.element_size()):
+        plain = F.pad(plain, (0, 8 // x.element_size() - odd))
+    words = plain.reshape(-1).view(torch.int64).view(len(rows), plain.shape[1] * x.element_size() // 8)
+    total = torch.zeros(len(rows), dtype=torch.int64, device=x.device)
+    for start in range(0, words.shape[1], _AT_ONCE):
+        part = words[:, start : start + _AT_ONCE]
+        # The upper half in the lower as well: of what changes the highest bit alone, a sign, products keep no more.
+        mixed = (part >> 32).bitwise_xor_(part)
+        total = total * _ODD + mixed.mul_(_factors(x.device)[: part.shape[1]]).sum(1)
+    return total
 
 
 @functools.lru_cache(maxsize=8)
-def _factors(start: int, number: int, device: torch.device) -> Tensor:
-    """Odd numbers, one for each place in a row."""
-    factors = torch.arange(start + 1, start + number + 1, device=device) * _ODD
+def _factors(device: torch.device) -> Tensor:
+    """Odd numbers, one for each word."""
+    factors = torch.arange(1, _AT_ONCE + 1, device=device) * _ODD
     return (factors ^ (factors >> 29)) * _ODD | 1
 
 

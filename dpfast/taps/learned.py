@@ -79,6 +79,9 @@ def learned(
     inside = {size for x in (*model.parameters(), *model.buffers()) for size in x.shape}
     primes = [p for p in _PRIMES if all(size == 0 or size % p for size in sizes | inside)][:2]
     found, batched = _by_shapes(dims, lambda some: _found(model, taps, leaves, structure, some, primes))
+    if batched is None and n > 1:  # it may take samples by pairs, or by fours
+        whole = [n * p for p in primes]
+        found, batched = _by_shapes(dims, lambda some: _found(model, taps, leaves, structure, some, whole))
     if batched is None and n:
         primes = [p for p in _SMALL if p not in sizes][:2]
         failed: list[Exception] = []

@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from dpfast.errors import DpfastWarning, InputError, UnsupportedModuleError
 from dpfast.taps.exchange import told_by_exchange
 from dpfast.taps.inputs import Structure
-from dpfast.taps.layout import Place, Places, kind_here, note_kind
+from dpfast.taps.layout import Place, Places, Rows, kind_here, note_kind
 from dpfast.taps.learned import NOTHING, SAMPLES, Found, Learned, learned, with_own
 from dpfast.taps.passes import in_backward
 from dpfast.taps.routes import add_routes, routes_of
 from dpfast.taps.tap import Tap
 
 _MORE_SAMPLES = 8  # for what three do not show: groups, parts of the batch
+_SOME_SAMPLES = 4  # three of which are exchanged
 _LATER = frozenset({1, *(8**k - 1 for k in range(1, 9))})
 """Forwards after the first that are looked at, for what that did not show: a branch, random numbers, a weight that was
 zero."""
@@ -143,7 +144,8 @@ class Probe:
                 self._called = like, dims, None, _TOO_MANY
             return False
         if in_backward() is None and looks is not None and looks.due == 0:
-            why = self._look_again(kind, inputs, looks.first, SAMPLES if looks.forwards == 1 else n)
+            few = min(n, _SOME_SAMPLES) if looks.forwards == 1 else n
+            why = self._look_again(kind, inputs, looks.first, few, at_once=True)
             self._called = like, dims, look, why
         elif in_backward() is None:
             if not self._looks:
@@ -169,14 +171,15 @@ class Probe:
                 self._called = like, dims, look, self._look_again(kind, inputs, found, n)
         return True
 
-    def _look_again(self, kind: Any, inputs: Any, first: Learned, n: int) -> str | None:
+    def _look_again(self, kind: Any, inputs: Any, first: Learned, n: int, at_once: bool = False) -> str | None:
         """With up to so many samples, and the numbers of now. What is wrong counts, and nothing else. Returns why it
         could not be run."""
         receiver, structure = cast(Any, self._receiver()), Structure(inputs)
         leaves = [x.as_subclass(Tensor) if isinstance(x, Tensor) else x for x in structure.leaves]
         size = min(max(n, SAMPLES), _MORE_SAMPLES)
+        places = {**first.by_shapes, **{key: x for key, x in first.told.places.items() if isinstance(x, Rows)}}
         told = told_by_exchange(
-            receiver.model, self._taps, leaves, structure, list(first.dims), dict(first.by_shapes), (size,)
+            receiver.model, self._taps, leaves, structure, list(first.dims), places, (size,), at_once=at_once
         )
         self._refuse_carried(told.carried)
         self.outputs[kind] = {**self.outputs.get(kind, {}), **told.outputs}

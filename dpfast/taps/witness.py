@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dpfast.errors import InputError
+from dpfast.taps import kept
 from dpfast.taps.copies import OfCopy, copy_of, without_graphs
 from dpfast.taps.fake_run import Nobody, nothing_left_behind
 from dpfast.taps.fingerprints import Prints, fingerprints
@@ -54,6 +55,7 @@ class Run(NamedTuple):
         grads: as calls, of the gradients at the taps' outputs in a backward pass; empty where none ran. losses: the
             same of each output that has no samples, by the output's number. caught: the taps' outputs,
             until then. arrived: gradients, in a pass that leaves some in parameters. failed: why no backward pass ran.
+        keeps: not empty where it has changed what modules hold.
     """
 
     calls: dict[Key, list[Any]]
@@ -67,11 +69,12 @@ class Run(NamedTuple):
     arrived: dict[Key, list[Tensor]]
     held: list[str]
     failed: list[Exception]
+    keeps: list[bool]
 
     @classmethod
     def begun(cls) -> Run:
         """Nothing is noted yet."""
-        return cls({}, {}, [], [], [], {}, {}, [], {}, [], [])
+        return cls({}, {}, [], [], [], {}, {}, [], {}, [], [], [])
 
     def note_grad(self, key: Key, prints: Prints, grad: Tensor) -> None:
         """A hook on a tap's output."""
@@ -83,7 +86,7 @@ class Witness(OfCopy):
 
     Attributes:
         at: where taps have their samples. size: how many there are.
-        noisy: outputs are given noise. other: the sample whose noise is another one.
+        noisy: outputs are given noise. exchanged: the samples whose noise is another one.
     """
 
     number: int
@@ -91,7 +94,7 @@ class Witness(OfCopy):
     seen: Run
     at: dict[Key, Place]
     noisy: bool
-    other: int | None
+    exchanged: tuple[int, ...]
     took_and_gave: list[tuple[int | None, Call]]
     inputs: Sequence[Any] = ()  # of the model
 
@@ -105,12 +108,12 @@ class Witness(OfCopy):
         size: int,
         *,
         noisy: bool = False,
-        other: int | None = None,
+        exchanged: tuple[int, ...] = (),
     ) -> Witness:
         tap.__class__ = cls
         assert isinstance(tap, cls)
         tap.number, tap.seen, tap.at, tap.size, tap.took_and_gave = number, seen, at, size, []
-        tap.noisy, tap.other = noisy, other
+        tap.noisy, tap.exchanged = noisy, exchanged
         return tap
 
     def known_place(self, rank: int) -> Any:
@@ -175,9 +178,9 @@ class Witness(OfCopy):
             return None
         x = x.movedim(dim, 0)
         noise = _noise(x, hash((self.number, call)))
-        if self.other is not None:
-            k = len(x) // self.size
-            own = noise[self.other * k : (self.other + 1) * k] if together else noise[self.other :: self.size]
+        k = len(x) // self.size
+        for j in self.exchanged:
+            own = noise[j * k : (j + 1) * k] if together else noise[j :: self.size]
             torch.sub(_NOISE, own, out=own)
         if order is not None:
             noise = noise[order.argsort()]
@@ -204,24 +207,27 @@ def run_on(
     stand_ins: dict[int, Any],
     *,
     noisy: bool = False,
-    other: int | None = None,
+    exchanged: tuple[int, ...] = (),
 ) -> tuple[Run, list[Witness]]:
     """One forward pass of a copy on these inputs, of ``size`` samples; with noise, a backward pass as well.
 
     Args:
         structure, leaves: the inputs. places: of taps. stand_ins: what stands where parameters are, by their id.
-        noisy, other: of the witnesses.
+        noisy, exchanged: of the witnesses.
     """
     # A backward pass within that one (reentrant checkpoints) must not come to the parameters themselves.
     leaves_here = {id(p): _leaf(p) for p in model.parameters()} if noisy else {}
     to_leaves = all(leaves_here.get(id(p)) is not p for p in model.parameters() if p.requires_grad)
     model, copies = copied(model, taps, leaves_here | stand_ins)
     run = Run.begun()
-    witnesses = [Witness.of(tap, i, run, places, size, noisy=noisy, other=other) for i, tap in enumerate(copies)]
+    witnesses = [
+        Witness.of(tap, i, run, places, size, noisy=noisy, exchanged=exchanged) for i, tap in enumerate(copies)
+    ]
     leaves = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
     for witness in witnesses:
         witness.inputs = leaves
     args, kwargs = structure.unflatten(leaves)
+    before = kept.held(model)
     with (
         following_model(witnesses[0].taps, model, leaves),
         Picks(model, leaves, size).watching() as picks,
@@ -229,33 +235,19 @@ def run_on(
     ):
         outputs = results_in(model(*args, **kwargs))
     run.routes.append(picks.routes())
-    kept = kept_in_attributes(model, outputs) if noisy else {}
-    run.held.extend(kept)
-    outputs = [torch.view_as_real(x) if _is_complex(x) else x for x in (*outputs, *kept.values())]
+    if not kept.are_same(before, kept.held(model)):
+        run.keeps.append(True)
+    left = kept.differentiable(model, outputs) if noisy else {}
+    run.held.extend(left)
+    outputs = [torch.view_as_real(x) if _is_complex(x) else x for x in (*outputs, *left.values())]
     for x in outputs:
         floats = isinstance(x, Tensor) and x.is_floating_point()
         run.outputs.append({d: fingerprints(x, d) for d, s in enumerate(x.shape) if s == size} if floats else {})
     if noisy:
         by_sample = [x for x, prints in zip(outputs, run.outputs, strict=True) if prints and x.requires_grad]
-        losses = {i: x for i, x in enumerate(outputs) if _is_differentiable(x) and not run.outputs[i]}
+        losses = {i: x for i, x in enumerate(outputs) if kept.is_differentiable(x) and not run.outputs[i]}
         _backwards(run, by_sample, losses, to_leaves)
     return run, witnesses
-
-
-def kept_in_attributes(model: nn.Module, outputs: Sequence[Any]) -> dict[str, Tensor]:
-    """What a forward pass has left in attributes of its modules beside its outputs, and a loss may be made of, by their
-    names."""
-    there = set(map(id, outputs))
-    return {
-        f"{name}.{attribute}" if name else attribute: x
-        for name, module in model.named_modules()
-        for attribute, x in vars(module).items()
-        if _is_differentiable(x) and x.grad_fn is not None and id(x) not in there
-    }
-
-
-def _is_differentiable(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.requires_grad and (x.is_floating_point() or x.is_complex())
 
 
 def _is_complex(x: Any) -> bool:

@@ -97,6 +97,57 @@ def test_a_weight_that_was_zero(changed, first):
     assert found_after(wrapped, changed, 9) <= 8 - first
 
 
+MIXINGS = {
+    "all": lambda h: h - h.mean(0),
+    "pairs": lambda h: h + h.unflatten(0, (-1, 2)).flip(1).flatten(0, 1),
+    "halves": lambda h: h + h.roll(len(h) // 2, 0),
+    "from last to first": lambda h: h + h.flip(0),
+    "the one before": lambda h: torch.cat([h[:1], h[1:] + h[:-1].detach()]),
+    "the one behind": lambda h: torch.cat([h[:-1] + h[1:].detach(), h[-1:]]),
+    "with the first": lambda h: h + h[0].detach(),
+    "with the last": lambda h: h + h[-1].detach(),
+    "groups of neighbours": lambda h: (
+        h - h.unflatten(0, (2, -1)).mean(1, keepdim=True).expand(2, len(h) // 2, -1).flatten(0, 1)
+    ),
+    "groups over and over": lambda h: h - h.unflatten(0, (-1, 2)).mean(0).repeat(len(h) // 2, 1),
+}
+
+
+class Begins(Net):
+    """Mixes samples, once it is told to."""
+
+    mixing = "none"
+
+    def forward(self, x):
+        h = torch.tanh(self.first(x))
+        return self.last(MIXINGS[self.mixing](h) if self.mixing != "none" else h)
+
+
+@pytest.mark.parametrize("n", [4, 6, 8, 64])
+@pytest.mark.parametrize("mixing", MIXINGS)
+def test_mixing_that_begins_later_is_found_in_one_run(mixing, n):
+    """By the next look, which exchanges three samples at once; also what only goes one way."""
+    torch.manual_seed(0)
+    wrapped = clipping(Begins())
+    for _ in range(4):
+        step(wrapped, torch.randn(n, D))
+    wrapped._module.mixing = mixing
+    for _ in range(3):
+        step(wrapped, torch.randn(n, D))
+    with pytest.raises(UnsupportedModuleError, match=r"depends on several samples|not its own"):
+        step(wrapped, torch.randn(n, D))
+
+
+@pytest.mark.parametrize("n", [4, 6, 16])
+@pytest.mark.parametrize("mixing", ["pairs", "groups over and over", "groups of neighbours"])
+def test_in_batches_that_must_be_even(mixing, n):
+    torch.manual_seed(0)
+    model = Begins()
+    model.mixing = mixing
+    with pytest.raises(UnsupportedModuleError, match=r"depends on several samples|not its own"):
+        step(clipping(model), torch.randn(n, D))
+
+
 def test_a_weight_that_was_zero_and_is_an_argument():
     torch.manual_seed(0)
     wrapped, x = clipping(Weighted()), torch.randn(N, D)

@@ -1,0 +1,75 @@
+"""What the modules of a model hold beside parameters, and whether a forward pass has changed it."""
+
+from __future__ import annotations
+
+import collections
+import types
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from dpfast.taps.tap import Tap, TappedForward
+
+_DEPTH = 4  # of objects in objects
+_FUNCTIONS = (types.ModuleType, types.FunctionType, types.MethodType, TappedForward)
+_HOLD_NOTHING = (Tap, type, str, bytes, *_FUNCTIONS)
+
+Held = dict[str, tuple[Any, int]]
+"""Tensors and numbers by names, and the tensors' versions."""
+
+
+def held(model: nn.Module) -> Held:
+    """The tensors and numbers that its modules hold beside parameters; also in objects of somebody's own, and in
+    modules that are none of its children (kept in a list)."""
+    seen, found = set(map(id, model.modules())), Held()
+    for name, module in model.named_modules():
+        for attribute, value in (*module._buffers.items(), *vars(module).items()):
+            if attribute not in ("_parameters", "_buffers", "_modules"):
+                parts = _parts(f"{name}.{attribute}" if name else attribute, value, seen, _DEPTH)
+                found.update({path: (x, x._version if isinstance(x, Tensor) else 0) for path, x in parts})
+    return found
+
+
+def are_same(before: Held, now: Held) -> bool:
+    """Whether nothing was put in the place of another, or written to."""
+    return before.keys() == now.keys() and all(_is_same(x, now[name]) for name, x in before.items())
+
+
+def _is_same(one: tuple[Any, int], two: tuple[Any, int]) -> bool:
+    same = one[0] is two[0] if isinstance(one[0], Tensor) or isinstance(two[0], Tensor) else one[0] == two[0]
+    return same and one[1] == two[1]
+
+
+def _parts(path: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, (Tensor, int, float)):
+        yield path, value
+        return
+    if isinstance(value, _HOLD_NOTHING) or id(value) in seen or not depth:
+        return
+    seen.add(id(value))
+    if isinstance(value, (list, tuple, collections.deque)):
+        inner = [(f"{path}[{i}]", x) for i, x in enumerate(value)]
+    elif isinstance(value, dict):
+        inner = [(f"{path}[{key!r}]", x) for key, x in value.items()]
+    else:
+        inner = [(f"{path}.{key}", x) for key, x in getattr(value, "__dict__", {}).items()]
+    for name, x in inner:
+        yield from _parts(name, x, seen, depth - 1)
+
+
+def differentiable(model: nn.Module, outputs: Sequence[Any]) -> dict[str, Tensor]:
+    """What a forward pass has left in attributes of its modules beside its outputs, and a loss may be made of, by their
+    names."""
+    there = set(map(id, outputs))
+    return {
+        f"{name}.{attribute}" if name else attribute: x
+        for name, module in model.named_modules()
+        for attribute, x in vars(module).items()
+        if is_differentiable(x) and x.grad_fn is not None and id(x) not in there
+    }
+
+
+def is_differentiable(x: Any) -> bool:
+    """Whether a loss may be made of it."""
+    return isinstance(x, Tensor) and x.requires_grad and (x.is_floating_point() or x.is_complex())
