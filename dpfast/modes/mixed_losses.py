@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from dpfast.errors import UnsupportedModuleError
+from dpfast.modes.curvature import check_apart, mark_outputs
 from dpfast.taps import is_of_tap, nodes_behind
 
 _MEANS = ("NllLossBackward0", "NllLoss2DBackward0")
@@ -36,11 +37,21 @@ def expect_loss(model: Any) -> None:
     _expected.add(model)
 
 
-def check_for_pairs(loss: Tensor) -> None:
-    """Raises UnsupportedModuleError where the loss is made from a product (N, D) @ (D, N) of two tensors that come from
-    tapped layers, behind these: similarities of all pairs of samples."""
+def check_expected(loss: Tensor, grad: Tensor | None) -> None:
+    """Looks at the loss, and at its gradient where one is given, once.
+
+    Raises:
+        UnsupportedModuleError: samples meet in it.
+    """
     if not len(_expected):  # nearly always
         return
+    _check_for_pairs(loss)
+    check_apart(loss, grad)
+
+
+def _check_for_pairs(loss: Tensor) -> None:
+    """Raises UnsupportedModuleError where the loss is made from a product (N, D) @ (D, N) of two tensors that come from
+    tapped layers, behind these: similarities of all pairs of samples."""
     taps, between = _behind(loss)
     products = [shape for node in between for shape in _product(node)]
     for record in taps:
@@ -57,9 +68,15 @@ def check_for_pairs(loss: Tensor) -> None:
         _expected.discard(record.tap.taps)
 
 
-def note_forward(model: Any) -> None:
-    """The tapped model has given something that gradients may come to."""
+def note_forward(model: Any, outputs: Sequence[Any], n: int | None, parted: Mapping[int, Sequence[int]]) -> None:
+    """The tapped model has given outputs that gradients may come to.
+
+    Args:
+        n, parted: as ``curvature.mark_outputs``'.
+    """
     _have_run.add(model)
+    if model in _expected:
+        mark_outputs(outputs, n, parted)
 
 
 def check_for_counts(loss: Tensor) -> None:

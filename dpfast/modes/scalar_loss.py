@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dpfast.errors import LossError
-from dpfast.modes.mixed_losses import check_for_counts, check_for_pairs
+from dpfast.modes.mixed_losses import check_expected, check_for_counts
 from dpfast.taps import is_of_tap, nodes_behind
 
 
@@ -34,7 +34,7 @@ def check_losses() -> None:
                     f"output of {layer}: reduce it by .mean() (loss_reduction='mean') or .sum()"
                 )
         if isinstance(tensors, Tensor):
-            check_for_pairs(tensors)
+            check_expected(tensors, grad_tensors)
             check_for_counts(tensors)
         return original(tensors, grad_tensors, *args, **kwargs)
 

@@ -201,8 +201,7 @@ class TappedModel:
 
     @never_compiled
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Opens the step when the outermost backward pass reaches the model's output, before any checkpointed
-        region inside starts a backward pass of its own."""
+        """Opens the step when the outermost backward pass reaches the model's output, before checkpoints' own."""
         if suspended():
             return
         ended = running.pop(self)
@@ -210,12 +209,11 @@ class TappedModel:
         self._probe.forward_ended(output)
         if ended is None or not (self.enabled and torch.is_grad_enabled()) or in_backward() is not None:
             return
-        note_forward(self)
         units, mixed, leaves = units_here(self), self._probe.mixed_outputs(), results_in(output)
+        note_forward(self, leaves, ended.size, self._probe.parted_outputs())
         if units is not None:
             mixed = {**mixed, **units.start(ended.size, ended.valid, leaves)}
-        if mixed:
-            refuse_mixed(self.model, leaves, mixed)
+        refuse_mixed(self.model, leaves, mixed)
         for leaf in leaves:
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 found = Output(leaf, ended.size, self.batch_dim, ended.valid, units, ended.graph)
@@ -299,6 +297,8 @@ class TappedModel:
 
     def _on_output_grad(self, output: Output, grad: Tensor) -> Tensor | None:
         """Returns what goes on in the gradient's place, if anything."""
+        if suspended():  # it is asked for before the step's
+            return None
         step = self._steps.here()
         self._steps.came_to(output.graph)
         if self.enabled:

@@ -10,6 +10,7 @@ from dpfast.taps.broadcast import BroadcastMethod
 from dpfast.taps.copies import without_graphs
 from dpfast.taps.detached import DetachableParameters
 from dpfast.taps.documents import Documents, Told
+from dpfast.taps.exchange import said_by
 from dpfast.taps.followed import Source
 from dpfast.taps.gathered import end_model, experts_of, follow_model
 from dpfast.taps.held import Held
@@ -115,6 +116,7 @@ __all__ = [
     "register_rule",
     "registry",
     "results_in",
+    "said_by",
     "same_random_numbers",
     "sees_its_own_heads",
     "suspended",

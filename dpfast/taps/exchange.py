@@ -9,7 +9,8 @@ is not so (sums whose order changes from run to run), nothing is told.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +33,7 @@ _IN_LOSS = (
     "samples' tokens where these have different numbers of them)"
 )
 
+_MIXED = "each of its entries depends on several samples"
 _FAILS = "with a sample in another one's place it fails, {}"
 _NO_BACKWARD = "more than one backward pass through it fails, {}"
 _DIFFERS = "two runs on the same samples differ (random numbers of a generator of its own?)"
@@ -50,6 +52,7 @@ class Told(NamedTuple):
             of one has no gradients by sample.
         changed: whether anything has changed at all.
         routes: where rows are picked. why: nothing is told. carried: of :func:`carried.carried`.
+        parted: of the model's outputs, by number, the dimensions in which samples stay apart, and change.
     """
 
     places: dict[Key, Place]
@@ -58,6 +61,7 @@ class Told(NamedTuple):
     routes: Routes = NO_ROUTES
     why: str | None = None
     carried: Sequence[str] = ()
+    parted: Mapping[int, list[int]] = MappingProxyType({})
 
     @property
     def is_wrong(self) -> bool:
@@ -178,7 +182,8 @@ class _Exchange:
             if isinstance(told, str):
                 wrong.append(key)
             found[key] = told
-        outputs = {i: m for i in range(len(base.outputs)) if (m := self._output(i, base, runs, which))}
+        parted = {i: self._parted(i, base, runs, which) for i in range(len(base.outputs))}
+        outputs = dict.fromkeys((i for i, dims in parted.items() if dims == []), _MIXED)
         met = [] if wrong or outputs else self._met_in_backward(found, base.grads, [run.grads for run in runs], which)
         losses = {
             i: _IN_LOSS for i in base.losses if not (wrong or met) and self._meet_in_loss(i, found, base, runs, which)
@@ -210,7 +215,8 @@ class _Exchange:
         own = len(base.outputs) - len(base.held)
         named = {i if i < own else base.held[i - own]: message for i, message in outputs.items()}
         why = _NO_BACKWARD.format(said_by(base.failed[0])) if base.failed and not (wrong or outputs) else None
-        return Told(found, named, changed, why=why)
+        of_samples = {i: dims for i, dims in parted.items() if dims and i < own}
+        return Told(found, named, changed, why=why, parted=of_samples)
 
     def carried(self, told: Told) -> Sequence[str]:
         """What of a sample changes the forward after its own; not asked where something is wrong already."""
@@ -311,10 +317,12 @@ class _Exchange:
         """Whether samples meet in an output of the model that is one number."""
         return bool(self._met_in_backward(places, base.losses[i], [run.losses.get(i, {}) for run in runs], which))
 
-    def _output(self, i: int, base: Run, runs: list[Run], which: Which) -> str | None:
-        """What is wrong with an output of the model: in no dimension as long as the batch it is parted by samples."""
+    def _parted(self, i: int, base: Run, runs: list[Run], which: Which) -> list[int] | None:
+        """The dimensions of an output of the model, as long as the batch, in which its entries are the samples' own;
+        None where that cannot be told."""
         if not base.outputs[i] or any(len(run.outputs) != len(base.outputs) for run in runs):
             return None
+        dims = []
         for d, prints in base.outputs[i].items():
             others = [run.outputs[i][d] for run in runs if d in run.outputs[i]]
             if len(others) < len(runs):
@@ -323,8 +331,8 @@ class _Exchange:
             if not any(
                 bool(((x != prints) & _of_others(number, some)).any()) for x, some in zip(others, which, strict=True)
             ):
-                return None
-        return "each of its entries depends on several samples"
+                dims.append(d)
+        return dims
 
     def _of_batch(self, outputs: dict[int, str], base: Run, noisy: bool) -> dict[int, str]:
         """Those whose dimensions follow the batch, and are not as long by accident."""

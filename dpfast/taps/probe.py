@@ -82,6 +82,7 @@ class Probe:
         self._taps = taps
         self._looks: dict[tuple[Any, ...], _Looks] = {}
         self.outputs: dict[Any, dict[int | str, str]] = {}  # of the model's outputs, by kind: those that mix samples
+        self._parted: dict[Any, Mapping[int, Sequence[int]]] = {}  # likewise
         self._asks_no_more = self._is_full = False
         self._dims: dict[tuple[Any, ...], list[set[int]]] = {}  # of each input, those that may follow the batch
         self._called: tuple[Any, ...] | None = None  # what is to be noted if the forward runs
@@ -160,7 +161,7 @@ class Probe:
                 self._looks[look] = _Looks(0 if found.settled else due - (n > 0), found)
             else:  # it may be a batch that the model cannot take, which says nothing of the next
                 self._called = like, dims, look, found.told.why
-            self.outputs[kind] = found.told.outputs
+            self.outputs[kind], self._parted[kind] = found.told.outputs, found.told.parted
             for i, tap in enumerate(self._taps):
                 for rank in {*tap.places, *(rank for number, rank in found.places if number == i)}:
                     self._note(tap.places, rank, kind, found.places.get((i, rank)))
@@ -232,6 +233,10 @@ class Probe:
         """Of the model's outputs, by number, and what it keeps in attributes, by name, why those have no gradients by
         sample that have none."""
         return self.outputs.get(kind_here(self._receiver()), {})
+
+    def parted_outputs(self) -> Mapping[int, Sequence[int]]:
+        """Of the model's outputs, by number, the dimensions in which exchanged samples stayed apart."""
+        return self._parted.get(kind_here(self._receiver()), {})
 
     def _note(self, places: dict[Any, Places], rank: Any, kind: Any, place: Place) -> None:
         before = places.get(rank, place)

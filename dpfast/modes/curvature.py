@@ -1,0 +1,151 @@
+"""Whether a loss keeps samples apart behind the model's outputs, where no exchanged sample is seen.
+
+Of a sum of samples' own losses, a sample's gradient at the outputs changes with that sample's outputs alone: second
+derivatives between two samples are zero, to the bit, as each is computed from its own rows. Their product with noise on
+half of the samples takes one backward pass more of the loss's own graph, and no forward pass (Pearlmutter, "Fast exact
+multiplication by the Hessian", 1994). It must stay away from the other half.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from dpfast.arithmetic import is_traced
+from dpfast.errors import DpfastWarning, UnsupportedModuleError
+from dpfast.taps import is_of_tap, nodes_behind, said_by, taps_suspended
+
+_MARK = "dpfast_outputs"  # in the metadata of autograd's nodes, which live as long as their graph
+
+_MEET = (
+    "behind output {} of the model, {}, samples meet in the loss: a sample's gradient there changes with the outputs "
+    "of another one (statistics of the batch, a root or logarithm of the mean loss, comparisons of samples), and "
+    "clipping bounds nothing; make losses of shape (N,), each from its own sample, and take their mean or sum"
+)
+
+
+_NOT_SEEN = (
+    "whether samples meet in the loss, behind the model's outputs, cannot be seen: it has no second derivatives, {}. "
+    "That it is a sum or mean of samples' own losses is taken on trust: if it is not so, clipping bounds nothing "
+    "(docs/layouts.md)"
+)
+_ONCE = ("torch::autograd::Error", "CompiledFunctionBackwardBackward")  # what these come from is behind no edge
+_CALLER = 5  # frames from a warning to who called loss.backward()
+
+
+class _Output(NamedTuple):
+    """One of a model's. dims: where its samples may be; none of an output of one number."""
+
+    tensor: weakref.ref[Tensor]
+    number: int
+    n: int
+    dims: Sequence[int]
+
+
+def mark_outputs(outputs: Sequence[Any], n: int | None, parted: Mapping[int, Sequence[int]]) -> None:
+    """The loss that is made of these is to be looked at.
+
+    Args:
+        n: their number of samples. parted: the dimensions of each output, by its number, in which these are.
+    """
+    for i, x in enumerate(outputs):
+        if n is None or n < 2 or not isinstance(x, Tensor) or x.grad_fn is None or x.is_complex():
+            continue
+        dims = [d for d in parted.get(i, ()) if d < x.dim() and x.shape[d] == n]
+        if dims or x.numel() == 1:
+            node: Any = x.grad_fn
+            node.metadata.setdefault(_MARK, {})[x.output_nr] = _Output(weakref.ref(x), i, n, dims)
+
+
+def check_apart(loss: Tensor, grad: Tensor | None) -> None:
+    """Raises UnsupportedModuleError where samples meet between marked outputs and the loss. Warns where the loss has no
+    second derivatives (functions of one's own, code of torch.compile)."""
+    marked: dict[Any, dict[int, _Output]] = {}
+    for node in nodes_behind([loss.grad_fn], _is_behind_outputs):
+        if _MARK in node.metadata:
+            marked[node] = node.metadata[_MARK]
+    if not marked or is_traced():
+        return
+    if len(marked) > 1:  # the way from one to another is the model's own
+        behind = {node for one in marked for node in nodes_behind(x for x, _ in one.next_functions)}
+        marked = {node: outputs for node, outputs in marked.items() if node not in behind}
+    outputs = {GradientEdge(node, number): x for node, some in marked.items() for number, x in some.items()}
+    tensors = [
+        (x, x.grad) for x in (output.tensor() for output in outputs.values()) if x is not None and x.retains_grad
+    ]
+    try:
+        with taps_suspended(), torch.enable_grad():
+            met = _met(loss, grad, outputs)
+    except Exception as error:  # whatever functions raise that have no second derivative
+        if not isinstance(error, UnsupportedModuleError):
+            warnings.warn(_NOT_SEEN.format(said_by(error)), DpfastWarning, stacklevel=_CALLER)
+        return
+    finally:
+        for x, before in tensors:
+            x.grad = before
+    if met is not None:
+        raise UnsupportedModuleError(_MEET.format(*met))
+
+
+def _is_behind_outputs(node: Any) -> bool:
+    return not (_MARK in node.metadata or is_of_tap(node))
+
+
+def _met(loss: Tensor, grad: Tensor | None, outputs: dict[GradientEdge, _Output]) -> tuple[int, tuple[int, ...]] | None:
+    """The number and the shape of an output behind which samples meet."""
+    # Which has a gradient, or functions that are differentiable once would pass for linear.
+    given = (torch.ones_like(loss) if grad is None else grad.detach().clone()).requires_grad_()
+    first = torch.autograd.grad(loss, list(outputs), given, create_graph=True, allow_unused=True)
+    used = {edge: (g, outputs[edge]) for edge, g in zip(outputs, first, strict=True) if g is not None}
+    for node in nodes_behind((g.grad_fn for g, _ in used.values()), _is_behind_outputs):
+        if node.name() in _ONCE:
+            raise NotImplementedError("a function is differentiable once (once_differentiable, torch.compile)")
+    by_sample = {edge: (g, output) for edge, (g, output) in used.items() if output.dims}
+    looks = max((len(output.dims) for _, output in by_sample.values()), default=1)
+    found = None
+    for look in range(looks):  # where an output is as long as the batch in two dimensions, it may be either
+        found = _met_in(by_sample or used, look)
+        if found is None:
+            break
+    return found
+
+
+def _met_in(used: dict[GradientEdge, tuple[Tensor, _Output]], look: int) -> tuple[int, tuple[int, ...]] | None:
+    noise = [_noise(g, output, look) for g, output in used.values()]
+    grads = [g for g, _ in used.values()]
+    seconds = torch.autograd.grad(grads, list(used), noise, retain_graph=True, allow_unused=True) if used else []
+    for second, (g, output) in zip(seconds, used.values(), strict=True):
+        if second is None:
+            continue
+        if output.dims:
+            dim = output.dims[min(look, len(output.dims) - 1)]
+            second = second.movedim(dim, 0)[~_half(output.n).to(second.device)]
+        if bool(((second != 0) & second.isfinite()).any()):
+            return output.number, tuple(g.shape)
+    return None
+
+
+def _noise(g: Tensor, output: _Output, look: int) -> Tensor:
+    """At half of the samples; at an output of one number one."""
+    if not output.dims:
+        return torch.ones_like(g)
+    noise = torch.randn(g.shape, generator=torch.Generator(g.device).manual_seed(0), device=g.device, dtype=g.dtype)
+    dim = output.dims[min(look, len(output.dims) - 1)]
+    return noise * _half(output.n).to(g).view(-1, *[1] * (g.dim() - dim - 1))
+
+
+def _half(n: int) -> Tensor:
+    """The samples with an odd number of ones in their number's binary digits (the Thue-Morse sequence), which parts
+    neighbours, those half a batch apart, and the first from the last."""
+    number = torch.arange(n)
+    odd = torch.zeros(n, dtype=torch.bool)
+    while bool(number.any()):
+        odd ^= (number & 1).bool()
+        number = number >> 1
+    return odd
