@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge
 
 from dpfast.arithmetic import is_traced
 from dpfast.errors import DpfastWarning, UnsupportedModuleError
-from dpfast.taps import is_of_tap, nodes_behind, said_by, taps_suspended
+from dpfast.taps import is_of_tap, nodes_behind, noise_like, said_by, taps_suspended
 
 _MARK = "dpfast_outputs"  # in the metadata of autograd's nodes, which live as long as their graph
 
@@ -48,14 +48,14 @@ class _Output(NamedTuple):
     dims: Sequence[int]
 
 
-def mark_outputs(outputs: Sequence[Any], n: int | None, parted: Mapping[int, Sequence[int]]) -> None:
+def mark_outputs(outputs: Sequence[Any], n: int, parted: Mapping[int, Sequence[int]]) -> None:
     """The loss that is made of these is to be looked at.
 
     Args:
         n: their number of samples. parted: the dimensions of each output, by its number, in which these are.
     """
     for i, x in enumerate(outputs):
-        if n is None or n < 2 or not isinstance(x, Tensor) or x.grad_fn is None or x.is_complex():
+        if n < 2 or not isinstance(x, Tensor) or x.grad_fn is None or x.is_complex():
             continue
         dims = [d for d in parted.get(i, ()) if d < x.dim() and x.shape[d] == n]
         if dims or x.numel() == 1:
@@ -135,9 +135,8 @@ def _noise(g: Tensor, output: _Output, look: int) -> Tensor:
     """At half of the samples; at an output of one number one."""
     if not output.dims:
         return torch.ones_like(g)
-    noise = torch.randn(g.shape, generator=torch.Generator(g.device).manual_seed(0), device=g.device, dtype=g.dtype)
     dim = output.dims[min(look, len(output.dims) - 1)]
-    return noise * _half(output.n).to(g).view(-1, *[1] * (g.dim() - dim - 1))
+    return noise_like(g, 0) * _half(output.n).to(g).view(-1, *[1] * (g.dim() - dim - 1))
 
 
 def _half(n: int) -> Tensor:

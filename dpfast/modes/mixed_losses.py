@@ -68,14 +68,14 @@ def _check_for_pairs(loss: Tensor) -> None:
         _expected.discard(record.tap.taps)
 
 
-def note_forward(model: Any, outputs: Sequence[Any], n: int | None, parted: Mapping[int, Sequence[int]]) -> None:
+def note_forward(model: Any, outputs: Sequence[Any], n: int | None, parted: Mapping[int, Sequence[int]] | None) -> None:
     """The tapped model has given outputs that gradients may come to.
 
     Args:
         n, parted: as ``curvature.mark_outputs``'.
     """
     _have_run.add(model)
-    if model in _expected:
+    if model in _expected and n is not None and parted is not None:
         mark_outputs(outputs, n, parted)
 
 

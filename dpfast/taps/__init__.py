@@ -57,7 +57,7 @@ from dpfast.taps.registry import (
 )
 from dpfast.taps.shared import Meeting, Shared
 from dpfast.taps.tap import Tap, TappedForward
-from dpfast.taps.witness import same_random_numbers
+from dpfast.taps.witness import noise_like, same_random_numbers
 
 __all__ = [
     "Activations",
@@ -100,6 +100,7 @@ __all__ = [
     "looks_again_at",
     "never_compiled",
     "nodes_behind",
+    "noise_like",
     "owned_modules",
     "owned_parameters",
     "refuses",

@@ -10,7 +10,6 @@ is not so (sums whose order changes from run to run), nothing is told.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -52,7 +51,7 @@ class Told(NamedTuple):
             of one has no gradients by sample.
         changed: whether anything has changed at all.
         routes: where rows are picked. why: nothing is told. carried: of :func:`carried.carried`.
-        parted: of the model's outputs, by number, the dimensions in which samples stay apart, and change.
+        parted: of the model's outputs, by number, the dimensions in which samples stay apart; None: not run.
     """
 
     places: dict[Key, Place]
@@ -61,7 +60,7 @@ class Told(NamedTuple):
     routes: Routes = NO_ROUTES
     why: str | None = None
     carried: Sequence[str] = ()
-    parted: Mapping[int, list[int]] = MappingProxyType({})
+    parted: Mapping[int, list[int]] | None = None
 
     @property
     def is_wrong(self) -> bool:

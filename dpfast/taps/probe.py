@@ -82,7 +82,7 @@ class Probe:
         self._taps = taps
         self._looks: dict[tuple[Any, ...], _Looks] = {}
         self.outputs: dict[Any, dict[int | str, str]] = {}  # of the model's outputs, by kind: those that mix samples
-        self._parted: dict[Any, Mapping[int, Sequence[int]]] = {}  # likewise
+        self._parted: dict[Any, Mapping[int, Sequence[int]] | None] = {}  # likewise
         self._asks_no_more = self._is_full = False
         self._dims: dict[tuple[Any, ...], list[set[int]]] = {}  # of each input, those that may follow the batch
         self._called: tuple[Any, ...] | None = None  # what is to be noted if the forward runs
@@ -234,9 +234,10 @@ class Probe:
         sample that have none."""
         return self.outputs.get(kind_here(self._receiver()), {})
 
-    def parted_outputs(self) -> Mapping[int, Sequence[int]]:
-        """Of the model's outputs, by number, the dimensions in which exchanged samples stayed apart."""
-        return self._parted.get(kind_here(self._receiver()), {})
+    def parted_outputs(self) -> Mapping[int, Sequence[int]] | None:
+        """Of the model's outputs, by number, the dimensions in which exchanged samples stayed apart; None where none
+        were exchanged."""
+        return self._parted.get(kind_here(self._receiver()))
 
     def _note(self, places: dict[Any, Places], rank: Any, kind: Any, place: Place) -> None:
         before = places.get(rank, place)

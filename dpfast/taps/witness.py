@@ -177,7 +177,7 @@ class Witness(OfCopy):
         if together is None:
             return None
         x = x.movedim(dim, 0)
-        noise = _noise(x, hash((self.number, call)))
+        noise = noise_like(x, hash((self.number, call)))
         k = len(x) // self.size
         for j in self.exchanged:
             own = noise[j * k : (j + 1) * k] if together else noise[j :: self.size]
@@ -332,9 +332,9 @@ def stand_ins(model: nn.Module) -> dict[int, Any]:
                 continue
             if hasattr(p, "device_mesh"):
                 whole = torch.empty(p.shape, device=p.device_mesh.device_type)
-                found[id(p)] = whole_stand_in(p, _noise(whole, len(found)) / _NOISE)
+                found[id(p)] = whole_stand_in(p, noise_like(whole, len(found)) / _NOISE)
             elif 2 * int((p.abs() > _ZERO).sum()) <= p.numel() > 0:
-                found[id(p)] = nn.Parameter(p + _noise(p, len(found)), requires_grad=p.requires_grad)
+                found[id(p)] = nn.Parameter(p + noise_like(p, len(found)), requires_grad=p.requires_grad)
     return found
 
 
@@ -368,7 +368,7 @@ def first_samples(x: Any, dim: int | None, size: int) -> Any:
     return x.detach().index_select(dim, torch.arange(size, device=x.device) % x.shape[dim])
 
 
-def _noise(like: Tensor, seed: int) -> Tensor:
+def noise_like(like: Tensor, seed: int) -> Tensor:
     """Noise of that shape; the same wherever and whenever it is asked for."""
     numel = like.numel()
     numbers = torch.randn(min(numel, _NUMBERS), generator=torch.Generator().manual_seed(seed % 2**32)) * _NOISE
