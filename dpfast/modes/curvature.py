@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from torch.autograd.graph import GradientEdge
 
 from dpfast.arithmetic import is_traced
 from dpfast.errors import DpfastWarning, UnsupportedModuleError
-from dpfast.taps import is_of_tap, nodes_behind, noise_like, said_by, taps_suspended
+from dpfast.taps import is_of_tap, nodes_behind, noise_like, said_by
 
 _MARK = "dpfast_outputs"  # in the metadata of autograd's nodes, which live as long as their graph
 
@@ -40,16 +41,21 @@ _CALLER = 5  # frames from a warning to who called loss.backward()
 
 
 class _Output(NamedTuple):
-    """One of a model's. dims: where its samples may be; none of an output of one number."""
+    """One of a model's.
+
+    Attributes:
+        hooks: on its gradient, which are for the step's. dims: where its samples may be; none where it is one number.
+    """
 
     tensor: weakref.ref[Tensor]
+    hooks: Any
     number: int
     n: int
     dims: Sequence[int]
 
 
 def mark_outputs(outputs: Sequence[Any], n: int, parted: Mapping[int, Sequence[int]]) -> None:
-    """The loss that is made of these is to be looked at.
+    """The loss that is made of these, which have hooks, is to be looked at.
 
     Args:
         n: their number of samples. parted: the dimensions of each output, by its number, in which these are.
@@ -60,7 +66,7 @@ def mark_outputs(outputs: Sequence[Any], n: int, parted: Mapping[int, Sequence[i
         dims = [d for d in parted.get(i, ()) if d < x.dim() and x.shape[d] == n]
         if dims or x.numel() == 1:
             node: Any = x.grad_fn
-            node.metadata.setdefault(_MARK, {})[x.output_nr] = _Output(weakref.ref(x), i, n, dims)
+            node.metadata.setdefault(_MARK, {})[x.output_nr] = _Output(weakref.ref(x), x._backward_hooks, i, n, dims)
 
 
 def check_apart(loss: Tensor, grad: Tensor | None) -> None:
@@ -76,21 +82,30 @@ def check_apart(loss: Tensor, grad: Tensor | None) -> None:
         behind = {node for one in marked for node in nodes_behind(x for x, _ in one.next_functions)}
         marked = {node: outputs for node, outputs in marked.items() if node not in behind}
     outputs = {GradientEdge(node, number): x for node, some in marked.items() for number, x in some.items()}
-    tensors = [
-        (x, x.grad) for x in (output.tensor() for output in outputs.values()) if x is not None and x.retains_grad
-    ]
     try:
-        with taps_suspended(), torch.enable_grad():
+        with _hooks_off(outputs.values()), torch.enable_grad():
             met = _met(loss, grad, outputs)
     except Exception as error:  # whatever functions raise that have no second derivative
-        if not isinstance(error, UnsupportedModuleError):
-            warnings.warn(_NOT_SEEN.format(said_by(error)), DpfastWarning, stacklevel=_CALLER)
+        warnings.warn(_NOT_SEEN.format(said_by(error)), DpfastWarning, stacklevel=_CALLER)
         return
-    finally:
-        for x, before in tensors:
-            x.grad = before
     if met is not None:
         raise UnsupportedModuleError(_MEET.format(*met))
+
+
+@contextmanager
+def _hooks_off(outputs: Iterable[_Output]) -> Iterator[None]:
+    """No hook on these gradients runs, and none is kept."""
+    hooks = [(output.hooks, dict(output.hooks)) for output in outputs]
+    kept = [(x, x.grad) for x in (output.tensor() for output in outputs) if x is not None and x.retains_grad]
+    for of_output, _ in hooks:
+        of_output.clear()
+    try:
+        yield
+    finally:
+        for of_output, before in hooks:
+            of_output.update(before)
+        for x, grad in kept:
+            x.grad = grad
 
 
 def _is_behind_outputs(node: Any) -> bool:
@@ -136,7 +151,7 @@ def _noise(g: Tensor, output: _Output, look: int) -> Tensor:
     if not output.dims:
         return torch.ones_like(g)
     dim = output.dims[min(look, len(output.dims) - 1)]
-    return noise_like(g, 0) * _half(output.n).to(g).view(-1, *[1] * (g.dim() - dim - 1))
+    return noise_like(g, 0).mul_(_half(output.n).to(g).view(-1, *[1] * (g.dim() - dim - 1)))
 
 
 def _half(n: int) -> Tensor:

@@ -210,7 +210,6 @@ class TappedModel:
         if ended is None or not (self.enabled and torch.is_grad_enabled()) or in_backward() is not None:
             return
         units, mixed, leaves = units_here(self), self._probe.mixed_outputs(), results_in(output)
-        note_forward(self, leaves, ended.size, self._probe.parted_outputs())
         if units is not None:
             mixed = {**mixed, **units.start(ended.size, ended.valid, leaves)}
         refuse_mixed(self.model, leaves, mixed)
@@ -218,6 +217,7 @@ class TappedModel:
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 found = Output(leaf, ended.size, self.batch_dim, ended.valid, units, ended.graph)
                 leaf.register_hook(partial(self._on_output_grad, found))
+        note_forward(self, leaves, ended.size, self._probe.parted_outputs())
 
     def batch_size(self) -> int | None:
         """How many samples the first tensor of the model's input has; None where the model's own forward is not
@@ -297,8 +297,6 @@ class TappedModel:
 
     def _on_output_grad(self, output: Output, grad: Tensor) -> Tensor | None:
         """Returns what goes on in the gradient's place, if anything."""
-        if suspended():  # it is asked for before the step's
-            return None
         step = self._steps.here()
         self._steps.came_to(output.graph)
         if self.enabled:

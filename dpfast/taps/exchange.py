@@ -158,9 +158,8 @@ class _Exchange:
                 return told
             self.places.update(before)
         told = self.told(noisy=True, at_once=at_once)
-        if told.is_wrong and at_once:  # one by one they may tell more
-            each = self.told(noisy=True)
-            told = each if each.is_wrong else told
+        if told.is_wrong and at_once:  # several may change how all are computed (no mask where nobody is padded)
+            told = self.told(noisy=True)
         plain = self.told() if told.is_wrong and not before else told
         return plain if plain.is_wrong else told
 

@@ -101,7 +101,7 @@ class Probe:
             trainable: which of the model's parameters are.
 
         Returns:
-            whether such inputs had not been seen.
+            whether more than the second look was to be had: a loss need not be looked at again so soon.
 
         Raises:
             InputError: there is none. UnsupportedModuleError: a forward pass keeps something of its samples.
@@ -148,6 +148,7 @@ class Probe:
             few = min(n, _SOME_SAMPLES) if looks.forwards == 1 else n
             why = self._look_again(kind, inputs, looks.first, few, at_once=True)
             self._called = like, dims, look, why
+            return looks.forwards > 1
         elif in_backward() is None:
             if not self._looks:
                 _warn_of_lists(receiver, inputs, leaves, n)
