@@ -2,8 +2,8 @@
 
     python benchmarks/looks.py [gpt long mlp lora cnn] [--threads 1 2] [--no-write]
 
-Wall time of ``Probe.look`` over that of the one-pass step that it is a part of, noise and optimizer included. Looks
-after the 8th forward pass are taken to cost what the 8th costs.
+Wall time of ``Probe.look``, and of the look at the loss, over that of the one-pass step around them, noise and
+optimizer included. Looks after the 8th forward pass are taken to cost what the 8th costs.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from rows import RESULTS, Rows, environment
 from watch import timed_within
 from workloads import WORKLOADS, Workload
 
+from dpfast.modes import mixed_losses
 from dpfast.taps import Probe, looks_again_at
 
 STEPS, ALL = 20, 1000
@@ -45,7 +46,7 @@ def measure(workload: Workload, threads: int) -> dict:
     step, batch = build("dpfast one-pass", workload.build(), workload, 1.0), workload.batch()
     looks, others = [], []
     for _ in range(STEPS):
-        with timed_within([(Probe, "look")]) as seconds:
+        with timed_within([(Probe, "look"), (mixed_losses, "check_apart")]) as seconds:
             start = time.perf_counter()
             step(*batch)
             looks.append(sum(seconds))

@@ -69,13 +69,15 @@ def mark_outputs(outputs: Sequence[Any], n: int, parted: Mapping[int, Sequence[i
             node.metadata.setdefault(_MARK, {})[x.output_nr] = _Output(weakref.ref(x), x._backward_hooks, i, n, dims)
 
 
-def check_apart(loss: Tensor, grad: Tensor | None) -> None:
-    """Raises UnsupportedModuleError where samples meet between marked outputs and the loss. Warns where the loss has no
-    second derivatives (functions of one's own, code of torch.compile)."""
-    marked: dict[Any, dict[int, _Output]] = {}
-    for node in nodes_behind([loss.grad_fn], _is_behind_outputs):
-        if _MARK in node.metadata:
-            marked[node] = node.metadata[_MARK]
+def check_apart(losses: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+    """Raises UnsupportedModuleError where samples meet between marked outputs and the losses. Warns where these have no
+    second derivatives (functions of one's own, code of torch.compile).
+
+    Args:
+        grads: what their gradients start from; ones where it is not given.
+    """
+    nodes = [x for x in nodes_behind((loss.grad_fn for loss in losses), _is_behind_outputs) if _MARK in x.metadata]
+    marked: dict[Any, dict[int, _Output]] = {node: node.metadata.pop(_MARK) for node in nodes}
     if not marked or is_traced():
         return
     if len(marked) > 1:  # the way from one to another is the model's own
@@ -84,7 +86,7 @@ def check_apart(loss: Tensor, grad: Tensor | None) -> None:
     outputs = {GradientEdge(node, number): x for node, some in marked.items() for number, x in some.items()}
     try:
         with _hooks_off(outputs.values()), torch.enable_grad():
-            met = _met(loss, grad, outputs)
+            met = _met(losses, grads, outputs)
     except Exception as error:  # whatever functions raise that have no second derivative
         warnings.warn(_NOT_SEEN.format(said_by(error)), DpfastWarning, stacklevel=_CALLER)
         return
@@ -112,13 +114,19 @@ def _is_behind_outputs(node: Any) -> bool:
     return not (_MARK in node.metadata or is_of_tap(node))
 
 
-def _met(loss: Tensor, grad: Tensor | None, outputs: dict[GradientEdge, _Output]) -> tuple[int, tuple[int, ...]] | None:
+def _met(
+    losses: Sequence[Tensor], grads: Sequence[Tensor | None], outputs: dict[GradientEdge, _Output]
+) -> tuple[int, tuple[int, ...]] | None:
     """The number and the shape of an output behind which samples meet."""
-    # Which has a gradient, or functions that are differentiable once would pass for linear.
-    given = (torch.ones_like(loss) if grad is None else grad.detach().clone()).requires_grad_()
-    first = torch.autograd.grad(loss, list(outputs), given, create_graph=True, allow_unused=True)
+    # Which have gradients, or functions that are differentiable once would pass for linear.
+    given = [
+        (torch.ones_like(x) if g is None else g.detach().clone()).requires_grad_()
+        for x, g in zip(losses, grads, strict=True)
+    ]
+    first = torch.autograd.grad(losses, list(outputs), given, create_graph=True, allow_unused=True)
     used = {edge: (g, outputs[edge]) for edge, g in zip(outputs, first, strict=True) if g is not None}
-    for node in nodes_behind((g.grad_fn for g, _ in used.values()), _is_behind_outputs):
+    ends = {edge.node for edge in outputs}
+    for node in nodes_behind((g.grad_fn for g, _ in used.values()), lambda node: node not in ends):
         if node.name() in _ONCE:
             raise NotImplementedError("a function is differentiable once (once_differentiable, torch.compile)")
     by_sample = {edge: (g, output) for edge, (g, output) in used.items() if output.dims}

@@ -37,22 +37,22 @@ def expect_loss(model: Any) -> None:
     _expected.add(model)
 
 
-def check_expected(loss: Tensor, grad: Tensor | None) -> None:
-    """Looks at the loss, and at its gradient where one is given, once.
+def check_expected(losses: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+    """Looks at losses that gradients are to come from, where these are given, once.
 
     Raises:
         UnsupportedModuleError: samples meet in it.
     """
     if not len(_expected):  # nearly always
         return
-    _check_for_pairs(loss)
-    check_apart(loss, grad)
+    _check_for_pairs(losses)
+    check_apart(losses, grads)
 
 
-def _check_for_pairs(loss: Tensor) -> None:
-    """Raises UnsupportedModuleError where the loss is made from a product (N, D) @ (D, N) of two tensors that come from
+def _check_for_pairs(losses: Sequence[Tensor]) -> None:
+    """Raises UnsupportedModuleError where a loss is made from a product (N, D) @ (D, N) of two tensors that come from
     tapped layers, behind these: similarities of all pairs of samples."""
-    taps, between = _behind(loss)
+    taps, between = _behind(losses)
     products = [shape for node in between for shape in _product(node)]
     for record in taps:
         if record.tap.taps not in _expected:
@@ -98,7 +98,7 @@ def _check_counts(loss: Tensor, mean: Any) -> None:
     if weight is None and picks is None and bool(counted.all()):
         return
     shares = counted.double() if weight is None else weight.double()[target.where(counted, 0)] * counted
-    for taps, n, valid in {(r.tap.taps, r.batch_size, r.valid) for r in _behind(loss)[0]}:
+    for taps, n, valid in {(r.tap.taps, r.batch_size, r.valid) for r in _behind([loss])[0]}:
         whose = _whose(picks, n, taps.batch_dim) if picks is not None and n else None
         if not taps.enabled or not n or (whose is None and shares.numel() % n):
             continue
@@ -154,10 +154,10 @@ def _whose(picks: Any, n: int, batch_dim: int) -> Tensor | None:
     return whose.to(device)[tuple(slice(None) if x is None else x for x in indices)]
 
 
-def _behind(loss: Tensor) -> tuple[list[Any], list[Any]]:
-    """The records of the tapped layers that are next to the loss in its graph, and the nodes between."""
+def _behind(losses: Sequence[Tensor]) -> tuple[list[Any], list[Any]]:
+    """The records of the tapped layers that are next to the losses in their graph, and the nodes between."""
     taps, between = [], []
-    for node in nodes_behind([loss.grad_fn], lambda node: not is_of_tap(node)):
+    for node in nodes_behind((loss.grad_fn for loss in losses), lambda node: not is_of_tap(node)):
         if is_of_tap(node):
             taps.append(node.record)
         else:

@@ -33,13 +33,21 @@ def check_losses() -> None:
                     f"the loss has shape {tuple(tensors.shape)}, and backward() takes one number; it was made from the "
                     f"output of {layer}: reduce it by .mean() (loss_reduction='mean') or .sum()"
                 )
-        if isinstance(tensors, Tensor):
-            check_expected(tensors, grad_tensors)
-            check_for_counts(tensors)
+        check_expected(*_losses(tensors, grad_tensors))
+        for loss in _losses(tensors, grad_tensors)[0]:
+            check_for_counts(loss)
         return original(tensors, grad_tensors, *args, **kwargs)
 
     backward._checks_losses = True  # type: ignore[attr-defined]  # a mark of ours
     torch.autograd.backward = backward
+
+
+def _losses(tensors: Any, grads: Any) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Those that are tensors, and the gradients that are given for them."""
+    some = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    given = [grads] * len(some) if grads is None or isinstance(grads, Tensor) else list(grads)
+    found = [(x, g) for x, g in zip(some, given, strict=False) if isinstance(x, Tensor)]
+    return [x for x, _ in found], [g for _, g in found]
 
 
 def _tapped_layer(loss: Tensor) -> str | None:

@@ -1,6 +1,7 @@
 """Samples that meet between the model's outputs and the loss, where no exchanged sample is seen."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -198,6 +199,15 @@ def test_a_loss_that_has_no_second_derivatives_is_taken_on_trust():
     with pytest.warns(DpfastWarning, match=r"ctc_loss.*not implemented"):
         F.ctc_loss(y.expand(3, N, K), TARGETS[:, None] % 3 + 1, lengths, lengths // 3).backward()
     assert module.get_norm_sample().isfinite().all()
+
+
+def test_of_several_losses_and_of_given_gradients():
+    for mixes in (False, True):
+        module = wrapped(network())
+        y = module(torch.randn(N, D))
+        losses = [y.square().sum(1), y.tanh().sum() + mixes * y.std(0).sum()]
+        with pytest.raises(UnsupportedModuleError, match="samples meet") if mixes else nullcontext():
+            torch.autograd.backward(losses, [torch.ones(N), None])
 
 
 def test_hooks_and_kept_gradients_see_one_backward_pass():
