@@ -322,6 +322,11 @@ class Meeting:
             of_values = factors(of, in_front, backprops.movedim(place, 0))
             found: dict[nn.Parameter, list[Factor]] = {}
             for x, value in zip(parameters, of, strict=True):
+                if isinstance(x, Shared) and value not in of_values:
+                    raise UnsupportedModuleError(
+                        f"{self.tap.layer}: no gradient goes back through what is made of its parameters alone (an "
+                        "autograd.Function, in a captured step); make it of torch's own functions"
+                    )
                 for parameter, factor in x.factors(of_values[value]).items() if isinstance(x, Shared) else ():
                     found.setdefault(parameter, []).append(factor)
             return {parameter: merge(several) for parameter, several in found.items()}

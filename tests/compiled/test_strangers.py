@@ -66,3 +66,32 @@ def test_a_stranger_that_is_frozen_is_none():
     step(x)
     expected = torch.autograd.grad(head(model(x)).sum(), model.weight)[0]
     torch.testing.assert_close(model.weight.grad, expected)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight):
+        return 2.0 * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2.0 * grad
+
+
+class OfItsWeight(nn.Linear):
+    def forward(self, x):
+        return nn.functional.linear(x, Doubled.apply(self.weight), self.bias)
+
+
+def test_a_function_of_a_weight_alone_is_refused_with_the_layer():
+    """In a captured step; eagerly its backward is asked for each sample."""
+    model, x = nn.Sequential(OfItsWeight(6, 4)), torch.randn(N, 6)
+    step = dpfast.compile_step(
+        model, lambda model, x: model(x).square().sum(1), max_grad_norm=1.0, batch_size=N, backend="eager"
+    )
+    with pytest.raises(UnsupportedModuleError, match=r"0 \(OfItsWeight\): no gradient goes back .*autograd.Function"):
+        step(x)
+    expected = torch.autograd.grad(model(x[:1]).square().sum(), model[0].weight)[0]
+    wrapped = dpfast.GradSampleModule(model, loss_reduction="sum")
+    wrapped(x).square().sum().backward()
+    torch.testing.assert_close(model[0].weight.grad_sample[0], expected)
