@@ -29,7 +29,7 @@ from dpfast.taps.dependence import Dependence
 from dpfast.taps.detached import detached_parameters
 from dpfast.taps.inputs import tensors_in
 from dpfast.taps.layout import Call
-from dpfast.taps.left_behind import LeftBehind, say_what_was_guessed, taking_back
+from dpfast.taps.left_behind import ONE_AT_A_TIME, LeftBehind, say_what_was_guessed, taking_back
 from dpfast.taps.passes import taps_suspended
 from dpfast.taps.pieces import Pieces
 from dpfast.taps.registry import find_forward, find_function, find_rule, owned_modules
@@ -250,29 +250,30 @@ class Values(WithoutGradients):
 def nothing_left_behind() -> Iterator[None]:
     """Random numbers, warnings, taps outside of the copy and what functions remember are as if nothing had run. The
     garbage collector waits: so many small objects come and go that it would look at everything many times."""
-    before, collects, logged = random.getstate(), gc.isenabled(), _LOG.disabled
-    numpy_random: Any = sys.modules.get("numpy.random")
-    of_numpy = None if numpy_random is None else numpy_random.get_state()
-    missed = [(f, f.cache_info().misses) for f in _remembering(len(sys.modules))]
-    try:
-        gc.disable()
-        _LOG.disabled = True  # of sizes that do not fit, with a traceback each
-        with (
-            torch.random.fork_rng(devices=[]),
-            warnings.catch_warnings(),
-            torch.no_grad(),
-            taps_suspended(),
-        ):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        if collects:
-            gc.enable()
-        _LOG.disabled = logged
-        random.setstate(before)
-        if numpy_random is not None:
-            numpy_random.set_state(of_numpy)
-        for f, misses in missed:  # a fake tensor that one remembered would turn up in the model's own forward
-            if f.cache_info().misses != misses:
-                f.cache_clear()
-        say_what_was_guessed()
+    with ONE_AT_A_TIME:
+        before, collects, logged = random.getstate(), gc.isenabled(), _LOG.disabled
+        numpy_random: Any = sys.modules.get("numpy.random")
+        of_numpy = None if numpy_random is None else numpy_random.get_state()
+        missed = [(f, f.cache_info().misses) for f in _remembering(len(sys.modules))]
+        try:
+            gc.disable()
+            _LOG.disabled = True  # of sizes that do not fit, with a traceback each
+            with (
+                torch.random.fork_rng(devices=[]),
+                warnings.catch_warnings(),
+                torch.no_grad(),
+                taps_suspended(),
+            ):
+                warnings.simplefilter("ignore")
+                yield
+        finally:
+            if collects:
+                gc.enable()
+            _LOG.disabled = logged
+            random.setstate(before)
+            if numpy_random is not None:
+                numpy_random.set_state(of_numpy)
+            for f, misses in missed:  # a fake tensor that one remembered would turn up in the model's own forward
+                if f.cache_info().misses != misses:
+                    f.cache_clear()
+            say_what_was_guessed()

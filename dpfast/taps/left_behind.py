@@ -11,6 +11,7 @@ import collections
 import functools
 import gc
 import sys
+import threading
 import traceback
 import types
 import warnings
@@ -37,23 +38,28 @@ _GUESSED = (
 _guessed: list[str] = []
 _LIBRARIES = ("torch", "dpfast", "builtins", "typing", "abc")
 
+# What trial runs change and set back is the process's: its garbage collector, random numbers, warnings. Of two threads
+# that met there, one would set back what the other has changed.
+ONE_AT_A_TIME = threading.RLock()
+
 
 def taking_back(run: Callable[Concatenate[LeftBehind, nn.Module, P], R]) -> Callable[Concatenate[nn.Module, P], R]:
     """Decorates a function that runs copies of a model: what that leaves elsewhere is taken back, however it ends."""
 
     @functools.wraps(run)
     def call(model: nn.Module, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        left = LeftBehind(model)
-        try:
-            return run(left, model, *args, **kwargs)
-        except Exception as error:
-            each: BaseException | None = error
-            while each is not None:  # they would hold all that was there
-                traceback.clear_frames(each.__traceback__)
-                each = each.__context__
-            raise
-        finally:
-            left.take_back()
+        with ONE_AT_A_TIME:
+            left = LeftBehind(model)
+            try:
+                return run(left, model, *args, **kwargs)
+            except Exception as error:
+                each: BaseException | None = error
+                while each is not None:  # they would hold all that was there
+                    traceback.clear_frames(each.__traceback__)
+                    each = each.__context__
+                raise
+            finally:
+                left.take_back()
 
     return call
 

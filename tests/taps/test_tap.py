@@ -2,7 +2,9 @@
 
 import copy
 import gc
+import logging
 import pickle
+import sys
 import threading
 import weakref
 
@@ -262,6 +264,29 @@ def test_threads(shared):
     for thread in threads:
         thread.join()
     assert not problems
+
+
+def test_looks_of_threads_leave_the_process_as_it_was():
+    """Its garbage collector, random numbers and logging: of two that met there, one set back what the other had set."""
+    models = [nn.Sequential(nn.Linear(3, 3), nn.Dropout(), nn.Linear(3, 2)) for _ in range(15)]
+    before, interval = torch.get_rng_state(), sys.getswitchinterval()
+
+    def look(models):
+        for model in models:
+            dpfast.GradSampleModule(model.eval())(torch.ones(5, 3))
+
+    threads = [threading.Thread(target=look, args=(models[i::3],)) for i in range(3)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert gc.isenabled()
+    assert not logging.getLogger("torch._subclasses.fake_tensor").disabled
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_copies_are_independent():
