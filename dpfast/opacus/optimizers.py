@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from opacus.optimizers import DPOptimizerFastGradientClipping
 from opacus.optimizers.ddpoptimizer_fast_gradient_clipping import DistributedDPOptimizerFastGradientClipping
-from opacus.optimizers.optimizer import _check_processed_flag, _generate_noise, _mark_as_processed
+from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processed
 from torch import Tensor, nn, optim
 
 from dpfast.distributed import PoissonBatches, SharedSecret, add_noise, is_parted, local, number_of_ranks
@@ -25,16 +25,13 @@ from dpfast.modes import (
     not_noted,
     shares_noise,
 )
+from dpfast.opacus.noise import WORTH_BLOCKS, add_noise_by_blocks, add_noise_in_order, can_be_in_pieces, new_secret
 
 NO_SCALER = (
     "GradScaler scales the loss, and what it unscales has been clipped before: another sum than the one that the noise "
     "is for. Leave the scaler out: norms are taken in fp32 or fp64, and autocast to bfloat16 (the Trainer's bf16=True) "
     "needs none"
 )
-
-_PIECE = 2**16
-"""Numbers of noise that are drawn at a time: a quarter of a megabyte, a part of a core's own cache."""
-
 
 _ROUNDING = 1e-6
 """How far, relatively, two ways of computing one sensitivity may be apart."""
@@ -48,7 +45,9 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
 
     The sum is ``p.grad`` itself where one backward pass makes a step, not a deep copy of it. The noise is Opacus's
     (``secure_mode`` too), drawn parameter by parameter in its order and added in place; all parameters are divided by
-    the batch size at once. Differs where Opacus would let the promise slip: a gradient is taken once (``p.grad`` is
+    the batch size at once. On a CPU, from 2**20 parameters and without a ``generator``, it is drawn on all cores, by
+    blocks whose generators are seeded from torch's default one: the same with any number of threads, and other numbers
+    than Opacus's. Differs where Opacus would let the promise slip: a gradient is taken once (``p.grad`` is
     None after a skipped step, so a forgotten ``zero_grad`` adds nothing twice), and a parameter that the step did not
     use gets noise all the same.
 
@@ -189,13 +188,28 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
         for p in self.params:
             _check_processed_flag(p.summed_grad)
         of_part = None if self._secret is None else self._share_noise(self._secret)
+        whole = []
         for number, p in enumerate(self.params):
             if of_part is not None and is_parted(p):
                 add_noise(p.summed_grad, std, partial(of_part, number))
             else:
-                self._noise(local(p.summed_grad), std)
+                whole.append(local(p.summed_grad))
+        if self._draws_by_blocks(whole, std):
+            secret = self._secret or new_secret()
+            step = ("noise", "blocks") if self._secret is None else ("noise", self._stream, self.noised_steps, "blocks")
+            add_noise_by_blocks(whole, std, lambda block: secret.generator(*step, block))
+        else:
+            for x in whole:
+                add_noise_in_order(x, std, generator=self.generator, secure_mode=self.secure_mode)
+        for p in self.params:
             p.grad = p.summed_grad.view_as(p)
             _mark_as_processed(p.summed_grad)
+
+    def _draws_by_blocks(self, sums: Sequence[Tensor], std: float) -> bool:
+        """Many numbers, unless they are to be those of a generator that was given."""
+        given = self.secure_mode or (self._secret is None and self.generator is not None)
+        many = sum(x.numel() for x in sums) >= WORTH_BLOCKS
+        return many and not given and std != 0 and all(map(can_be_in_pieces, sums))
 
     def _share_noise(self, secret: SharedSecret) -> Callable[[int, int], torch.Generator]:
         """This step's noise: ``generator`` becomes that of whole parameters, the same on all ranks. Returns that of a
@@ -207,25 +221,6 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
         return lambda number, block: secret.generator(
             "noise", self._stream, step, number, block, device=self.params[number].device
         )
-
-    def _noise(self, summed_grad: Tensor, std: float) -> None:
-        """Adds Opacus's numbers, in the gradient's dtype (Opacus 1.5.4 draws fp32 whatever that is).
-
-        On a CPU they are drawn a piece at a time: a piece of a multiple of 16 has the numbers it has in the whole,
-        stays in the cache until it is added, and takes no memory from step to step.
-        """
-        plain = type(summed_grad) is Tensor and summed_grad.dtype is torch.float32 and summed_grad.is_contiguous()
-        if self.secure_mode or std == 0 or not plain or summed_grad.device.type != "cpu":
-            noise = _generate_noise(std, summed_grad, generator=self.generator, secure_mode=self.secure_mode)
-            summed_grad.add_(noise.to(summed_grad.dtype))
-            return
-        # The last piece is longer, not shorter: numbers are drawn 16 at a time.
-        whole = max(1, summed_grad.numel() // _PIECE) * _PIECE
-        flat = summed_grad.view(-1)
-        noise = torch.empty(min(flat.numel(), 2 * _PIECE))
-        for start in range(0, min(whole, flat.numel()), _PIECE):
-            piece = flat[start : start + _PIECE] if start + _PIECE < whole else flat[start:]
-            piece.add_(noise[: piece.numel()].normal_(0.0, std, generator=self.generator))
 
     @torch.no_grad()
     def scale_grad(self) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 import dpfast
 from dpfast.errors import StateError
-from dpfast.opacus import DPOptimizerFast, optimizers
+from dpfast.opacus import DPOptimizerFast, noise
 
 
 def model_with_gradients(dtype=torch.float32, width=5):
@@ -166,7 +166,7 @@ def test_a_sum_is_used_once():
 @pytest.mark.parametrize("pieces", [1, 2, 3])
 def test_noise_by_pieces_is_that_of_the_whole(pieces, extra):
     """torch draws sixteen at a time, and the last sixteen once more where they do not come out even."""
-    model = nn.ParameterDict({"p": nn.Parameter(torch.zeros(pieces * optimizers._PIECE + extra))})
+    model = nn.ParameterDict({"p": nn.Parameter(torch.zeros(pieces * noise._PIECE + extra))})
     model["p"].grad = torch.zeros_like(model["p"])
     optimizer_of(DPOptimizerFast, model, sigma=0.5, seed=3, loss_reduction="sum").pre_step()
     whole = torch.normal(0.0, 1.0, model["p"].shape, generator=torch.Generator().manual_seed(3))

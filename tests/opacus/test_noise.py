@@ -1,0 +1,116 @@
+"""Noise by blocks: Gaussian, the same with any number of threads, and only where nobody has asked for other numbers."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from dpfast.distributed import SharedSecret
+from dpfast.opacus import DPOptimizerFast
+from dpfast.opacus.noise import WORTH_BLOCKS, add_noise_by_blocks
+
+SHAPES = [(1000, 700), (700,), (3,), (500, 999), (0, 4), (1,), (65536,)]  # of 1.3 million, no block ends with one
+SECRET = SharedSecret(bytes(range(32)))
+
+
+@pytest.fixture(params=[1, 2, 3])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def noise(shapes=SHAPES, sigma=0.5, seed=0, steps=1, secret=None, **options):
+    """What is in p.grad where the clipped sum is zero, C = 2."""
+    torch.manual_seed(seed)
+    params = nn.ParameterList(torch.zeros(shape) for shape in shapes)
+    sgd = torch.optim.SGD(params, lr=1.0)
+    options = {"max_grad_norm": 2.0, "expected_batch_size": 1, "loss_reduction": "sum", "secret": secret, **options}
+    optimizer = DPOptimizerFast(sgd, noise_multiplier=sigma, **options)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        for p in params:
+            p.grad = torch.zeros_like(p)
+        assert optimizer.pre_step()
+    return [p.grad.clone() for p in params]
+
+
+def flat(tensors):
+    return torch.cat([x.flatten() for x in tensors])
+
+
+def test_any_number_of_threads_draws_the_same(threads):
+    found = flat(noise())
+    torch.set_num_threads(1)
+    assert len(found) >= WORTH_BLOCKS and torch.equal(found, flat(noise()))
+
+
+def test_it_is_gaussian_and_no_block_is_another_s():
+    values = flat(noise(sigma=0.5)).double()  # σC = 1
+    n = len(values)
+    for power, moment, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):
+        assert abs(values.pow(power).mean() - moment) < 5 * (variance / n) ** 0.5, power
+    beyond = (values.abs() > 3.0).double().mean()
+    assert abs(beyond - 0.0026998) < 5 * (0.0027 / n) ** 0.5
+    assert len(values.unique()) > 0.8 * n  # 24 bits of a uniform number make each
+    rows = values[: n // 2**15 * 2**15].view(-1, 2**15)
+    correlations = (rows @ rows.T / 2**15).fill_diagonal_(0.0).abs()
+    assert correlations.max() < 6 / 2**7.5
+
+
+def test_it_is_added_to_the_sum_of_every_entry():
+    sums = [torch.full((300, 1000), 5.0), torch.full((7,), 5.0), torch.full((1000, 800), 5.0)]
+    drawn = [torch.zeros_like(x) for x in sums]
+    for x in (sums, drawn):
+        add_noise_by_blocks(x, 0.25, lambda block: SECRET.generator("test", block))
+    for total, alone in zip(sums, drawn, strict=True):
+        assert torch.equal(total, alone + 5.0) and (alone != 0.0).float().mean() > 0.999
+        if alone.numel() > 7:
+            assert abs(alone.std() - 0.25) < 1e-3
+
+
+def test_manual_seed_decides_it_and_steps_differ():
+    first, again, other, second = noise(), noise(), noise(seed=1), noise(steps=2)
+    assert torch.equal(flat(first), flat(again))
+    assert not (flat(first) == flat(other)).float().mean() > 1e-3
+    assert not (flat(first) == flat(second)).float().mean() > 1e-3
+
+
+def test_a_generator_s_numbers_are_opacus_s():
+    found = noise(generator=torch.Generator().manual_seed(3))
+    generator = torch.Generator().manual_seed(3)
+    for x in found:
+        assert torch.equal(x, torch.normal(0.0, 1.0, x.shape, generator=generator))
+
+
+def test_few_numbers_are_opacus_s():
+    shapes = [(1000, 1000), (5,)]
+    found = noise(shapes)
+    torch.manual_seed(0)
+    for x in found:
+        assert torch.equal(x, torch.normal(0.0, 1.0, x.shape))
+
+
+def test_ranks_that_share_a_secret_draw_the_same(threads):
+    first, second = (noise(secret=SharedSecret(bytes(32)), seed=seed) for seed in (0, 1))
+    assert torch.equal(flat(first), flat(second))
+    assert not (flat(first) == flat(noise(secret=SharedSecret(b"x" * 32)))).float().mean() > 1e-3
+    assert not (flat(first) == flat(noise(secret=SharedSecret(bytes(32)), steps=2))).float().mean() > 1e-3
+
+
+def test_no_noise_is_none():
+    assert not any(x.any() for x in noise(sigma=0.0))
+
+
+def test_what_a_thread_raises_is_raised(threads):
+    def generator(block):
+        if block == 5:
+            raise KeyError(block)
+        return SECRET.generator(block)
+
+    before = threading.active_count()
+    with pytest.raises(KeyError):
+        add_noise_by_blocks([torch.zeros(2**20)], 1.0, generator)
+    assert threading.active_count() == before
