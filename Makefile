@@ -11,7 +11,7 @@ demo: $(READY)
 	$(BIN)/python examples/digits.py
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 # The site, in build/site.
 docs: $(READY)
