@@ -13,6 +13,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from dpfast.taps import register_fault
 
 _FREEZE = "or freeze it"
+_OF_TORCH = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
 
 
 @register_fault(nn.modules.batchnorm._BatchNorm)
@@ -37,7 +38,7 @@ def running_statistics(layer: nn.modules.instancenorm._InstanceNorm) -> str | No
 @register_fault((nn.Embedding, nn.EmbeddingBag))
 def by_frequency(layer: nn.Embedding | nn.EmbeddingBag) -> str | None:
     """Both options look at the whole batch's indices."""
-    if not layer.weight.requires_grad or not (layer.scale_grad_by_freq or layer.max_norm is not None):
+    if not (layer.scale_grad_by_freq or layer.max_norm is not None) or not layer.weight.requires_grad:
         return None
     return (
         "scale_grad_by_freq and max_norm make a sample's gradient depend on the others in its batch; build it "
@@ -71,17 +72,22 @@ def uninitialised(layer: Any) -> str | None:
 
 @register_fault(nn.Module)
 def computed_before(layer: nn.Module) -> str | None:
-    """Hooks of torch's that make a layer's weight before its forward, where no tap sees what of."""
+    """Hooks that make a layer's weight before its forward, where no tap sees what of."""
     if not layer._forward_pre_hooks:  # nearly all layers
         return None
     for hook in layer._forward_pre_hooks.values():
         if isinstance(hook, (BasePruningMethod, SpectralNorm, WeightNorm)):
-            made = hook._tensor_name if isinstance(hook, BasePruningMethod) else hook.name
+            made, by = hook._tensor_name if isinstance(hook, BasePruningMethod) else hook.name, type(hook).__module__
             of = [n for n, p in layer._parameters.items() if n.startswith(f"{made}_") and p is not None]
-            if any(layer._parameters[n].requires_grad for n in of):  # type: ignore[union-attr]  # none is None
-                return (
-                    f"its {made} is made of {' and '.join(of)} before its forward ({type(hook).__module__}); make it "
-                    "by a parametrization (torch.nn.utils.parametrize; torch.nn.utils.parametrizations has weight_norm "
-                    f"and spectral_norm), or freeze {' and '.join(of)}"
-                )
+        elif type(layer) in _OF_TORCH and "weight" not in layer._parameters:
+            made, by = "weight", "a forward pre-hook"
+            of = [n for n, p in layer._parameters.items() if n != "bias" and p is not None]
+        else:
+            continue
+        if any(layer._parameters[n].requires_grad for n in of):  # type: ignore[union-attr]  # none is None
+            return (
+                f"its {made} is made of {' and '.join(of)} before its forward ({by}); make it by a parametrization "
+                "(torch.nn.utils.parametrize; torch.nn.utils.parametrizations has weight_norm and spectral_norm), or "
+                f"freeze {' and '.join(of)}"
+            )
     return None

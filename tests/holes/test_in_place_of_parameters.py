@@ -142,6 +142,30 @@ def test_a_weight_computed_before_the_forward_is_refused_by_name(how, kind):
         assert relative_error(mine[n], total) < 1e-6
 
 
+@pytest.mark.parametrize("kind", ["linear", "convolution", "embedding"])
+def test_a_weight_that_a_hook_of_the_user_s_makes(kind):
+    """Others that run before a layer are none of our business, a parametrized one's either."""
+    model, layer, x = around(kind)
+    layer.register_forward_pre_hook(lambda layer, args: None)
+    losses(GradSampleModuleFastGradientClipping(copy.deepcopy(model)), x).sum().backward()
+    parametrized = copy.deepcopy(model)
+    parametrize.register_parametrization(parametrized.get_submodule(where(model, layer)), "weight", nn.Tanh())
+    losses(GradSampleModuleFastGradientClipping(parametrized), x).sum().backward()
+
+    layer.free = nn.Parameter(layer.weight.detach().clone())
+    del layer.weight
+    layer.register_forward_pre_hook(lambda layer, args: setattr(layer, "weight", layer.free.tanh()))
+    for wrap in wrap_in_each(model):
+        with pytest.raises(UnsupportedModuleError, match=r"its weight is made of free .* parametrization.*freeze free"):
+            wrap()
+    layer.free.requires_grad_(False)
+    losses(GradSampleModuleFastGradientClipping(model), x).sum().backward()
+
+
+def where(model, layer):
+    return next(name for name, module in model.named_modules() if module is layer)
+
+
 class Masked(nn.Module):
     def __init__(self, weight):
         super().__init__()
