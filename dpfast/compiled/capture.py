@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 
 from dpfast.arithmetic import capturing
 from dpfast.compiled.batches import Batch
@@ -91,7 +92,7 @@ def capture(
 
         def step(*flat: Tensor) -> list[Tensor]:
             *inputs, of_samples = flat[len(state) :]
-            with torch.enable_grad(), mode.of(of_samples), left.noting():
+            with torch.enable_grad(), mode.of(of_samples), left.noting(), _WithoutWorkspace():
                 found = losses(mode, *batch.of(inputs))
                 _check_losses(found, n)
                 _check_leaves(found, losses, model)
@@ -122,6 +123,25 @@ def _without_aliases(graph: fx.Graph) -> None:
         if node.target in (torch.ops.aten.alias.default, torch.ops.aten.detach.default):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
+
+
+class _WithoutWorkspace(TorchFunctionMode):
+    """oneDNN's LSTM gives what its backward reads only where autograd records, and nothing does when a graph runs: one
+    whose backward is to come is captured as torch's own."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.lstm or isinstance(args[1], Tensor):  # packed: no oneDNN there
+            return func(*args, **(kwargs or {}))
+        x, states, _, _, layers, *_ = args
+        if layers == 1 and not any(t.requires_grad for t in (x, *states)):
+            return func(*args, **(kwargs or {}))
+        onednn: Any = torch.backends.mkldnn
+        before = onednn.enabled
+        onednn.enabled = False
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            onednn.enabled = before
 
 
 class _FakeCopy(FakeCopyMode):

@@ -153,7 +153,8 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
         for p in params:
             grad = torch.zeros_like(p) if p.grad is None else p.grad
             p.grad = None
-            p.summed_grad = grad if p.summed_grad is None else p.summed_grad.add_(grad)
+            summed = getattr(p, "summed_grad", None)  # none where it was frozen at zero_grad()
+            p.summed_grad = grad if summed is None else summed.add_(grad)
 
     def _check_ranks(self, left: Left | None) -> None:
         if left is not None and left.of_rank:

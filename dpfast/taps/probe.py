@@ -136,7 +136,7 @@ class Probe:
         if not (receiver.enabled and torch.is_grad_enabled()):
             return False
         looks = self._looks.get(look)
-        if looks is not None and not looks.one_more():
+        if looks is not None and (n == 0 or not looks.one_more()):  # an empty batch tells nothing
             return False
         if look not in self._looks and len(self._looks) >= _MOST_LOOKS:
             # With other parameters frozen all is as it was, but what is not known by its way is an error.

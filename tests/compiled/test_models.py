@@ -60,6 +60,20 @@ class Recurrent(nn.Module):
         return self.head(self.rnn(x)[0][:, -1])
 
 
+class Words(nn.Module):
+    """What is in front of the LSTM, and its first layer, need the gradient of an LSTM's input."""
+
+    def __init__(self, layers=2, **options):
+        super().__init__()
+        self.table, self.rnn = nn.Embedding(11, 3), nn.LSTM(3, 4, layers, batch_first=True, **options)
+        self.start = nn.Parameter(torch.randn(layers * (1 + self.rnn.bidirectional), 1, 4))
+        self.head = nn.Linear(4 * (1 + self.rnn.bidirectional), 4)
+
+    def forward(self, x):
+        start = self.start.expand(-1, len(x), -1).contiguous()
+        return self.head(self.rnn(self.table(x), (start, torch.tanh(start)))[0].mean(1))
+
+
 def class_losses(model, x, y):
     return F.cross_entropy(model(x), y, reduction="none")
 
@@ -85,12 +99,18 @@ def sequences(n):
     return torch.randn(n, 5, 3), torch.randint(0, 4, (n,))
 
 
+def words(n):
+    return torch.randint(0, 11, (n, 6)), torch.randint(0, 4, (n,))
+
+
 CASES = {
     "gpt2": (gpt2, token_batch),
     "llama": (llama, token_batch),
     "lora": (lora, token_batch),
     "cnn": (lambda: (Cnn(), class_losses), images),
     "lstm": (lambda: (Recurrent(), class_losses), sequences),
+    "lstm of words, two layers": (lambda: (Words(), class_losses), words),
+    "lstm of words, both ways": (lambda: (Words(1, bidirectional=True), class_losses), words),
     "checkpointed": (lambda: (Checkpointed(), token_losses), token_batch),
     "checkpointed, reentrant": (lambda: (CheckpointedReentrant(), token_losses), token_batch),
 }

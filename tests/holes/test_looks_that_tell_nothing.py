@@ -242,6 +242,28 @@ def test_a_later_look_that_fails_is_said():
         wrapped(torch.randn(N, D))
 
 
+@pytest.mark.parametrize("sizes", [(N, 0, N), (1, 0, N), (0, N, 0), (0, 0, N)])
+def test_an_empty_batch_tells_nothing_and_nobody_is_warned(sizes):
+    """It is none of those that are looked at: what mixes samples is found in the next that has some."""
+    wrapped, late = clipping(Late()), Late()
+    mixing = clipping(late)
+    for n in sizes:
+        step(wrapped, torch.randn(n, D))
+    step(mixing, torch.randn(N, D))
+    step(mixing, torch.randn(0, D))
+    late.mixes = True
+    with pytest.raises(UnsupportedModuleError, match="samples"):
+        step(mixing, torch.randn(N, D))
+
+
+class Late(Net):
+    mixes = False
+
+    def forward(self, x):
+        h = torch.tanh(self.first(x))
+        return self.last(h - h.mean(0) if self.mixes else h)
+
+
 def test_a_model_that_holds_what_an_ordinary_pass_made_is_compiled():
     """An evaluation with gradients came before; neither the graph nor the loop over samples could copy the model."""
     torch.manual_seed(0)

@@ -123,6 +123,19 @@ def test_passes_are_counted():
     assert optimizer.accumulated_iterations == 1
 
 
+def test_a_parameter_that_was_frozen_when_gradients_were_cleared():
+    """A head is trained first: Opacus clears what is trainable then, and left no place for the others' sums."""
+    model = nn.Linear(3, 2)
+    model.weight.requires_grad_(False)
+    optimizer = optimizer_of(DPOptimizerFast, model, sigma=0.0, loss_reduction="sum")
+    optimizer.zero_grad()
+    model.weight.requires_grad_(True)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 3.0)
+    optimizer.pre_step()
+    assert all((p.grad == 3.0).all() for p in model.parameters())
+
+
 def test_a_parameter_without_a_gradient_gets_noise():
     model = model_with_gradients()
     model.bias.grad = None
