@@ -121,10 +121,13 @@ class Graph:
             if say:
                 print("not here", file=sys.stderr)
             if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+                cause: BaseException = error  # torch.compile may fail a second time over what had failed
+                while isinstance(cause.__context__, Exception):
+                    cause = cause.__context__
                 raise BackendError(
-                    f"torch.compile with backend={self._backend!r} cannot compile here: {str(error).splitlines()[0]}. "
-                    "Inductor needs a C++ compiler on a CPU (g++ or clang++, or CXX=its path); backend='aot_eager' "
-                    "needs none, and neither does GradSampleModuleFastGradientClipping, the same step without a graph"
+                    f"torch.compile with backend={self._backend!r} cannot compile here: {str(cause).splitlines()[0]}. "
+                    "Inductor needs a C++ compiler on a CPU (g++ or clang++, or CXX=its path) and backend='aot_eager' "
+                    "none; GradSampleModuleFastGradientClipping is the same step without a graph"
                 ) from error
             raise
         if say:

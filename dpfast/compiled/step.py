@@ -28,6 +28,7 @@ from dpfast.modes import (
     check_valid,
     left_in,
 )
+from dpfast.taps import has_hooks
 
 Losses = Callable[..., Tensor]
 
@@ -108,6 +109,7 @@ class CompiledStep:
     """
 
     needs_units = False  # an engine that draws units refuses the compiled mode
+    needs_valid = False  # an engine's batches are padded
 
     def __init__(
         self,
@@ -125,8 +127,11 @@ class CompiledStep:
     ):
         if not (isinstance(batch_size, int) and batch_size > 0):
             raise InputError(f"batch_size={batch_size!r} must be a positive number of samples")
-        if any(isinstance(m, GradSampleModule) for m in model.modules()):
-            raise StateError("compile_step takes the module itself; give model.to_standard_module()")
+        if any(isinstance(m, GradSampleModule) or has_hooks(m) for m in model.modules()):
+            raise StateError(
+                "compile_step takes the module itself, and this one, or one in it, has hooks already; remove the first "
+                "ones with remove_hooks() or to_standard_module()"
+            )
         if number_of_ranks() > 1:
             raise StateError(
                 "compile_step leaves the sum of this process's samples alone; over ranks take "
@@ -151,6 +156,9 @@ class CompiledStep:
         weakref.finalize(self, self._guards.drop)
         self._graphs: dict[Hashable, Graph] = {}
         self._parts: list[tuple[Tensor, ...]] = []
+
+    def __getattr__(self, name: str) -> Any:  # of what is not here
+        raise AttributeError(f"a compiled step has no {name!r}; the model is step.model")
 
     # --- settings ---
 
@@ -219,12 +227,18 @@ class CompiledStep:
             units: the unit of each sample, (N,) whole numbers in [-1, num_units), -1: nobody's; units may have none.
 
         Raises:
-            InputError: tensors of different lengths, a mask that is not (N,) bool, more than ``batch_size`` samples
-                without ``chunks`` or with units, ids that do not fit, losses that are not (N,), or of which one is
-                seen to depend on other samples. StateError: the model has other parameters than when it was captured,
-                or ``p.grad`` holds what no private step has left. UnsupportedModuleError: the model reads values.
+            InputError: tensors of different lengths, a mask that is not (N,) bool, no mask where an engine made the
+                step, more than ``batch_size`` samples without ``chunks`` or with units, ids that do not fit, losses
+                that are not (N,), or of which one is seen to depend on other samples. StateError: the model has other
+                parameters than when it was captured, or ``p.grad`` holds what no private step has left.
+                UnsupportedModuleError: the model reads values.
                 BackendError: torch.compile cannot compile here.
         """
+        if valid is None and self.needs_valid:
+            raise InputError(
+                "the engine's batches are filled up with zeros, which would count as samples: "
+                "for (x, y), valid in loader: step(x, y, valid=valid)"
+            )
         leaves, structure = tree_flatten(batch)
         whole = Batch(leaves, structure)
         n = num_samples(whole.tensors)

@@ -136,7 +136,8 @@ class PerSampleGradientClipper:
         samples = self._samples
         for p, total in self._sums.items():
             p.grad = self._averaged(total, samples)
-        thresholds = torch.full((len(self._sums),), self.norm_clipper.sensitivity)
+        dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)  # noise is scaled to them
+        thresholds = torch.full((len(self._sums),), self.norm_clipper.sensitivity, dtype=dtype)
         self._reset()
         return thresholds, samples
 

@@ -44,6 +44,7 @@ from dpfast.taps import (
     follow_model,
     forget_compiled_code,
     given_layout,
+    has_hooks,
     has_something_to_tap,
     in_backward,
     layouts,
@@ -105,7 +106,7 @@ class TappedModel:
         """Raises StateError where the model is tapped already. ``never_run``: torch.compile has no code of it."""
         check_losses()
         for name, module in self.model.named_modules():
-            if isinstance(module.__dict__.get("forward"), TappedForward):
+            if has_hooks(module):
                 where = f"{name} ({type(module).__name__})" if name else type(module).__name__
                 raise StateError(
                     f"Trying to add hooks twice to the same model: {where} has them already; remove the first ones "

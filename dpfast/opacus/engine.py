@@ -25,6 +25,7 @@ from dpfast.distributed import (
 )
 from dpfast.errors import InputError, StateError
 from dpfast.modes import ConstantPerLayerClipper, GradSampleModule, GradSampleModuleFastGradientClipping
+from dpfast.opacus.checks import check_before_steps
 from dpfast.opacus.compiled import graph_size, losses_of, padded_loader
 from dpfast.opacus.losses import ClippedLoss
 from dpfast.opacus.optimizers import (
@@ -222,7 +223,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
             limit = 1.0 if isinstance(max_grad_norm, Sequence) else max_grad_norm  # per layer: see _prepare_optimizer
             losses = losses_of(self._criterion)
             step = compile_step(module, losses, max_grad_norm=limit, batch_size=self._graph_size)
-            self._module = step
+            self._module, step.needs_valid = step, True
             return step
         cls = GradSampleModule if grad_sample_mode == "dpfast_materialize" else GradSampleModuleFastGradientClipping
         passes: dict[str, Any] = (
@@ -270,7 +271,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
             "loss_reduction": loss_reduction,
         }
         if grad_sample_mode not in MODES or self._module is None:
-            return super()._prepare_optimizer(
+            prepared: Any = super()._prepare_optimizer(
                 optimizer=optimizer,
                 max_grad_norm=max_grad_norm,
                 distributed=distributed,
@@ -280,6 +281,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
                 **given,
                 **options,
             )
+            return check_before_steps(prepared) if grad_sample_mode in MODES else prepared
         if isinstance(optimizer, opacus.optimizers.DPOptimizer):
             optimizer = optimizer.original_optimizer
         batches = None

@@ -43,10 +43,15 @@ def add_noise_in_order(x: Tensor, std: float, *, generator: Any, secure_mode: bo
     # The last piece is longer, not shorter: numbers are drawn 16 at a time.
     whole = max(1, x.numel() // _PIECE) * _PIECE
     flat = x.view(-1)
-    noise = torch.empty(min(flat.numel(), 2 * _PIECE))
+    noise = _space(min(flat.numel(), 2 * _PIECE))
     for start in range(0, min(whole, flat.numel()), _PIECE):
         piece = flat[start : start + _PIECE] if start + _PIECE < whole else flat[start:]
         piece.add_(noise[: piece.numel()].normal_(0.0, std, generator=generator))
+
+
+def _space(numbers: int) -> Tensor:
+    """Whatever the user's default dtype and device are: numbers drawn in 16 bits are few, and far apart."""
+    return torch.empty(numbers, dtype=torch.float32, device="cpu")
 
 
 def new_secret() -> SharedSecret:
@@ -65,7 +70,7 @@ def add_noise_by_blocks(sums: Sequence[Tensor], std: float, generator: Callable[
 
     def add(numbered: tuple[int, list[Tensor]]) -> None:
         number, pieces = numbered
-        own, noise = generator(number), torch.empty(_PIECE, device="cpu")
+        own, noise = generator(number), _space(_PIECE)
         for piece in pieces:
             piece.add_(noise[: len(piece)].normal_(0.0, std, generator=own))
 

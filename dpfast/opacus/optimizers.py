@@ -11,7 +11,7 @@ import torch
 from opacus.optimizers import DPOptimizerFastGradientClipping
 from opacus.optimizers.ddpoptimizer_fast_gradient_clipping import DistributedDPOptimizerFastGradientClipping
 from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processed
-from torch import Tensor, nn, optim
+from torch import Tensor, optim
 
 from dpfast.distributed import PoissonBatches, SharedSecret, add_noise, is_parted, local, number_of_ranks
 from dpfast.errors import InputError, StateError
@@ -22,9 +22,9 @@ from dpfast.modes import (
     Left,
     check_threshold,
     held_by,
-    not_noted,
     shares_noise,
 )
+from dpfast.opacus.checks import check_before_steps, check_clipped, check_frozen, check_one, parameters_of
 from dpfast.opacus.noise import WORTH_BLOCKS, add_noise_by_blocks, add_noise_in_order, can_be_in_pieces, new_secret
 
 NO_SCALER = (
@@ -59,12 +59,13 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
             ``generator``. Others: as Opacus's class.
 
     Raises:
-        StateError: ``step()`` where no parameter has a gradient, where gradients are not clipped (of a
-            GradSampleModule; of a backward pass after ``disable_hooks()`` or ``remove_hooks()``; of some parameters
-            beside clipped sums of others), where several wrapped modules have left them, where they are sums over ranks
-            and there is no ``secret``, or where they are still this rank's alone (``no_sync``; the module called past
-            its DistributedDataParallel), or clipped to more than ``max_grad_norm``. InputError: ``secret`` in secure
-            mode.
+        StateError: ``step()`` where no parameter has a gradient, where a frozen one has one (it would be released
+            without noise), where gradients are not clipped (of a GradSampleModule; of a backward pass after
+            ``disable_hooks()`` or ``remove_hooks()``; of some parameters beside clipped sums of others), where several
+            wrapped modules have left them, where they are sums over ranks and there is no ``secret``, or where they are
+            still this rank's alone (``no_sync``; the module called past its DistributedDataParallel), or clipped to
+            more than ``max_grad_norm``; ``step()`` of the wrapped ``optimizer`` on sums that have no noise.
+            InputError: ``secret`` in secure mode.
 
     >>> from dpfast.modes import GradSampleModuleFastGradientClipping
     >>> model = GradSampleModuleFastGradientClipping(torch.nn.Linear(3, 2), max_grad_norm=1.0)
@@ -90,6 +91,7 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
         self._secret = secret
         self.noised_steps = 0
         super().__init__(optimizer, **options)
+        check_before_steps(self)
         if secret is not None:
             self._stream = secret.new_stream()
             shares_noise(self.params, self)
@@ -143,17 +145,17 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
         if params and all(p.grad is None for p in params):
             raise StateError("no parameter has a gradient: no backward pass since the last step")
         left = held_by(params)
-        _check_clipped(params, left)
+        check_clipped(params, left)
         self._check_ranks(left)
         if left is not None:
             self._check_sensitivity(left)
             modules = self._modules | left.modules
-            _check_one(modules)
+            check_one(modules)
             self._passes, self._modules = max(self._passes, left.passes), modules
         for p in params:
             grad = torch.zeros_like(p) if p.grad is None else p.grad
             p.grad = None
-            summed = getattr(p, "summed_grad", None)  # none where it was frozen at zero_grad()
+            summed = getattr(p, "summed_grad", None)  # none of a new group's
             p.summed_grad = grad if summed is None else summed.add_(grad)
 
     def _check_ranks(self, left: Left | None) -> None:
@@ -223,6 +225,13 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
             "noise", self._stream, step, number, block, device=self.params[number].device
         )
 
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """As in Opacus, which leaves what is frozen just now with the sums of its last step."""
+        super().zero_grad(set_to_none)
+        if not self._is_last_step_skipped:
+            for p in parameters_of(self.original_optimizer):
+                p.summed_grad = None
+
     @torch.no_grad()
     def scale_grad(self) -> None:
         """Divides by the expected batch size, times the backward passes taken, where the loss is a mean."""
@@ -232,43 +241,11 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
 
     def pre_step(self, closure: Any = None) -> bool:
         """Takes the gradients; adds noise and scales unless the step is to be skipped. As in Opacus."""
+        check_frozen(self.original_optimizer)
         full_step = super().pre_step(closure)
         if full_step:
             self._passes, self._modules = 0, frozenset()
         return full_step
-
-
-def _check_clipped(params: Sequence[nn.Parameter], left: Left | None) -> None:
-    others = [] if left is None else not_noted(params)
-    if others:
-        raise StateError(
-            f"{len(others)} of the {len(params)} parameters, one {tuple(others[0].shape)}, have a p.grad that no "
-            "private backward pass has left, beside clipped sums in the others: it is not clipped. Wrap one module "
-            "that holds all that the optimizer trains, or give what is not private an optimizer of its own; who "
-            "changes a clipped sum writes into p.grad and does not replace it"
-        )
-    if left is not None and left.unclipped:
-        raise StateError(
-            "p.grad holds the gradients of a backward pass that clips nothing (after disable_hooks() or "
-            "remove_hooks(), or of the model itself beside its compiled step): enable_hooks(), or wrap it again, and "
-            "zero_grad() before the private one. Gradients of public data are added after step(), or by "
-            "torch.autograd.grad"
-        )
-    if left is None and any(getattr(p, "grad_sample", None) is not None for p in params):
-        raise StateError(
-            "p.grad holds a sum that nobody has clipped, beside p.grad_sample of a GradSampleModule: its optimizer is "
-            "opacus.optimizers.DPOptimizer, which clips p.grad_sample; or wrap the model in "
-            "GradSampleModuleFastGradientClipping"
-        )
-
-
-def _check_one(modules: frozenset[int]) -> None:
-    if len(modules) > 1:
-        raise StateError(
-            f"this step takes the clipped sums of {len(modules)} wrapped modules, and each clips by itself: a sample "
-            f"could move what is released by {len(modules)}**0.5 times max_grad_norm and more. Wrap one module that "
-            "holds them all, or give each an optimizer, and a share of the privacy budget"
-        )
 
 
 class _BoundToModule(DPOptimizerFast):

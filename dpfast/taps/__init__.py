@@ -56,7 +56,7 @@ from dpfast.taps.registry import (
     register_rule,
 )
 from dpfast.taps.shared import Meeting, Shared
-from dpfast.taps.tap import Tap, TappedForward
+from dpfast.taps.tap import Tap, TappedForward, has_hooks
 from dpfast.taps.witness import noise_like, same_random_numbers
 
 __all__ = [
@@ -90,6 +90,7 @@ __all__ = [
     "follow_model",
     "forget_compiled_code",
     "given_layout",
+    "has_hooks",
     "has_something_to_tap",
     "in_backward",
     "is_of_tap",

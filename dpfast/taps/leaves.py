@@ -26,7 +26,7 @@ def without_values(layer: str, value: FakeTensor) -> Tensor:
     with unset_fake_temporarily():
         if not is_traced():  # a forward pass that is looked at
             return torch.empty(0)
-        of_nan: Any = torch.full((1,), torch.nan, dtype=value.dtype, device=value.device)
+        of_nan: Any = torch.full((), torch.nan, dtype=value.dtype, device=value.device)
         found = of_nan.expand(value.shape).requires_grad_()
     found.register_hook(partial(_refuse, layer))
     found.refuses = True

@@ -50,6 +50,13 @@ _unsafe_view = torch.ops.aten._unsafe_view.default  # of the packet, the overloa
 _transforms = torch._C._are_functorch_transforms_active
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a tapped model has its forward, or Opacus hooks on it, which leave per-sample gradients too."""
+    return isinstance(module.__dict__.get("forward"), TappedForward) or isinstance(
+        module.__dict__.get("autograd_grad_sample_hooks"), list
+    )
+
+
 class TappedForward:
     """Stands in a tapped module's ``forward``; an object, so that copies of the module tap the copy."""
 

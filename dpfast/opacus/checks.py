@@ -1,0 +1,84 @@
+"""What a private optimizer refuses to step on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn, optim
+
+from dpfast.errors import StateError
+from dpfast.modes import Left, held_by, not_noted
+
+
+def check_before_steps(private: Any) -> Any:
+    """Has the optimizer that a private one wraps look at what it is about to step on; returns the private one."""
+    wrapped = private.original_optimizer
+    for p in parameters_of(wrapped):
+        if not hasattr(p, "summed_grad"):  # Opacus gives one to those alone that are trainable now
+            p.summed_grad = None
+    if hasattr(wrapped, "register_step_pre_hook"):
+        wrapped.register_step_pre_hook(_check_step)
+    return private
+
+
+def parameters_of(optimizer: optim.Optimizer) -> list[Any]:
+    """All of them, frozen ones too."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _check_step(optimizer: optim.Optimizer, *_: Any) -> None:
+    check_frozen(optimizer)
+    left = held_by(p for p in parameters_of(optimizer) if p.requires_grad)
+    if left is not None and not left.unclipped:
+        raise StateError(
+            "p.grad holds clipped sums without noise, and nothing accounts for this step: call step() of the private "
+            "optimizer that wraps this one (the engine's make_private returns it), and train with that"
+        )
+
+
+def check_frozen(optimizer: optim.Optimizer) -> None:
+    """Raises StateError where a parameter is frozen and has a gradient: noise is for what is trainable, and a step of
+    the optimizer takes all."""
+    for p in (p for p in parameters_of(optimizer) if not p.requires_grad):
+        of_skipped = getattr(p, "summed_grad", None)
+        waits = of_skipped is not None and not hasattr(of_skipped, "_processed")
+        if waits or (p.grad is not None and bool(p.grad.any())):
+            raise StateError(
+                f"a parameter {tuple(p.shape)} is frozen and has a gradient, which would be released without noise: it "
+                "was trainable in the backward pass. Freeze it after step() and zero_grad(), make it trainable for "
+                "step(), or set its grad to None"
+            )
+
+
+def check_clipped(params: Sequence[nn.Parameter], left: Left | None) -> None:
+    others = [] if left is None else not_noted(params)
+    if others:
+        raise StateError(
+            f"{len(others)} of the {len(params)} parameters, one {tuple(others[0].shape)}, have a p.grad that no "
+            "private backward pass has left, beside clipped sums in the others: it is not clipped. Wrap one module "
+            "that holds all that the optimizer trains, or give what is not private an optimizer of its own; who "
+            "changes a clipped sum writes into p.grad and does not replace it"
+        )
+    if left is not None and left.unclipped:
+        raise StateError(
+            "p.grad holds the gradients of a backward pass that clips nothing (after disable_hooks() or "
+            "remove_hooks(), or of the model itself beside its compiled step): enable_hooks(), or wrap it again, and "
+            "zero_grad() before the private one. Gradients of public data are added after step(), or by "
+            "torch.autograd.grad"
+        )
+    if left is None and any(getattr(p, "grad_sample", None) is not None for p in params):
+        raise StateError(
+            "p.grad holds a sum that nobody has clipped, beside p.grad_sample of a GradSampleModule: its optimizer is "
+            "opacus.optimizers.DPOptimizer, which clips p.grad_sample; or wrap the model in "
+            "GradSampleModuleFastGradientClipping"
+        )
+
+
+def check_one(modules: frozenset[int]) -> None:
+    if len(modules) > 1:
+        raise StateError(
+            f"this step takes the clipped sums of {len(modules)} wrapped modules, and each clips by itself: a sample "
+            f"could move what is released by {len(modules)}**0.5 times max_grad_norm and more. Wrap one module that "
+            "holds them all, or give each an optimizer, and a share of the privacy budget"
+        )
