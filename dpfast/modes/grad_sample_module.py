@@ -330,8 +330,9 @@ class GradSampleModule(nn.Module):
         """Raises StateError where accumulation is forbidden; called where a backward pass meets another's answer."""
         if not self.grad_accumulation_allowed:
             raise StateError(
-                "Poisson sampling is not compatible with grad accumulation. You need to call optimizer.step() after "
-                "every forward/backward pass or consider using BatchMemoryManager"
+                "Poisson sampling is not compatible with grad accumulation, and the last backward pass's gradients are "
+                "there: call step() and zero_grad() after each, or take BatchMemoryManager; what the optimizer does "
+                "not train keeps its own (model.zero_grad(), or freeze it)"
             )
 
     # --- the wrapped module ---

@@ -9,7 +9,7 @@ import opacus
 import torch.distributed as dist
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from opacus.validators import ModuleValidator
-from opacus.validators.errors import IllegalModuleConfigurationError, UnsupportedModuleError
+from opacus.validators import errors as of_opacus
 from torch import nn, optim
 from torch.utils.data import DataLoader
 
@@ -24,6 +24,7 @@ from dpfast.distributed import (
     ranks_of,
 )
 from dpfast.errors import InputError, StateError
+from dpfast.errors import UnsupportedModuleError as OurError
 from dpfast.modes import ConstantPerLayerClipper, GradSampleModule, GradSampleModuleFastGradientClipping
 from dpfast.opacus.checks import check_before_steps
 from dpfast.opacus.compiled import graph_size, losses_of, padded_loader
@@ -122,7 +123,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
         Raises:
             InputError: batches whose samples are not first, or a criterion without ``reduction``, in "dpfast_compiled";
                 per-layer thresholds that are not one for each trainable parameter; ``clipping`` that the mode
-                does not have. UnsupportedModuleError: Opacus's, the module mixes samples or is in eval mode.
+                does not have. UnsupportedModuleError: Opacus's too, the module mixes samples or is in eval mode.
             ValueError: the module is wrapped already, in another mode or with other options.
         """
         arguments = {
@@ -142,7 +143,13 @@ class PrivacyEngine(opacus.PrivacyEngine):
                 "user_of_record goes with grad_sample_mode='dpfast' and Poisson sampling: others clip and draw records"
             )
         if grad_sample_mode not in MODES:
-            made = super().make_private(**arguments)
+            try:
+                made = super().make_private(**arguments)
+            except ValueError as error:
+                if "Unexpected grad_sample_mode" not in str(error):
+                    raise
+                ours = f"grad_sample_mode={grad_sample_mode!r} is none of {', '.join(MODES)}"
+                raise InputError(f"{ours}; {error}") from None
             return tuple(ClippedLoss.of(x) if type(x) is DPLossFastGradientClipping else x for x in made)
         _check_clipping(grad_sample_mode, clipping, max_grad_norm)
         if user_of_record is not None:
@@ -328,21 +335,26 @@ def validate(module: nn.Module, *, over_ranks: bool = True) -> None:
         over_ranks: whether the mode leaves sums over ranks, under DistributedDataParallel and fully_shard.
 
     Raises:
-        UnsupportedModuleError: Opacus's, with all faults.
+        UnsupportedModuleError: dpfast's and Opacus's at once, with all faults.
     """
-    errors = [] if module.training else [IllegalModuleConfigurationError("Model needs to be in training mode")]
-    for m in module.modules():
+    faults = [] if module.training else ["Model needs to be in training mode (module.train())"]
+    for name, m in module.named_modules():
         trainable = any(p.requires_grad for p in m.parameters(recurse=False))
         ours = find_rule(m) is not None or find_forward(m) is not None
         if trainable and type(m) in ModuleValidator.VALIDATORS and not ours:
-            errors.extend(ModuleValidator.VALIDATORS[type(m)](m))
+            layer = f"{name} ({type(m).__name__})" if name else type(m).__name__
+            faults.extend(f"{layer}: {fault}" for fault in ModuleValidator.VALIDATORS[type(m)](m))
     inner = module._module if isinstance(module, GradSampleModule) else module
     wrapper = find_wrapper(inner, module)
     whole = wrapper is not None and wrapper.kind in ("DDP", "FSDP2") and wrapper.module in (inner, module)
     if wrapper is not None and not (over_ranks and whole):
-        errors.append(UnsupportedModuleError(not_in(wrapper, "this grad_sample_mode")))
-    if errors:
-        raise UnsupportedModuleError(errors)
+        faults.append(not_in(wrapper, "this grad_sample_mode"))
+    if faults:
+        raise UnsupportedModuleError("; ".join(faults))
+
+
+class UnsupportedModuleError(OurError, of_opacus.UnsupportedModuleError):
+    """Also Opacus's, which its users catch."""
 
 
 def _check_clipping(grad_sample_mode: str, clipping: str, max_grad_norm: Any) -> None:

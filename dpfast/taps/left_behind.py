@@ -121,8 +121,9 @@ class LeftBehind:
         elif isinstance(holder, set):
             holder.difference_update([x for x in holder if id(x) in held])
         elif isinstance(holder, types.CellType):
-            holder.cell_contents = None
-            _guessed.append("a variable of a closure")
+            if not _is_of_libraries(holder):
+                holder.cell_contents = None
+                _guessed.append("a variable of a closure")
         elif isinstance(holder, functools._lru_cache_wrapper):
             holder.cache_clear()
         elif isinstance(getattr(holder, "__dict__", None), dict):  # whose attributes are in no dict of their own yet
@@ -182,6 +183,17 @@ def _is_of_a_copy(x: Any) -> bool:
     collection may have aged them."""
     ours = type(x).__module__.partition(".")[0] == "dpfast" and not isinstance(x, type)
     return ours or isinstance(x, (nn.Module, torch._C._FunctionBase))
+
+
+def _is_of_libraries(cell: types.CellType) -> bool:
+    """Whether the functions and frames that have this variable are torch's or dpfast's: a traceback may keep some."""
+    modules = []
+    for holder in gc.get_referrers(cell):
+        if isinstance(holder, types.FrameType):
+            modules.append(holder.f_globals.get("__name__", ""))
+        elif type(holder) is tuple:
+            modules += [f.__module__ or "" for f in gc.get_referrers(holder) if isinstance(f, types.FunctionType)]
+    return all(name.partition(".")[0] in _LIBRARIES for name in modules)
 
 
 def _by_size(outer: Any, inner: dict[Any, Any]) -> bool:

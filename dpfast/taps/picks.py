@@ -134,6 +134,8 @@ class Picks(WithoutGradients):
                 with torch._C.DisableTorchFunction():
                     for x in tensors_in(output):  # whatever has been picked, or put somewhere, in it
                         self._set(x, self._receiver[1])
+                    for x in tensors_in(_put_back(module, args, output)):
+                        self._set(x, _WHOLE)
                 self._receiver = None
 
         return leave
@@ -248,6 +250,12 @@ class Picks(WithoutGradients):
 def _says_whose(module: nn.Module, args: Any, kwargs: Any) -> bool:
     """Whether it is told whose the indices are that it gets: bags begin where its offsets say."""
     return isinstance(module, nn.EmbeddingBag) and any(x is not None for x in (*args[1:2], kwargs.get("offsets")))
+
+
+def _put_back(module: nn.Module, args: Any, output: Any) -> Any:
+    """What stands in its samples' order again: the last states of sequences that packing has sorted by length."""
+    sorted_by_length = isinstance(module, nn.RNNBase) and getattr(args[0], "unsorted_indices", None) is not None
+    return output[1] if sorted_by_length else ()
 
 
 def _part_of(index: Any, dim: int, dims: int) -> Any:

@@ -104,9 +104,15 @@ class Probe:
             whether more than the second look was to be had: a loss need not be looked at again so soon.
 
         Raises:
-            InputError: there is none. UnsupportedModuleError: a forward pass keeps something of its samples.
+            InputError: there is none, or it is nested. UnsupportedModuleError: a forward pass keeps something of its
+                samples.
         """
         receiver: Any = self._receiver()
+        if receiver.enabled and any(isinstance(x, Tensor) and x.is_nested for x in leaves):
+            raise InputError(
+                f"{type(receiver.model).__name__} is called with a nested tensor, whose samples have no dimension of "
+                "their own; pad it (torch.nested.to_padded_tensor) and mask what is padding"
+            )
         if n is None:
             if receiver.enabled and torch.is_grad_enabled() and in_backward() is None:
                 raise InputError(

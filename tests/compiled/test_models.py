@@ -74,6 +74,19 @@ class Words(nn.Module):
         return self.head(self.rnn(self.table(x), (start, torch.tanh(start)))[0].mean(1))
 
 
+class Scaled(nn.Module):
+    """Numbers without dimensions: a temperature, a gate, a norm that is divided by."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 5), nn.Linear(5, 4)
+        self.temperature, self.gate = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.tensor(0.1))
+
+    def forward(self, x):
+        h = torch.tanh(F.linear(x, self.first.weight / self.first.weight.norm(), self.first.bias))
+        return self.temperature.exp() * self.last(h + self.gate * h.square())
+
+
 def class_losses(model, x, y):
     return F.cross_entropy(model(x), y, reduction="none")
 
@@ -99,6 +112,10 @@ def sequences(n):
     return torch.randn(n, 5, 3), torch.randint(0, 4, (n,))
 
 
+def rows(n):
+    return torch.randn(n, 8), torch.randint(0, 4, (n,))
+
+
 def words(n):
     return torch.randint(0, 11, (n, 6)), torch.randint(0, 4, (n,))
 
@@ -111,6 +128,7 @@ CASES = {
     "lstm": (lambda: (Recurrent(), class_losses), sequences),
     "lstm of words, two layers": (lambda: (Words(), class_losses), words),
     "lstm of words, both ways": (lambda: (Words(1, bidirectional=True), class_losses), words),
+    "numbers": (lambda: (Scaled(), class_losses), rows),
     "checkpointed": (lambda: (Checkpointed(), token_losses), token_batch),
     "checkpointed, reentrant": (lambda: (CheckpointedReentrant(), token_losses), token_batch),
 }

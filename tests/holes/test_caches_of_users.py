@@ -13,7 +13,7 @@ from torch import nn
 
 import dpfast
 from dpfast import GradSampleModule, GradSampleModuleFastGradientClipping
-from dpfast.errors import DpfastWarning
+from dpfast.errors import DpfastWarning, UnsupportedModuleError
 from dpfast.testing import clipped_sum, loop_over_samples, relative_error
 
 T = 6
@@ -194,3 +194,25 @@ def test_a_captured_step():
     assert type(net(x)) is torch.Tensor
     for name, total in clipped_sum(loop_over_samples(net, squared, x), 0.01).items():
         assert relative_error(net.get_parameter(name).grad, total) < 1e-4, name
+
+
+def test_a_closure_of_torch_s_that_a_traceback_keeps_is_nobody_s_to_clear():
+    """A capture that was refused; the next look emptied a variable of torch's own, and said that it was the user's."""
+
+    class Unruled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.randn(5, 4)), nn.Parameter(torch.randn(4))
+
+        def forward(self, x):
+            return torch.baddbmm(self.bias, x, self.weight.expand(len(x), -1, -1))
+
+    def losses(m, x):
+        return m(x).flatten(1).sum(1)
+
+    step = dpfast.compile_step(Unruled(), losses, max_grad_norm=1.0, batch_size=4, backend="eager")
+    with pytest.raises(UnsupportedModuleError) as _kept:
+        step(torch.randn(4, T, 5))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DpfastWarning)
+        GradSampleModule(nn.Linear(3, 2))(torch.randn(4, 3))

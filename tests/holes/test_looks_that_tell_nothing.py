@@ -275,3 +275,10 @@ def test_a_model_that_holds_what_an_ordinary_pass_made_is_compiled():
     compiled(x)
     for name, total in exact.items():
         assert relative_error(model.get_parameter(name).grad, total) < 1e-5, name
+
+
+def test_nested_tensors_are_refused_when_they_are_seen():
+    ragged = torch.nested.nested_tensor([torch.randn(t, 6) for t in (2, 5, 3)], layout=torch.jagged)
+    for wrap in (GradSampleModule, GradSampleModuleFastGradientClipping):
+        with pytest.raises(InputError, match=r"called with a nested tensor.*to_padded_tensor"):
+            wrap(torch.nn.Linear(6, 3))(ragged)

@@ -114,3 +114,26 @@ def test_what_a_thread_raises_is_raised(threads):
     with pytest.raises(KeyError):
         add_noise_by_blocks([torch.zeros(2**20)], 1.0, generator)
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("shapes", [SHAPES, [(1000, 100), (5,)]], ids=["many", "few"])
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float16, torch.float64, "meta"])
+def test_whatever_the_default_dtype_and_device_are(shapes, default):
+    expected = flat(noise(shapes))
+    torch.manual_seed(0)
+    params = nn.ParameterList(torch.zeros(shape) for shape in shapes)
+    options = {"noise_multiplier": 0.5, "max_grad_norm": 2.0, "expected_batch_size": 1, "loss_reduction": "sum"}
+    optimizer = DPOptimizerFast(torch.optim.SGD(params, lr=1.0), **options)
+    for p in params:
+        p.grad = torch.zeros_like(p)
+    before = torch.get_default_dtype()
+    try:
+        if default == "meta":
+            torch.set_default_device("meta")
+        else:
+            torch.set_default_dtype(default)
+        optimizer.pre_step()
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(before)
+    assert torch.equal(flat(p.grad for p in params), expected)

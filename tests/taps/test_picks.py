@@ -258,3 +258,44 @@ def test_slices_whose_ends_the_data_says():
     for n in range(2):
         (g,) = torch.autograd.grad(torch.sin(3.0 * plain(x))[n].mean(), plain.more.weight)
         assert relative_error(wrapped._module.more.weight.grad_sample[n], g) <= 1e-5
+
+
+class Packed(nn.Module):
+    """A text's last state, of texts sorted by length and put back by torch; or in another order, or some of them."""
+
+    def __init__(self, cell, how=""):
+        super().__init__()
+        self.table, self.rnn, self.head = nn.Embedding(9, D), cell(D, 4, batch_first=True), nn.Linear(4, 3)
+        self.how = how
+
+    def forward(self, tokens, lengths):
+        x = self.table(tokens)
+        if self.how:
+            order = lengths.argsort() if self.how == "order" else (lengths > 2).nonzero()[:, 0]
+            x, lengths = x[order], lengths[order]
+        states = self.rnn(nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False))[1]
+        return self.head((states[0] if isinstance(states, tuple) else states)[-1])
+
+
+def squares(model, tokens, lengths):
+    return model(tokens, lengths).square().sum()
+
+
+@pytest.mark.parametrize("cell", [nn.LSTM, nn.GRU])
+@pytest.mark.parametrize("n", [4, T, 7])
+def test_last_states_of_texts_sorted_by_length(cell, n):
+    torch.manual_seed(0)
+    model, tokens = Packed(cell), torch.randint(0, 9, (n, T))
+    lengths = torch.tensor([3, 5, 1, 2, 5, 4, 1])[:n]
+    exact = loop_over_samples(model, squares, tokens, lengths)
+    wrapped = GradSampleModule(copy.deepcopy(model), loss_reduction="sum")
+    squares(wrapped, tokens, lengths).backward()
+    for name, p in wrapped._module.named_parameters():
+        assert relative_error(p.grad_sample, exact[name]) < 1e-5, name
+
+
+@pytest.mark.parametrize("how", ["order", "some"])
+def test_what_was_picked_before_packing_is_not_put_back(how):
+    wrapped = GradSampleModule(Packed(nn.LSTM, how), loss_reduction="sum")
+    with pytest.raises(DpfastError):
+        squares(wrapped, torch.randint(0, 9, (5, T)), torch.tensor([3, 5, 1, 2, 5])).backward()
