@@ -11,7 +11,7 @@ LOOPS = {
     "oneDNN's products": "a call a sample, or a clipped sum, each on all threads",
     "narrow products": "a call for four samples, at most four threads",
     "products one by one": "a call a sample, each on all threads",
-    "noise": "one generator, one thread",
+    "noise": "of fewer than 2²⁰ numbers: one generator, one thread",
 }
 
 
@@ -43,7 +43,7 @@ def lines(results: Path = RESULTS) -> Iterator[str]:
         "samples have to be shared among threads, each call on one, as MKL shares out the batches that it is given; a "
         "sample's bits then stay what they are with one thread, which is what tests/arithmetic/test_threads.py asks of "
         "both. Narrow products go four samples to a call because their bits depend on how many there are; calls of "
-        "four can run beside each other. Noise is the sequence of one generator, as Opacus draws it, and stays on one "
-        "core; a generator for each parameter would give that up. None of this is built: there was no machine of more "
-        "than two cores to measure it on."
+        "four can run beside each other. None of this is built: there was no machine of more than two cores to measure "
+        "it on. Noise of 2²⁰ numbers and more is drawn by blocks, each from a generator of its own, on all threads; of "
+        "fewer, or where a generator is given, it is the sequence of one, as Opacus draws it."
     )
