@@ -11,7 +11,7 @@ LOOPS = {
     "oneDNN's products": "a call a sample, or a clipped sum, each on all threads",
     "narrow products": "a call for four samples, at most four threads",
     "products one by one": "a call a sample, each on all threads",
-    "noise": "of fewer than 2²⁰ numbers: one generator, one thread",
+    "noise": "one generator, one thread",
 }
 
 
@@ -44,6 +44,7 @@ def lines(results: Path = RESULTS) -> Iterator[str]:
         "sample's bits then stay what they are with one thread, which is what tests/arithmetic/test_threads.py asks of "
         "both. Narrow products go four samples to a call because their bits depend on how many there are; calls of "
         "four can run beside each other. None of this is built: there was no machine of more than two cores to measure "
-        "it on. Noise of 2²⁰ numbers and more is drawn by blocks, each from a generator of its own, on all threads; of "
-        "fewer, or where a generator is given, it is the sequence of one, as Opacus draws it."
+        "it on. Noise of 2²⁰ numbers and more is drawn by blocks, each from a generator of its own, on all threads, "
+        "and these rows have it on one still; of fewer, or where a generator is given, it is the sequence of one, as "
+        "Opacus draws it."
     )
