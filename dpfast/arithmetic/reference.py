@@ -163,21 +163,22 @@ def weighted_rows(blocks: Sequence[Tensor], coefficients: Tensor) -> Tensor:
     dtype, total = accumulating_dtype(blocks[0]), None
     weights = towards_zero(coefficients, dtype)
     masks = drops_samples(weights)
-    for values, c in zip(blocks, weights.split([len(v) for v in blocks]), strict=True):
-        values = values.to(dtype).reshape(len(values), values.shape[1:].numel())
+    sizes, entries = [v.shape[0] for v in blocks], blocks[0].shape[1:].numel()
+    slices = _slices(entries) if blocks[0].device.type == "cpu" else 1
+    for values, c, n in zip(blocks, weights.split(sizes), sizes, strict=True):
+        values = values.to(dtype).reshape(n, entries)
         if masks:
             values = _without_dropped(values, c)
-        slices = _slices(values)
         if slices > 1:
-            rows, c = values.unflatten(1, (slices, -1)).transpose(0, 1), c.expand(slices, 1, -1)
+            rows, c = values.view(n, slices, entries // slices).transpose(0, 1), c.expand(slices, 1, n)
             total = torch.bmm(c, rows) if total is None else total.baddbmm_(c, rows)
         else:
             total = torch.mv(values.mT, c) if total is None else total.addmv_(values.mT, c)
     return total.view(blocks[0].shape[1:])  # type: ignore[union-attr]  # at least one block
 
 
-def _slices(values: Tensor) -> int:
-    entries, slices = values.shape[1], _SLICES if values.device.type == "cpu" else 1
+def _slices(entries: int) -> int:
+    slices = _SLICES
     while slices > 1 and (entries % slices or entries < slices * _SLICE):
         slices //= 2
     return slices
