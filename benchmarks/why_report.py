@@ -1,4 +1,4 @@
-"""The README's picture: time and memory of a private step over the plain one, of the newest machine's rows; a dash
+"""The README's picture: time and memory of a private step over the plain one, of the most measured machine; a dash
 stands where nothing was measured."""
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ TOP = 3.0
 
 
 def newest(rows: dict) -> dict[str, dict[str, dict]]:
-    """{workload: {leg: row}} of the CPU that was measured last, with one thread and the allocator as it comes."""
+    """{workload: {leg: row}} of the CPU with most workloads, of these the last measured, with one thread and the
+    allocator as it comes."""
     chosen = {
         key: legs
         for key, legs in rows.items()
@@ -31,7 +32,7 @@ def newest(rows: dict) -> dict[str, dict[str, dict]]:
         return {}
     dates = {key[0]: max(row["date"] for k, legs in chosen.items() if k[0] == key[0] for row in legs.values())
              for key in chosen}  # fmt: skip
-    last = max(dates, key=dates.get)
+    last = max(dates, key=lambda cpu: (sum(key[0] == cpu and key[1] in SHORT for key in chosen), dates[cpu]))
     return {key[1]: legs for key, legs in chosen.items() if key[0] == last and key[1] in SHORT}
 
 

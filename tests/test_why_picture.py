@@ -1,4 +1,4 @@
-"""The README's picture shows what the newest rows say, and nothing that was not measured."""
+"""The README's picture shows what the most measured machine gave, and nothing that was not measured."""
 
 import pytest
 import why_report
@@ -32,6 +32,13 @@ def test_bars_are_the_newest_machines_ratios():
     memory = why_report.bars(found, why_report.tensors)
     assert memory.pop("dpfast one-pass") == {"mlp": pytest.approx(1.2)}
     assert not any(memory.values())
+
+
+def test_a_newer_machine_with_fewer_workloads_does_not_take_the_place():
+    found = rows()
+    found["a CPU", "cnn", 1, "glibc"] = found["a CPU", "cnn", 1, "tuned"]
+    found["a new CPU", "mlp", 1, "glibc"] = {"dpfast one-pass": {"date": "2026-04-01", "ratio_plain": 1.1}}
+    assert set(why_report.newest(found)) == {"mlp", "cnn"}
 
 
 def test_it_is_drawn(tmp_path):
