@@ -106,12 +106,11 @@ checkpoints' config.json, 6,738,415,616 and 68,976,648,192 parameters."""
 @dataclass(frozen=True)
 class Batch:
     """What one rank computes on: N samples of T positions; bytes of an entry of activations and of gathered
-    parameters; the type of its device."""
+    parameters."""
 
     n: int
     t: int
     itemsize: int = FP32
-    device: str = "cuda"
 
 
 def numel(model: Model, ranks: int = 1) -> int:
@@ -197,7 +196,7 @@ def kept(model: Model, ranks: int, batch: Batch) -> int:
             continue
         p, d = layer.weight(ranks)
         total += FP32 * sum(prod(shape) for shape in [*layer.parameters(ranks)][1:])
-        if cost.keeps(batch.t, FP32 * p * d, rows * (p + d), cost.LINEAR_KEEP_RATIO.get(batch.device)):
+        if cost.keeps(batch.t, FP32 * p * d, rows * (p + d)):
             total += FP32 * p * d
         else:
             inputs[layer.reads] = rows * d

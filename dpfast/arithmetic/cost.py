@@ -27,10 +27,6 @@ KEEP_RATIO = 1.5
 """The memory budget of "keep": a sample's gradient is kept where it takes at most this many times the bytes of the
 activations and backprops that would be kept in its place."""
 
-LINEAR_KEEP_RATIO = {"cpu": 2.0}
-"""The same for sums of outer products, by the type of the device, where it is another: a CPU has much memory for the
-arithmetic that it does (ARCHITECTURE.md, "Keep")."""
-
 GRAM_FLOP = {"MKL AVX-512": 1.3, "MKL AVX2": 1.2, "oneDNN AVX-512": 1.1}
 """What a FLOP of the Gram norm takes on a CPU beside one of the direct norm, by ``products.multiplier()``: medians of
 the rows of ``benchmarks/scaling.py norms`` (results/norms.jsonl; on an Intel CPU, the last two imitated there). Of
@@ -87,7 +83,7 @@ def keeps(t: int, gradient_bytes: int, input_bytes: int, ratio: float | None = N
 
     Args:
         gradient_bytes, input_bytes: of one sample; what is kept, and what it is kept in the place of.
-        ratio: of this factor, where it has one of its own; :data:`KEEP_RATIO`.
+        ratio: of this factor, where a plan for all of them has one (``modes/memory_budget.py``); :data:`KEEP_RATIO`.
     """
     return t > 1 and gradient_bytes <= (KEEP_RATIO if ratio is None else ratio) * input_bytes
 

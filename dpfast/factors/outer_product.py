@@ -93,9 +93,7 @@ class OuterProduct:
     def keeps_together(self, k: int) -> bool:
         """The same of a sample made of k of these."""
         gradient, inputs = self.shape.numel() * self.dtype.itemsize, self.nbytes // max(1, self.num_samples)
-        planned = self.keep_ratio
-        ratio = cost.LINEAR_KEEP_RATIO.get(self.device.type) if planned is None else planned
-        return cost.keeps(k * self.activations.shape[1], gradient, k * inputs, ratio)
+        return cost.keeps(k * self.activations.shape[1], gradient, k * inputs, self.keep_ratio)
 
     @property
     def nbytes(self) -> int:

@@ -70,7 +70,7 @@ class GradSampleModuleFastGradientClipping(LeavesSums, PerUnit, GradSampleModule
         memory_budget: what one pass may hold of all layers between norms and clipped sums: bytes a sample (an int), or
             a multiple of the layers' inputs and output gradients (a float). Which layers write their gradients is then
             planned for the fastest step that fits, from the shapes of the first step of each kind, which holds the
-            least. None: each writes gradients of up to 1.5 times the bytes of its own (linear ones on a CPU: twice).
+            least. None: each layer writes gradients of up to 1.5 times the bytes of its own.
 
     Raises:
         InputError: ``max_grad_norm``; in a backward pass, a budget that cannot be met, with the smallest that can.
