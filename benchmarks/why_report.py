@@ -20,7 +20,7 @@ SHORT = {"gpt": "GPT-like,\nT = 128", "long": "GPT-like,\nT = 1024", "mlp": "MLP
 TOP = 3.0
 
 
-def newest(rows: dict) -> dict[str, dict[str, dict]]:
+def most_measured(rows: dict) -> dict[str, dict[str, dict]]:
     """{workload: {leg: row}} of the CPU with most workloads, of these the last measured, with one thread and the
     allocator as it comes."""
     chosen = {
@@ -32,8 +32,8 @@ def newest(rows: dict) -> dict[str, dict[str, dict]]:
         return {}
     dates = {key[0]: max(row["date"] for k, legs in chosen.items() if k[0] == key[0] for row in legs.values())
              for key in chosen}  # fmt: skip
-    last = max(dates, key=lambda cpu: (sum(key[0] == cpu and key[1] in SHORT for key in chosen), dates[cpu]))
-    return {key[1]: legs for key, legs in chosen.items() if key[0] == last and key[1] in SHORT}
+    taken = max(dates, key=lambda cpu: (sum(key[0] == cpu and key[1] in SHORT for key in chosen), dates[cpu]))
+    return {key[1]: legs for key, legs in chosen.items() if key[0] == taken and key[1] in SHORT}
 
 
 def times(row: dict, plain: dict) -> float | None:
@@ -53,7 +53,7 @@ def bars(found: dict[str, dict[str, dict]], ratio: Callable[[dict, dict], float 
 
 
 def picture(rows: dict, path: Path) -> None:
-    found = newest(rows)
+    found = most_measured(rows)
     if not found:
         return
     figure, all_axes = plt.subplots(1, 2, figsize=(10, 3.2), layout="constrained")

@@ -21,7 +21,7 @@ def rows():
 
 
 def test_bars_are_the_newest_machines_ratios():
-    found = why_report.newest(rows())
+    found = why_report.most_measured(rows())
     assert list(found) == ["mlp"]
     assert why_report.bars(found, why_report.times) == {
         "dpfast one-pass": {"mlp": 1.5},
@@ -38,7 +38,7 @@ def test_a_newer_machine_with_fewer_workloads_does_not_take_the_place():
     found = rows()
     found["a CPU", "cnn", 1, "glibc"] = found["a CPU", "cnn", 1, "tuned"]
     found["a new CPU", "mlp", 1, "glibc"] = {"dpfast one-pass": {"date": "2026-04-01", "ratio_plain": 1.1}}
-    assert set(why_report.newest(found)) == {"mlp", "cnn"}
+    assert set(why_report.most_measured(found)) == {"mlp", "cnn"}
 
 
 def test_it_is_drawn(tmp_path):

@@ -116,8 +116,6 @@ def norm_of_rows(row_norms: Tensor) -> Tensor:
 def rows_of_entries(values: Tensor) -> Tensor:
     """(N, ...) as (N, rows, width). Rows of a kernel's 3 would be slow, longer sums than need be less exact."""
     width, dims = 1, values.dim()
-    if dims == 3 and values.shape[2] >= 16:
-        return values
     while dims > 1 and (dims == values.dim() or (width < 16 and width * values.shape[dims - 1] <= SUM_BLOCK)):
         dims -= 1
         width *= values.shape[dims]
