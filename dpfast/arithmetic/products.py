@@ -58,18 +58,14 @@ def batched(x: Tensor, y: Tensor, *, scale: float = 1.0, add_to: Tensor | None =
         product = product.contiguous() if scale == 1.0 else product * scale
         return product if add_to is None else add_to.add_(product)
     if by_onednn(r, k, c, x):
-        if n == 1 and add_to is None and scale == 1.0:
-            return onednn(x[0], y[0].mT).unsqueeze(0)
-        out = empty((n, r, c), x.dtype, x.device) if add_to is None else add_to
-        for x_n, y_n, out_n in zip(x, y, out, strict=True):
-            product = onednn(x_n, y_n.mT)
-            if add_to is not None:
-                out_n.add_(product, alpha=scale)
-            elif scale != 1.0:
-                torch.mul(product, scale, out=out_n)
-            else:
-                out_n.copy_(product)
-        return out
+        products = [onednn(x_n, y_n) for x_n, y_n in zip(x.unbind(), y.mT.unbind(), strict=True)]
+        if add_to is not None:
+            torch._foreach_add_(add_to.unbind(), products, alpha=scale)
+            return add_to
+        if n == 1:
+            return (products[0] if scale == 1.0 else products[0].mul_(scale)).unsqueeze(0)
+        out = torch.stack(products, out=empty((n, r, c), x.dtype, x.device))
+        return out if scale == 1.0 else out.mul_(scale)
     if min(r, c) >= BATCH_INVARIANT_FROM:
         small = n * r * c * x.itemsize <= buffers.SMALLEST
         if small and add_to is None and scale == 1.0 and n >= torch.get_num_threads():
@@ -173,9 +169,25 @@ def by_onednn(r: int, k: int, c: int, like: Tensor) -> bool:
 
 
 def onednn(x: Tensor, y: Tensor) -> Tensor:
-    """``x yᵀ`` (r, k)·(c, k) in fp32, of copies where they are not contiguous: for rows with gaps oneDNN has only its
-    reference implementation, a thousand times as slow."""
-    return torch.ops.mkldnn._linear_pointwise(x.contiguous(), y.contiguous(), None, "none", [], "")
+    """``x yᵀ`` (r, k)·(c, k) in fp32, of copies where there are gaps: for rows with gaps oneDNN has only its reference
+    implementation, a thousand times as slow. y may be transposed; of x, torch makes a contiguous copy then, on one
+    thread, so the smaller of the two should be x."""
+    y = y if y.is_contiguous() or y.mT.is_contiguous() else y.contiguous()
+    return torch.ops.mkldnn._linear_pointwise(x.contiguous(), y, None, "none", [], "")
+
+
+_ROWS = 96
+"""Rows of a product that a thread takes at least: as fast by MKL as the whole product, on one thread."""
+
+
+def in_chunks(x: Tensor, y: Tensor) -> Tensor:
+    """``xᵀ y`` of (k, r) and (k, c), its rows shared among threads: the same bits with any number of them."""
+    (k, r), c = x.shape, y.shape[1]
+    if by_onednn(r, k, c, x):
+        return onednn(x.mT, y.mT)
+    chunks = next(chunks for chunks in range(max(1, r // _ROWS), 0, -1) if r % chunks == 0)
+    parts = x.unflatten(1, (chunks, -1)).permute(1, 2, 0)
+    return batched(parts, y.expand(chunks, -1, -1), to_keep=True).view(r, c)
 
 
 def multiplier() -> str:

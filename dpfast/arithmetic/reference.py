@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from typing import Any
 
 import opt_einsum
 import torch
@@ -94,7 +95,7 @@ def weighted_sum(activations: Tensor, backprops: Tensor, coefficients: Tensor) -
     d, p = activations.shape[-1], backprops.shape[-1]
     rows = c.numel() * activations.shape[1]
     if d * p >= _WORTH_TRANSPOSING and not is_traced() and products.by_onednn(p, rows, d, like=activations):
-        return _transposed_product(backprops, activations, c)
+        return _by_onednn(backprops, activations, c)
     # The scaled copy is made of the smaller operand.
     if d <= p:
         activations = activations * c
@@ -109,20 +110,19 @@ def weighted_sum(activations: Tensor, backprops: Tensor, coefficients: Tensor) -
     return torch.mm(backprops.T, activations, out=buffers.empty((p, d), dtype, activations.device))
 
 
-def _transposed_product(x: Tensor, y: Tensor, c: Tensor) -> Tensor:
-    """``Σ_n c_n Σ_t x_nt y_ntᵀ`` by oneDNN, which wants rows of length N·T: copied a workspace at a time."""
-    c = c.expand(-1, x.shape[1], -1).reshape(-1)
-    x, y = x.reshape(c.numel(), -1), y.reshape(c.numel(), -1)
-    rows = max(1024, WORKSPACE_BYTES // (x.element_size() * (x.shape[1] + y.shape[1])))
-    total = None
-    for x_i, y_i, c_i in zip(x.mT.split(rows, 1), y.mT.split(rows, 1), c.split(rows), strict=True):
-        if y.shape[1] <= x.shape[1]:
-            y_i = torch.mul(y_i, c_i, out=x.new_empty(y_i.shape))
-        else:
-            x_i = torch.mul(x_i, c_i, out=x.new_empty(x_i.shape))
-        part = products.onednn(x_i, y_i)
+def _by_onednn(backprops: Tensor, activations: Tensor, c: Tensor) -> Tensor:
+    """``Σ_n c_n Σ_t b_nt a_ntᵀ``, the smaller of both scaled and transposed, a workspace at a time: oneDNN reads the
+    other one as it is."""
+    (_, t, d), p = activations.shape, backprops.shape[-1]
+    small, large = (backprops, activations) if p <= d else (activations, backprops)
+    c = c.expand(-1, t, -1).reshape(-1, 1)
+    small, large = small.reshape(c.numel(), -1), large.reshape(c.numel(), -1)
+    rows = max(1024, WORKSPACE_BYTES // (2 * small.element_size() * small.shape[1]))
+    total: Any = None
+    for some, weights, others in zip(small.split(rows), c.split(rows), large.split(rows), strict=True):
+        part = products.onednn((some * weights).mT, others.mT)
         total = part if total is None else total.add_(part)
-    return total  # type: ignore[return-value]  # N·T > 0: the operands are large
+    return total if p <= d else total.mT.contiguous()
 
 
 def weighted_sums(activations: Tensor, backprops: Tensor, coefficients: Tensor, layers: int) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -79,8 +80,8 @@ def gram_sq_norm(activations: Tensor, backprops: Tensor) -> SquaredNorm:
         sums.no_smaller(raw, sums.lost_to_underflow(x)) for raw, x in ((norm_a, activations), (norm_b, backprops))
     )
     return gram_from_tiles(
-        lambda s, r, c: gram_tile(activations[s, r], activations[s, c]),
-        lambda s, r, c: gram_tile(backprops[s, r], backprops[s, c]),
+        lambda s, r, c: gram_tile(activations[s, r], None if r == c else activations[s, c]),
+        lambda s, r, c: gram_tile(backprops[s, r], None if r == c else backprops[s, c]),
         norm_a,
         norm_b,
         shape=(d, backprops.shape[-1]),
@@ -138,13 +139,18 @@ def gram_from_tiles(
     )
 
 
-def gram_tile(x: Tensor, y: Tensor) -> Tensor:
-    """x_n y_nᵀ, its inner products added in blocks (see bounds.gram)."""
-    block = bounds.DOT_BLOCK
-    out = products.batched(x[..., :block], y[..., :block].mT)
-    for start in range(block, x.shape[-1], block):
+def gram_tile(x: Tensor, y: Tensor | None = None) -> Tensor:
+    """x_n y_nᵀ, or x_n x_nᵀ, its inner products added in blocks (see bounds.gram)."""
+    (_, r, d), c, block = x.shape, (x if y is None else y).shape[1], bounds.DOT_BLOCK
+    copied = d > block and products.by_onednn(r, block, c, x)  # of both, and of all samples, in one call
+    out: Any = None
+    for start in range(0, max(1, d), block):
         features = slice(start, start + block)
-        products.batched(x[..., features], y[..., features].mT, add_to=out)
+        rows, columns = x[..., features], None if y is None else y[..., features]
+        if copied:
+            rows, columns = rows.contiguous(), None if columns is None else columns.contiguous()
+        columns = (rows if columns is None else columns).mT
+        out = products.batched(rows, columns) if out is None else products.batched(rows, columns, add_to=out)
     return out
 
 
