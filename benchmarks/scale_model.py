@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
+import torch
+
 from dpfast.arithmetic import cost
 
 FP32 = 4
@@ -106,11 +108,12 @@ checkpoints' config.json, 6,738,415,616 and 68,976,648,192 parameters."""
 @dataclass(frozen=True)
 class Batch:
     """What one rank computes on: N samples of T positions; bytes of an entry of activations and of gathered
-    parameters."""
+    parameters; the kind of device."""
 
     n: int
     t: int
     itemsize: int = FP32
+    device: str = "cuda"
 
 
 def numel(model: Model, ranks: int = 1) -> int:
@@ -177,7 +180,7 @@ def _shards(model: Model, ranks: int) -> list[int]:
 
 
 def kept(model: Model, ranks: int, batch: Batch) -> int:
-    """Bytes of the samples' factors when the sums begin: of a layer its gradients, written out (``cost.keeps``), or its
+    """Bytes of the samples' factors when the pass ends: of a layer its gradients, written out (``cost.keeps``), or its
     input and the gradient of its output.
 
     Args:
@@ -196,7 +199,10 @@ def kept(model: Model, ranks: int, batch: Batch) -> int:
             continue
         p, d = layer.weight(ranks)
         total += FP32 * sum(prod(shape) for shape in [*layer.parameters(ranks)][1:])
-        if cost.keeps(batch.t, FP32 * p * d, rows * (p + d)):
+        way = cost.norm_way(batch.t, d, p, torch.device(batch.device))
+        size = cost.Size(batch.t, cost.norm_flops(way, batch.t, d, p), FP32 * p * d, rows * (p + d), batch.device)
+        in_turn = batch.device == "cpu" and ranks == 1 and cost.waits(size)
+        if cost.keeps(batch.t, size.gradient, size.inputs) and not in_turn:
             total += FP32 * p * d
         else:
             inputs[layer.reads] = rows * d

@@ -4,14 +4,17 @@
 2. Whatever the model and the batch, one sample more or less moves the clipped sum by at most C.
 """
 
+import contextlib
+
 import hypothesis.strategies as st
 import torch
 from cases import MODELS, exact_norms, hostile
 from hypothesis import given
+from in_turn import everything_in_turn
 
 import dpfast
-from dpfast.arithmetic import reference_norms
-from dpfast.factors import Dense, Lookup, OuterProduct, row_sum
+from dpfast.arithmetic import finished, reference_norms
+from dpfast.factors import Dense, InTurn, Lookup, OuterProduct, row_sum
 from dpfast.modes.clippers import ConstantFlatClipper, clip_factors
 
 
@@ -37,6 +40,7 @@ def test_no_clipped_sample_exceeds_c(t, d, p, exponents, dtype, constant_side, c
         "direct": reference_norms.direct_sq_norm(a, b).upper,
         "gram": reference_norms.gram_sq_norm(a, b).upper,
         "kept": OuterProduct(a, b).materialized().sq_norm().upper,
+        "in turn": in_turn_upper(OuterProduct(a, b)),
     }
     if t == 1:
         factors["rank_one"] = reference_norms.rank_one_sq_norm(a, b).upper
@@ -53,6 +57,11 @@ def test_no_clipped_sample_exceeds_c(t, d, p, exponents, dtype, constant_side, c
         table = torch.randint(0, 3, (2, t), generator=torch.Generator().manual_seed(seed))
         rows = torch.einsum("ntv,ntp->nvp", torch.nn.functional.one_hot(table, 3).double(), b.double())
         assert (Lookup(table, b, 3).sq_norm().upper.sqrt() >= rows.flatten(1).norm(dim=1)).all()
+
+
+def in_turn_upper(product):
+    found = InTurn([product], [product.shape])
+    return torch.cat([finished(found.write(i)).upper for i in range(found.num_samples)])
 
 
 MAGNITUDES = st.floats(-4, 4).map(lambda e: 10.0**e)
@@ -79,9 +88,17 @@ def clipped_sum_of(model, x, y, weights, c):
     weight=MAGNITUDES,
     double=st.booleans(),
     twins=st.booleans(),
+    in_turn=st.booleans(),
     seed=st.integers(0, 10**6),
 )
-def test_one_sample_moves_the_sum_by_at_most_c(name, n, which, c, inputs, parameters, weight, double, twins, seed):
+def test_one_sample_moves_the_sum_by_at_most_c(
+    name, n, which, c, inputs, parameters, weight, double, twins, in_turn, seed
+):
+    with everything_in_turn() if in_turn else contextlib.nullcontext():
+        moves_the_sum_by_at_most_c(name, n, which, c, inputs, parameters, weight, double, twins, seed)
+
+
+def moves_the_sum_by_at_most_c(name, n, which, c, inputs, parameters, weight, double, twins, seed):
     build, batch = MODELS[name]
     torch.manual_seed(seed)
     model, x, y = build(), batch(n), torch.randint(0, 5, (n,))

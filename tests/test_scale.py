@@ -34,7 +34,7 @@ def assert_as_on_paper(found, ranks, wrappers):
     for row in found:
         model, n, t = MODELS[TITLES[row["workload"]]]
         wrapper, _, dtype = row["wrapper"].partition(", ")
-        batch = Batch(n, t, 2 if dtype == "bf16" else 4)
+        batch = Batch(n, t, 2 if dtype == "bf16" else 4, "cpu")
         if row["leg"] not in ("plain", "dpfast"):
             continue
         private = row["leg"] == "dpfast"

@@ -7,6 +7,7 @@ values.
 | gram     | T(T + tile)(D + P)     | none                        |
 | direct   | 2·T·D·P                | none                        |
 | keep     | none, 8·D·P bytes read and written | 4·D·P bytes in the place of the inputs  |
+| in turn  | none, 8·D·P bytes read and written | none; 4·D·P bytes of one sample         |
 
 A multiply-add counts as two FLOPs. ``gram`` counts the tiles of the lower triangle; those on the diagonal are computed
 whole. On a CPU a FLOP of ``gram`` takes somewhat longer, by how much its instructions tell (:data:`GRAM_FLOP`). Layers
@@ -15,6 +16,7 @@ of 128×128 and less are too small there for a count of FLOPs to tell.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -88,6 +90,13 @@ def keeps(t: int, gradient_bytes: int, input_bytes: int, ratio: float | None = N
     return t > 1 and gradient_bytes <= (KEEP_RATIO if ratio is None else ratio) * input_bytes
 
 
+IN_TURN = 32 * 2**20
+"""Bytes of one sample's gradients that are written at a time at most, of all layers that are taken in turn. More do not
+stay in the caches, and then it gains nothing."""
+
+IN_TURN_SAVES = 2**21, 2**23
+"""FLOPs that it must save a sample, in each layer and in all: what its calls take."""
+
 FLOPS_A_BYTE = {"cpu": 4, "cuda": 150}
 """What a device multiplies and adds while it moves a byte, about (``python -m dpfast bench`` measures both rates). It
 only orders plans."""
@@ -106,3 +115,21 @@ class Size(NamedTuple):
     def saves(self) -> float:
         """FLOPs that a written gradient saves: the norm, less its being written and read once more."""
         return self.flops - FLOPS_A_BYTE.get(self.device, 4) * 2 * self.gradient if self.t > 1 else 0.0
+
+
+def waits(size: Size) -> bool:
+    """Whether a factor on a CPU that would be kept waits for its turn, as its inputs: they are less."""
+    return size.gradient > size.inputs and size.saves >= IN_TURN_SAVES[0]
+
+
+def in_turn(sizes: Sequence[Size]) -> list[bool]:
+    """Which factors are taken in turn: sample by sample, written once, for norm and clipped sum together, in the place
+    of a norm without the gradient and a product for the sum. Those that save most for their bytes come first."""
+    chosen, held, saved = [False] * len(sizes), 0, 0.0
+    each, all_together = IN_TURN_SAVES
+    saving = [i for i, size in enumerate(sizes) if size.saves >= each]
+    for i in sorted(saving, key=lambda i: (-sizes[i].saves / sizes[i].gradient, i)):
+        chosen[i] = held + sizes[i].gradient <= IN_TURN
+        held += chosen[i] * sizes[i].gradient
+        saved += chosen[i] * sizes[i].saves
+    return chosen if saved >= all_together else [False] * len(sizes)

@@ -58,13 +58,13 @@ def batched(x: Tensor, y: Tensor, *, scale: float = 1.0, add_to: Tensor | None =
         product = product.contiguous() if scale == 1.0 else product * scale
         return product if add_to is None else add_to.add_(product)
     if by_onednn(r, k, c, x):
-        products = [onednn(x_n, y_n) for x_n, y_n in zip(x.unbind(), y.mT.unbind(), strict=True)]
+        found = [onednn(x_n, y_n) for x_n, y_n in zip(x.unbind(), y.mT.unbind(), strict=True)]
         if add_to is not None:
-            torch._foreach_add_(add_to.unbind(), products, alpha=scale)
+            torch._foreach_add_(add_to.unbind(), found, alpha=scale)
             return add_to
         if n == 1:
-            return (products[0] if scale == 1.0 else products[0].mul_(scale)).unsqueeze(0)
-        out = torch.stack(products, out=empty((n, r, c), x.dtype, x.device))
+            return (found[0] if scale == 1.0 else found[0].mul_(scale)).unsqueeze(0)
+        out = torch.stack(found, out=empty((n, r, c), x.dtype, x.device))
         return out if scale == 1.0 else out.mul_(scale)
     if min(r, c) >= BATCH_INVARIANT_FROM:
         small = n * r * c * x.itemsize <= buffers.SMALLEST

@@ -67,6 +67,18 @@ def grad_sample(activations: Tensor, backprops: Tensor, *, scale: float = 1.0, t
     return out
 
 
+def gradient(rows: Tensor, columns: Tensor, dtype: torch.dtype) -> Tensor:
+    """``Σ_t r_t c_tᵀ`` of one sample, (T, R) and (T, C) with T > 0, on all threads."""
+    rows, columns = rows.to(dtype), columns.to(dtype)
+    if len(rows) <= bounds.CHAIN_BLOCK:
+        return products.in_chunks(rows, columns)
+    out: Any = None
+    for some, others in zip(rows.split(bounds.CHAIN_BLOCK), columns.split(bounds.CHAIN_BLOCK), strict=True):
+        part = products.in_chunks(some, others)
+        out = part if out is None else out.add_(part)
+    return out
+
+
 def grad_sample_blocks(activations: Tensor, backprops: Tensor) -> Iterator[Tensor]:
     """:func:`grad_sample` in blocks of samples of at most :data:`KEPT_BLOCK` bytes a thread, or of one sample: oneDNN,
     which takes them one by one anyway, then needs no copy."""

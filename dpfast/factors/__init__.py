@@ -9,6 +9,7 @@ from dpfast.factors import unit_ops  # noqa: F401  # its operations are found by
 from dpfast.factors.alike import Alike, weighted_sums
 from dpfast.factors.dense import Dense, Factor, channel_sum, row_sum, row_sum_in_blocks
 from dpfast.factors.folded import folded
+from dpfast.factors.in_turn import InTurn
 from dpfast.factors.lookup import Lookup, is_small_table
 from dpfast.factors.merge import merge
 from dpfast.factors.of_experts import OfExperts
@@ -30,6 +31,7 @@ __all__ = [
     "Blocks",
     "Dense",
     "Factor",
+    "InTurn",
     "Lookup",
     "OfExperts",
     "OuterProduct",

@@ -21,6 +21,7 @@ from dpfast.modes.escaped_gradients import Guards, check_parameters
 from dpfast.modes.fast_gradient_clipping import GradSampleModuleFastGradientClipping
 from dpfast.modes.gathered import rounding
 from dpfast.modes.grad_sample_module import GradSampleModule, Hooks
+from dpfast.modes.in_turn import may_be_taken_in_turn, waits_for_its_turn
 from dpfast.modes.memory_budget import held_one_by_one, plans, size_of, way_unwritten
 from dpfast.modes.mixed_losses import expect_loss
 from dpfast.modes.nonfinite_samples import DroppedSamples
@@ -58,11 +59,13 @@ __all__ = [
     "held_by",
     "held_one_by_one",
     "left_in",
+    "may_be_taken_in_turn",
     "not_noted",
     "plans",
     "rounding",
     "safe_factors",
     "shares_noise",
     "size_of",
+    "waits_for_its_turn",
     "way_unwritten",
 ]

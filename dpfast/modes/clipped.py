@@ -92,7 +92,9 @@ def clip(
     )
 
 
-def clip_to(limit: float, norm: SquaredNorm, scale: float, *, added: int = 1, valid: Tensor | None = None) -> Clipped:
+def clip_to(
+    limit: float, norm: SquaredNorm, scale: float | Tensor, *, added: int = 1, valid: Tensor | None = None
+) -> Clipped:
     """:func:`clip` by a ``ConstantFlatClipper`` of this limit, the same bits, where sums are rounded in fp32 or fp64.
 
     Args:

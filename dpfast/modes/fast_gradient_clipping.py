@@ -16,16 +16,17 @@ from dpfast.modes.accumulation import Left, left_in
 from dpfast.modes.before import Before
 from dpfast.modes.clipped import Clipped, clip, clip_to
 from dpfast.modes.clippers import (
-    ClipFactors,
+    AutomaticClipper,
     ConstantFlatClipper,
     ConstantPerLayerClipper,
     NormClipper,
     check_clipper,
     check_threshold,
-    safe_factors,
 )
 from dpfast.modes.gathered import Deferred, Gathered, clipped_totals, rounding, take_norms, used_again
 from dpfast.modes.grad_sample_module import GradSampleModule
+from dpfast.modes.in_turn import clip_in_turn, find_in_turn, waits_for_its_turn
+from dpfast.modes.last_norms import LastNorms
 from dpfast.modes.leave_sums import LeavesSums
 from dpfast.modes.memory_budget import MemoryBudget
 from dpfast.modes.nonfinite_samples import DroppedSamples
@@ -42,7 +43,7 @@ _SUMS_OF_ZEROS = (
 )
 
 
-class GradSampleModuleFastGradientClipping(LeavesSums, PerUnit, GradSampleModule):
+class GradSampleModuleFastGradientClipping(LeavesSums, LastNorms, PerUnit, GradSampleModule):
     """Wraps a module; a plain ``loss.backward()`` leaves ``p.grad = Σ_n c_n g_n`` with ``c_n = min(1, C / ‖g_n‖)``.
 
     Book-keeping (Bu et al. 2023, "Differentially Private Optimization on Large Model at Small Cost"): one
@@ -135,51 +136,7 @@ class GradSampleModuleFastGradientClipping(LeavesSums, PerUnit, GradSampleModule
         if memory_budget is not None:
             self._budget = MemoryBudget(memory_budget)
 
-    # --- what the last backward pass left ---
-
-    def get_norm_sample(self) -> Tensor:
-        """L2 norms of the per-sample gradients over all trainable parameters, (N,) fp32, as computed.
-
-        They are private: do not publish them.
-
-        Raises:
-            StateError: before any backward pass.
-        """
-        return self._last_norms().value.sqrt().float()
-
-    def get_clipping_coef(self) -> Tensor:
-        """The clip factors c (N,) fp32 of the last backward pass, (P, N) for P parameters clipped one by one.
-
-        Raises:
-            StateError: before any backward pass. InputError: with two passes, when they are multiplied with losses
-                of any shape but (N,).
-        """
-        self._last_norms()
-        if self.passes == 1:
-            return self._clip_factors
-        self._first.asked = True
-        return self._clip_factors.as_subclass(ClipFactors)
-
-    @property
-    def per_sample_gradient_norms(self) -> Tensor:
-        """:meth:`get_norm_sample` as an attribute; AttributeError before any backward pass."""
-        if self._norms is None:
-            raise AttributeError(
-                "per_sample_gradient_norms is not set. Please call forward and backward on the model before accessing "
-                "this property."
-            )
-        return self.get_norm_sample()
-
-    @property
-    def nonfinite_samples(self) -> int:
-        """How many samples were dropped so far because their norm was inf or NaN. Waits for a GPU."""
-        return self._dropped.count
-
-    @property
-    def norm_slack(self) -> Tensor:
-        """(bound - norm) / norm of the last backward pass, (N,): how much too careful the clip factors are."""
-        norms = self._last_norms()
-        return (norms.upper.sqrt() / norms.value.sqrt().clamp(min=torch.finfo(torch.float64).tiny) - 1.0).float()
+    # --- how samples are clipped ---
 
     @property
     def norm_clipper(self) -> NormClipper | None:
@@ -195,11 +152,6 @@ class GradSampleModuleFastGradientClipping(LeavesSums, PerUnit, GradSampleModule
     def sensitivity(self) -> float:
         """The most that adding or removing one sample can move the clipped sum, in L2 norm."""
         return self._clipper().sensitivity
-
-    def _last_norms(self) -> SquaredNorm:
-        if self._norms is None:
-            raise StateError("no backward pass has run yet; call loss.backward() before reading norms or clip factors")
-        return self._norms
 
     def _clipper(self) -> NormClipper:
         return self._norm_clipper or ConstantFlatClipper(self.max_grad_norm)
@@ -268,15 +220,13 @@ class GradSampleModuleFastGradientClipping(LeavesSums, PerUnit, GradSampleModule
             step.waiting.add(factor, entry.receive)
         elif entry.closed:
             entry.norm = factor.sq_norm()
+        elif only_use and self._one_by_one(step) and waits_for_its_turn(factor):
+            entry.factors.append(factor)
         else:
             entry.factors.append(factor.kept() if only_use or not isinstance(factor, Ragged) else factor)
         if clips_alone and entry.closed:
             limit = self._norm_clipper.flat_values[self._places[parameter]]  # type: ignore[union-attr]  # clips_alone
-            norm = entry.norm.upper.sqrt() * (self._scale(step) * (1.0 + rounding(parameter)))
-            factors = safe_factors((limit / norm).clamp(max=1.0), norm, limit)
-            if step.valid is not None:
-                factors = torch.where(step.valid.to(factors.device), factors, 0.0)
-            entry.clip(factor, factors * self._scale(step))
+            entry.clip_alone(factor, limit, self._scale(step), rounding(parameter), step.valid)
 
     def on_finish(self, step: Step) -> None:
         if not step.gathered:  # nothing has come by
@@ -301,14 +251,22 @@ class GradSampleModuleFastGradientClipping(LeavesSums, PerUnit, GradSampleModule
             found = {p: entry for p, entry in zip(self._places, entries, strict=True) if entry is not None}
             settings = self._sum_parts(step, found)
         each = is_traced() or self._parts is not None or self._clipper().is_per_layer or step.first is not None
-        norms = take_norms(self._places, entries, deferred, step.num_samples or 0, each=each)
+        places, in_turn = find_in_turn(entries) if self._one_by_one(step) else ([], None)
+        rest = [None if place in places else entry for place, entry in enumerate(entries)]
+        norms = take_norms(self._places, rest, deferred, step.num_samples or 0, each=each)
         if self._parts is not None:
             of = dict(zip(self._places, norms, strict=True))
             by_parameter = self._clipper().is_per_layer or step.first is not None
             with told_to_all(None if alone else self._over_ranks, self._places):
                 whose = step.valid if step.units is None else step.units.ids
                 norms = self._parts.over_mesh(of, *settings, by_parameter=by_parameter, whose=whose)
-        clipped = self._clip(norms, scale, step.valid)
+        if in_turn is None:
+            clipped = self._clip(norms, scale, step.valid)
+        else:
+            excess = max(map(rounding, self._places))
+            clipped = self._counted(clip_in_turn(in_turn, norms, self._clipper(), excess, scale, step.valid))
+            for place, total in zip(places, in_turn.totals(), strict=True):
+                entries[place].total = total
         self._norms, self._clip_factors = SquaredNorm(clipped.norms, clipped.upper), clipped.factors
         if step.first is not None:
             self._first = step.first
@@ -321,6 +279,12 @@ class GradSampleModuleFastGradientClipping(LeavesSums, PerUnit, GradSampleModule
         self._leave_sums(clipped_totals(self._places, entries, deferred, clipped))
         if order is not None:
             self._before = Before.learned(self._places, step.num_samples or 0, order, deferred)
+
+    def _one_by_one(self, step: Step) -> bool:
+        """Whether a sample's factor follows from its own norm, which is all here. Clippers of others may look at the
+        batch."""
+        here = self.passes == 1 and step.units is None and self._parts is None and not is_traced()
+        return here and type(self._norm_clipper) in (type(None), ConstantFlatClipper, AutomaticClipper)
 
     def _finish_as_before(self, step: Step, deferred: Deferred, order: object) -> bool:
         """Finishes the step, where it is like the last one; else does nothing."""
@@ -339,7 +303,9 @@ class GradSampleModuleFastGradientClipping(LeavesSums, PerUnit, GradSampleModule
     def _clip(self, norms: Sequence[SquaredNorm | None], scale: float | Tensor, valid: Tensor | None) -> Clipped:
         """What the sums are weighted with; counts the samples that are dropped."""
         roundings = list(map(rounding, self._places))
-        clipped = clip(self._clipper(), norms, scale=scale, rounding=roundings, valid=valid)
+        return self._counted(clip(self._clipper(), norms, scale=scale, rounding=roundings, valid=valid))
+
+    def _counted(self, clipped: Clipped) -> Clipped:
         if len(clipped.measured):
             self._dropped.add(clipped.measured)
         return clipped

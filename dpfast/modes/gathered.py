@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from dpfast.arithmetic import SquaredNorm, is_traced, towards_zero
 from dpfast.factors import Alike, Dense, Factor, merge, norm_or_unfinished, pin, sq_norms, total_sq_norm, weighted_sums
 from dpfast.modes.clipped import Clipped
+from dpfast.modes.clippers import safe_factors
 
 
 class Gathered:
@@ -36,6 +37,20 @@ class Gathered:
     def clip(self, factor: Factor, coefficients: Tensor) -> None:
         """Takes the clipped sum; what the factor keeps is freed with it."""
         self.total = factor.weighted_sum(coefficients.to(self.norm[0].device))
+
+    def clip_alone(
+        self, factor: Factor, limit: float, scale: float | Tensor, excess: float, valid: Tensor | None
+    ) -> None:
+        """Takes the clipped sum of a parameter that is clipped by itself, to ``limit``.
+
+        Args:
+            scale, valid: as of ``clipped.clip``. excess: by how much, relatively, the sum may come out too large.
+        """
+        norm = self.norm.upper.sqrt() * (scale * (1.0 + excess))
+        factors = safe_factors((limit / norm).clamp(max=1.0), norm, limit)
+        if valid is not None:
+            factors = torch.where(valid.to(factors.device), factors, 0.0)
+        self.clip(factor, factors * scale)
 
 
 def used_again(name: str) -> str:

@@ -14,7 +14,7 @@ from dpfast.factors import Blocks, Factor, Lookup, OuterProduct, PatchProduct, R
 from dpfast.modes import GradSampleModule, TappedModel
 from dpfast.report.measure import Loss, Measured, Run, sum_of
 from dpfast.report.page import Fallback, page
-from dpfast.report.takes import Caught, way_of
+from dpfast.report.takes import IN_TURN, Caught, Turns, way_of
 from dpfast.taps import Record, find_forward
 
 FALLBACK = "functorch (vmap; no rule)"
@@ -29,7 +29,8 @@ class Use:
         layer: qualified name and class of the module whose tap caught it.
         parameter: qualified name.
         rule: the rule's name; :data:`FALLBACK` where the layer has none.
-        way: "rank_one", "gram", "direct" or "keep" (``cost``), "lookup", or "dense" for gradients as they are.
+        way: "rank_one", "gram", "direct" or "keep" (``cost``), "in turn" (norm and sum sample by sample), "lookup", or
+            "dense" for gradients as they are.
         shape: (T, D, P) of an outer product, (T, D) of a lookup, the parameter's shape otherwise.
         flops: what the norm costs a sample, on top of the clipped sum.
         kept_bytes: what is kept of a sample until its clip factor is known, beyond what autograd keeps anyway.
@@ -177,10 +178,13 @@ def _explained(tapped: TappedModel, model: nn.Module, batch: tuple[Any, ...], in
     names = {p: name for name, p in tapped.model.named_parameters()}
     uses: list[Use] = []
     sizes: set[int] = set()
+    turns, places = Turns(), []
 
     def observe(record: Record, parameter: nn.Parameter, factor: Factor) -> None:
         rule = _rule_name(tapped, record)
         sizes.add(factor.num_samples)
+        turns.see(parameter, factor)
+        places.append(len(uses))
         found = [_use(record.tap.layer, names.get(parameter, "?"), rule, part) for part in _parts(factor)]
         uses.extend(replace(use, samples=record.where()) for use in found)
 
@@ -192,6 +196,11 @@ def _explained(tapped: TappedModel, model: nn.Module, batch: tuple[Any, ...], in
     finally:
         tapped.mode, tapped.enabled, tapped.observe = before
         tapped.drop_guards()  # the next forward pass sets those again that its mode needs
+    for i in turns.taken:
+        use = uses[places[i]]
+        t, d, p = use.shape
+        flops = cost.norm_flops("keep", t, d, p)
+        uses[places[i]] = replace(use, way=IN_TURN, flops=flops, kept_bytes=turns.inputs(i))
     return Explanation(tuple(uses), max(sizes, default=0), _Of(model, batch, inputs))
 
 

@@ -6,8 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from dpfast.arithmetic import cost
 from dpfast.modes import held_one_by_one, plans
-from dpfast.report.measure import Measured
+from dpfast.report.measure import Cost, Measured
+from dpfast.report.takes import IN_TURN
 
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM, _RIGHT = 1000, 300, 62, 32, 44, 30
 
@@ -26,12 +28,21 @@ def points(m: Measured) -> tuple[list[Point], Point]:
     found = []
     for plan in plans([c.size for c in m.costs]):
         seconds = m.caught
-        for cost, written in zip(m.costs, plan.written, strict=True):
-            seconds += cost.ways["keep" if written and "keep" in cost.ways else cost.unwritten].seconds
+        in_turn = _in_turn(m.costs, plan.written)
+        for c, written, turn in zip(m.costs, plan.written, in_turn, strict=True):
+            way = "keep" if written and "keep" in c.ways else IN_TURN if turn else c.unwritten
+            seconds += c.ways[way].seconds
         found.append(Point(plan.held, plan.held * m.num_samples, seconds, sum(plan.written)))
     taken = [c.taken == "keep" for c in m.costs]
     held = sum(c.size.gradient if w else c.size.inputs for c, w in zip(m.costs, taken, strict=True))
     return found, Point(held, held * m.num_samples, m.predicted, sum(taken))
+
+
+def _in_turn(costs: Sequence[Cost], written: Sequence[bool]) -> list[bool]:
+    uses = Counter(c.parameter for c in costs)
+    may = [i for i, c in enumerate(costs) if IN_TURN in c.ways and uses[c.parameter] == 1 and not written[i]]
+    chosen = dict(zip(may, cost.in_turn([costs[i].size for i in may]), strict=True))
+    return [chosen.get(i, False) for i in range(len(costs))]
 
 
 def in_two_passes(m: Measured) -> Point | None:

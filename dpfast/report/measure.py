@@ -19,15 +19,17 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from dpfast.arithmetic import cost
 from dpfast.errors import InputError, StateError
+from dpfast.factors import Factor
 from dpfast.modes import GradSampleModule, GradSampleModuleFastGradientClipping, TappedModel
 from dpfast.report.memory import segments_between_marks
-from dpfast.report.takes import Caught, Held, Takes
+from dpfast.report.takes import IN_TURN, Caught, Held, Takes, Turns
 from dpfast.report.timing import clock
+from dpfast.taps import Record
 
 Loss = Callable[[Any], Tensor]
 
 ROUNDS = 3
-WAYS = ("direct", "gram", "keep")
+WAYS = ("direct", "gram", "keep", IN_TURN)
 _NOTHING_IS_CLIPPED = 1e30
 
 
@@ -125,14 +127,14 @@ class Run:
         self._now = clock(self.device)
 
     def measure(self, done: Callable[[], None] = lambda: None) -> Measured:
-        """Takes some forty steps; ``done`` is called after each of :attr:`STEPS` parts."""
+        """Some forty; ``done`` is called after each of :attr:`STEPS` parts."""
         with self._left_as_it_was():
             plain = [self.seconds() for _ in range(ROUNDS + 1)][1:]
             done()
             with self._tapped() as tapped:
-                names = self._look(tapped)
-                costs, caught, num_samples = self._costs(tapped, done)
-                predicted_peak = self._predicted_peak(tapped)
+                names, in_turn = self._look(tapped)
+                costs, caught, num_samples = self._costs(tapped, in_turn, done)
+                predicted_peak = self._predicted_peak(tapped, in_turn)
             layers = self._layers(names)
             done()
             private, private_peak = self._private()
@@ -275,13 +277,19 @@ class Run:
 
     # --- layers of the plain step ---
 
-    def _look(self, tapped: TappedModel) -> dict[str, nn.Module]:
-        """The layers that taps are on, by name; their first step, which learns where samples are, is taken."""
+    def _look(self, tapped: TappedModel) -> tuple[dict[str, nn.Module], set[int]]:
+        """The layers that taps are on, by name, and the uses taken in turn; a first step learns where samples are."""
         found: dict[str, nn.Module] = {}
-        tapped.observe = lambda record, parameter, factor: found.update({record.tap.layer: record.tap.module})
+        turns = Turns()
+
+        def observe(record: Record, parameter: nn.Parameter, factor: Factor) -> None:
+            found[record.tap.layer] = record.tap.module
+            turns.see(parameter, factor)
+
+        tapped.observe = observe
         self.seconds()
         tapped.observe = None
-        return found
+        return found, turns.taken
 
     def _layers(self, names: Mapping[str, nn.Module]) -> list[Layer]:
         modules = {id(m): name for name, m in names.items()}
@@ -346,11 +354,11 @@ class Run:
 
     # --- ways of the private step ---
 
-    def _costs(self, tapped: TappedModel, done: Callable[[], None]) -> tuple[list[Cost], float, int]:
+    def _costs(self, tapped: TappedModel, in_turn: set[int], done: Callable[[], None]) -> tuple[list[Cost], float, int]:
         caught: list[float] = []
         found: list[dict[str, list[Way]]] = []
         parameters = {p: name for name, p in self.model.named_parameters()}
-        takes = Takes(self._now)
+        takes = Takes(self._now, in_turn)
         for _ in range(ROUNDS):
             tapped.mode, tapped.observe = Caught(), None
             caught += [self.seconds(), self.seconds()]
@@ -374,9 +382,9 @@ class Run:
         tapped.mode, tapped.observe = Caught(), None
         return costs, median(caught), max((use.num_samples for use in takes.uses), default=0)
 
-    def _predicted_peak(self, tapped: TappedModel) -> int:
+    def _predicted_peak(self, tapped: TappedModel, in_turn: set[int]) -> int:
         """What tensors of the step would hold, plus what the factors would keep alive that this step lets go of."""
-        held = Held()
+        held = Held(in_turn)
         tapped.mode = held
         segments = segments_between_marks(lambda mark: held.run(mark, self.step), self.held, self.device)
         self._clear()

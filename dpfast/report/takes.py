@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from dpfast.arithmetic import cost, ops
-from dpfast.factors import Blocks, Factor, OuterProduct, PatchProduct, Reshaped, merge
-from dpfast.modes import Step, size_of, way_unwritten
+from dpfast.arithmetic import cost, finished, ops
+from dpfast.factors import Blocks, Factor, InTurn, OuterProduct, PatchProduct, Reshaped, merge
+from dpfast.modes import Step, may_be_taken_in_turn, size_of, waits_for_its_turn, way_unwritten
 from dpfast.report.memory import storages
 from dpfast.taps import Record
 
@@ -33,6 +34,38 @@ class Caught:
         pass
 
 
+IN_TURN = "in turn"
+"""The way of layers whose norms, factors and sums are taken sample by sample when all other norms are known."""
+
+
+class Turns:
+    """Which uses of a step are taken in turn: told of all of them, as they come."""
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[nn.Parameter, torch.dtype, cost.Size | None]] = []
+
+    def see(self, parameter: nn.Parameter, factor: Factor) -> None:
+        """A use more."""
+        product, size = may_be_taken_in_turn(factor), None
+        if product is not None and (not product.keeps or waits_for_its_turn(factor)):
+            size = size_of(product)
+        self._seen.append((parameter, torch.float32 if product is None else product.dtype, size))
+
+    def inputs(self, i: int) -> int:
+        """Bytes that use i holds of a sample, if it may be taken in turn."""
+        size = self._seen[i][2]
+        return 0 if size is None else size.inputs
+
+    @property
+    def taken(self) -> set[int]:
+        """By number."""
+        uses = Counter(parameter for parameter, _, _ in self._seen)
+        some = {i: (t, s) for i, (p, t, s) in enumerate(self._seen) if s is not None and uses[p] == 1}
+        some = {i: of for i, of in some.items() if of[0] is next(iter(some.values()))[0]}
+        chosen = cost.in_turn([size for _, size in some.values()])
+        return {i for i, is_chosen in zip(some, chosen, strict=True) if is_chosen}
+
+
 def way_of(factor: Factor) -> str:
     """The one that is taken: of ``cost``, "lookup", or "dense" for gradients as they are."""
     if isinstance(factor, Reshaped):
@@ -49,7 +82,9 @@ def ways_of(factor: Factor) -> tuple[str, ...]:
     if isinstance(factor, Reshaped):
         return ways_of(factor.factor)
     if isinstance(factor, OuterProduct):
-        return ("rank_one",) if factor.activations.shape[1] == 1 else ("direct", "gram", "keep")
+        if factor.activations.shape[1] == 1:
+            return ("rank_one",)
+        return ("direct", "gram", "keep", *([IN_TURN] if may_be_taken_in_turn(factor) else []))
     if isinstance(factor, PatchProduct):
         return way_unwritten(factor), "keep"
     return (way_of(factor),)
@@ -109,8 +144,9 @@ class Taken:
 class Takes(Caught):
     """Takes norm and clipped sum of each factor at once, and their times; all in one way, where a factor has it."""
 
-    def __init__(self, now: Callable[[], float]):
+    def __init__(self, now: Callable[[], float], in_turn: Collection[int] = ()):
         self._now = now
+        self._in_turn = in_turn
         self.uses: list[Taken] = []
 
     def begin(self, way: str) -> None:
@@ -125,7 +161,7 @@ class Takes(Caught):
         self._layer = record.tap.layer
 
     def on_factor(self, step: Step, parameter: nn.Parameter, factor: Factor, only_use: bool) -> None:
-        taken, ways = way_of(factor), ways_of(factor)
+        taken, ways = IN_TURN if len(self.uses) in self._in_turn else way_of(factor), ways_of(factor)
         use = Taken(self._layer, parameter, taken, self._way if self._way in ways else taken, ways)
         self.uses.append(use)
         if only_use:
@@ -149,6 +185,10 @@ class Takes(Caught):
         use.num_samples = factor.num_samples
         if use.unwritten not in use.ways:
             use.unwritten = use.way
+        product = may_be_taken_in_turn(factor)
+        if use.way == IN_TURN and product is not None:
+            use.seconds, use.held = self._in_turn_alone(InTurn([product], [factor.shape])), product.nbytes
+            return
         start = self._now()
         read = take_norm(factor, use.way)
         between = self._now()
@@ -156,11 +196,24 @@ class Takes(Caught):
         use.seconds = (between - start, self._now() - between)
         use.held = sum(nbytes for _, nbytes in storages(read))
 
+    def _in_turn_alone(self, in_turn: InTurn) -> tuple[float, float]:
+        norms = sums = 0.0
+        for n in range(in_turn.num_samples):
+            start = self._now()
+            finished(in_turn.write(n))
+            between = self._now()
+            in_turn.add(1.0)
+            norms, sums = norms + between - start, sums + self._now() - between
+        start = self._now()
+        in_turn.totals()
+        return norms, sums + self._now() - start
+
 
 @dataclass
 class _Held:
     parameter: nn.Parameter
     storages: list[int]
+    in_turn: bool
 
 
 class Held(Caught):
@@ -169,7 +222,8 @@ class Held(Caught):
     Each use has four segments between marks: what autograd does before it, writing what is kept, the norm, the sum.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, in_turn: Collection[int] = ()) -> None:
+        self._in_turn = in_turn
         self._entries: list[Any] = []
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
         self._gone: list[int] = []  # bytes let go before each use, and before the end
@@ -183,18 +237,21 @@ class Held(Caught):
     def on_factor(self, step: Step, parameter: nn.Parameter, factor: Factor, only_use: bool) -> None:
         self._note()
         self._mark()
-        kept = factor.kept()
+        in_turn = len(self._entries) in self._in_turn
+        kept = factor if in_turn else factor.kept()
         self._mark()
-        kept.sq_norm()
+        if not in_turn:
+            kept.sq_norm()
         self._mark()
-        kept.weighted_sum(_ones(factor, parameter))
+        if not in_turn:
+            kept.weighted_sum(_ones(factor, parameter))
         self._mark()
         keys = []
         for storage, nbytes in storages(kept):
             key = storage.cdata
             self._storages.setdefault(key, (storage, nbytes))
             keys.append(key)
-        self._entries.append(_Held(parameter, keys))
+        self._entries.append(_Held(parameter, keys, in_turn))
 
     def on_finish(self, step: Step) -> None:
         self._note()
@@ -216,14 +273,21 @@ class Held(Caught):
         more = [[peak - start for start, peak in segments[4 * i + 2 : 4 * i + 4]] for i in range(uses)]
         level = segments[4 * uses + 1][0] + self._gone[uses]
         most = max([*before, level + max((norm for norm, _ in more), default=0)])
+        in_turn = [i for i in range(uses) if self._entries[i].in_turn]
+        totals = [self._entries[i].parameter.nbytes for i in in_turn]
+        most = max(most, level + 2 * sum(totals))  # one sample's gradients, and the sums
+        level += sum(totals)
+        most = max(most, level + max(totals, default=0))  # a sum that is transposed
         readers: dict[int, int] = {}
         for entry in self._entries:
             for key in entry.storages:
                 readers[key] = readers.get(key, 0) + 1
-        for i in sorted(range(uses), key=lambda i: order.get(self._entries[i].parameter, 0)):
+        by_place = sorted(range(uses), key=lambda i: order.get(self._entries[i].parameter, 0))
+        for i in sorted(by_place, key=lambda i: not self._entries[i].in_turn):
             entry = self._entries[i]
-            most = max(most, level + more[i][1])
-            level += entry.parameter.nbytes
+            if not entry.in_turn:
+                most = max(most, level + more[i][1])
+                level += entry.parameter.nbytes
             for key in entry.storages:
                 readers[key] -= 1
                 storage, nbytes = self._storages[key]

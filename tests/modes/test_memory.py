@@ -30,12 +30,25 @@ def peak_bytes(model, workload, batch):
     return peak_of_tensors(run, model.parameters())
 
 
-@pytest.mark.parametrize("mode", LIMITS)
-def test_a_private_step_holds_little_more_than_a_plain_one(mode):
+def peaks(mode, n):
+    """Of the plain step and of the private one, and how much the latter may have."""
     torch.manual_seed(0)
     workload = WORKLOADS["gpt"]
-    model, batch = workload.build(), tuple(x[:6] for x in workload.batch())
+    model, batch = workload.build(), tuple(x[:n] for x in workload.batch())
     wrap, limit = LIMITS[mode]
     plain = peak_bytes(copy.deepcopy(model), workload, batch)
-    private = peak_bytes(wrap(model), workload, batch)
+    return plain, peak_bytes(wrap(model), workload, batch), limit
+
+
+@pytest.mark.parametrize("mode", LIMITS)
+def test_a_private_step_holds_little_more_than_a_plain_one(mode):
+    plain, private, limit = peaks(mode, 16)  # the workload's own
     assert private <= limit * plain, private / plain
+
+
+def test_what_does_not_grow_with_the_batch():
+    """Sums, and one sample's gradients of the layers that are taken in turn."""
+    plain, private, limit = peaks("one pass", 4)
+    sums = 4 * (4 * (256 * 1024 * 3 + 14 * 256) + 2 * 1000 * 256 + 130 * 256)
+    in_turn = 4 * (4 * (256 * 768 + 2 * 256 * 1024) + 1000 * 256)
+    assert private <= limit * plain + sums + in_turn, (private - limit * plain - sums) / 2**20

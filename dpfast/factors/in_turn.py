@@ -1,0 +1,82 @@
+"""Outer products whose gradients are written sample by sample, for norm and clipped sum at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpfast.arithmetic import SumError, Unfinished, buffers, norm_of_layers, reference
+from dpfast.factors.outer_product import OuterProduct
+
+
+class InTurn:
+    """What outer products on a CPU can be once all other norms are known: one sample's gradients are written, their
+    norms taken while they are in the cache, and times the factor that follows they are added to the sums from there.
+    Nothing is kept, and the sums need no products of their own.
+
+    Args:
+        factors: of as many samples and one dtype; at least one factor, sample and position.
+        shapes: of the parameters, with as many entries.
+    """
+
+    def __init__(self, factors: Sequence[OuterProduct], shapes: Sequence[torch.Size]):
+        self.dtype = factors[0].dtype
+        self._layers = [_Layer(factor, shape) for factor, shape in zip(factors, shapes, strict=True)]
+        errors = [SumError.of_products(f.activations, f.backprops).bound() for f in factors]
+        self._errors = torch.stack(errors, dim=1)  # how far each gradient may be from the exact one: (N, layers)
+
+    @property
+    def num_samples(self) -> int:
+        return len(self._errors)
+
+    def write(self, n: int) -> Unfinished:
+        """The gradients of sample n; gives what their norms follow from, a layer's after the other's."""
+        values = [layer.write(n, self.dtype) for layer in self._layers]
+        return norm_of_layers(values, self._errors[n])
+
+    def add(self, factor: float) -> None:
+        """Adds the gradients that have been written, times ``factor``: with 0 exactly nothing, whatever they hold."""
+        for layer in self._layers:
+            layer.add(factor)
+
+    def totals(self) -> list[Tensor]:
+        """The clipped sums; asked once, and the inputs are freed with it."""
+        layers, self._layers = self._layers, []
+        layers.reverse()
+        return [layers.pop().total(self.dtype) for _ in range(len(layers))]
+
+
+class _Layer:
+    def __init__(self, factor: OuterProduct, shape: torch.Size):
+        self._shape, self._written = shape, factor.shape
+        self._transposed = factor.shape[1] < factor.shape[0]
+        rows, columns = factor.backprops, factor.activations
+        if self._transposed:  # rows of the smaller matrix are what costs less: see products.onednn
+            rows, columns = columns, rows
+        self._rows, self._columns = rows.unbind(), columns.unbind()
+        self._values: Any = None  # the gradient of one sample
+        self._total: Any = None
+
+    def write(self, n: int, dtype: torch.dtype) -> Tensor:
+        self._values = reference.gradient(self._rows[n], self._columns[n], dtype)
+        return self._values
+
+    def add(self, factor: float) -> None:
+        values, self._values = self._values, None
+        if factor == 0.0:
+            return
+        if self._total is None:
+            out = buffers.empty(values.shape, values.dtype, values.device)
+            self._total = torch.mul(values, factor, out=out)
+        else:
+            self._total.add_(values, alpha=factor)
+
+    def total(self, dtype: torch.dtype) -> Tensor:
+        if self._total is None:  # all were dropped
+            return torch.zeros(self._shape, dtype=dtype)
+        if not self._transposed:
+            return self._total.view(self._shape)
+        return buffers.empty(tuple(self._written), dtype, self._total.device).copy_(self._total.mT).view(self._shape)

@@ -1,0 +1,86 @@
+"""Large linear layers on a CPU: norm, factor and clipped sum of one sample after the other.
+
+A norm without the gradient costs products of its own, and a gradient that is kept costs memory, because factors need
+the norms of all layers. When all other norms are known, one sample's gradients of the remaining layers give its factor,
+and are added to the sums while caches hold them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dpfast.arithmetic import SquaredNorm, cost, ops
+from dpfast.factors import Factor, InTurn, OuterProduct, Reshaped, total_sq_norm
+from dpfast.modes.clipped import Clipped, clip, clip_to
+from dpfast.modes.clippers import ConstantFlatClipper, NormClipper
+from dpfast.modes.gathered import Gathered
+from dpfast.modes.memory_budget import size_of
+
+
+def waits_for_its_turn(factor: Factor) -> bool:
+    """Whether a factor that would be kept waits for the end, which may take it in turn: its inputs are less until
+    then."""
+    product = may_be_taken_in_turn(factor)
+    if product is None or product.keep_ratio is not None or not product.keeps:
+        return False
+    return cost.waits(size_of(product))
+
+
+def may_be_taken_in_turn(factor: Factor) -> OuterProduct | None:
+    """The outer product of a factor on a CPU, which the reference sums up; None: it cannot be taken so."""
+    if isinstance(factor, Reshaped):
+        return may_be_taken_in_turn(factor.factor)
+    if not isinstance(factor, OuterProduct) or factor.device.type != "cpu" or not factor.num_samples:
+        return None
+    return None if ops.runs_kernels(factor.activations, factor.backprops) else factor
+
+
+def find_in_turn(entries: Sequence[Gathered | None]) -> tuple[list[int], InTurn | None]:
+    """The places of what is taken so (``cost.in_turn``), and no entry has any longer: of parameters with one use. What
+    has waited for its turn in vain is kept."""
+    found: dict[int, OuterProduct] = {}
+    for i, entry in enumerate(entries):
+        product = may_be_taken_in_turn(entry.factors[0]) if entry is not None and len(entry.factors) == 1 else None
+        if product is not None and product.dtype is next(iter(found.values()), product).dtype:
+            found[i] = product
+    chosen = cost.in_turn([size_of(product) for product in found.values()])
+    places = [i for i, is_chosen in zip(found, chosen, strict=True) if is_chosen]
+    shapes = [entries[i].factors.pop().shape for i in places]  # type: ignore[union-attr]  # found there
+    for entry in entries:
+        if entry is not None and len(entry.factors) == 1 and waits_for_its_turn(entry.factors[0]):
+            entry.factors = [entry.factors[0].kept()]
+    return places, InTurn([found[i] for i in places], shapes) if places else None
+
+
+def clip_in_turn(
+    in_turn: InTurn,
+    norms: Sequence[SquaredNorm | None],
+    clipper: NormClipper,
+    excess: float,
+    scale: float | Tensor,
+    valid: Tensor | None,
+) -> Clipped:
+    """``clipped.clip`` of all parameters, the sums of ``in_turn`` taken with it.
+
+    Args:
+        norms: one over all other parameters, if there are any.
+        excess: by how much, relatively, a parameter's sum may come out too large.
+    """
+    known = [norm for norm in norms if norm is not None]
+    found = []
+    for n in range(in_turn.num_samples):
+        one = slice(n, n + 1)
+        written = in_turn.write(n)
+        places = [[0] for _ in known] + [list(range(1, 1 + len(written.norm)))]
+        norm = total_sq_norm([*(SquaredNorm(k.value[one], k.upper[one]) for k in known), written], 1, places)
+        own = scale[one] if isinstance(scale, Tensor) else scale
+        mask = None if valid is None else valid[one]
+        if type(clipper) is ConstantFlatClipper and not excess:
+            found.append(clip_to(clipper.sensitivity, norm, own, valid=mask))
+        else:
+            found.append(clip(clipper, [norm], scale=own, rounding=[excess], valid=mask))
+        in_turn.add(float(found[-1].coefficients(0, in_turn.dtype)))
+    return Clipped(*(torch.cat(parts, dim=-1) for parts in zip(*found, strict=True)))
