@@ -60,7 +60,7 @@ def test_no_clipped_sample_exceeds_c(t, d, p, exponents, dtype, constant_side, c
 
 
 def in_turn_upper(product):
-    found = InTurn([product], [product.shape])
+    found = InTurn([product])
     return torch.cat([finished(found.write(i)).upper for i in range(found.num_samples)])
 
 

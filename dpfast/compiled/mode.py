@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from dpfast.arithmetic import SquaredNorm
 from dpfast.errors import UnsupportedModuleError
+from dpfast.factors import OuterProduct
 from dpfast.modes import (
     Clipped,
     GradSampleModuleFastGradientClipping,
@@ -103,6 +104,17 @@ class GraphMode(GradSampleModuleFastGradientClipping):
         self._dropped.add(clipped.measured)
         return clipped._replace(factors=clipped.factors.clone(), single=clipped.single.clone())  # share no memory
 
+    def own_clip_in_turn(
+        self, value: Tensor, upper: Tensor, valid: Tensor, activations: list[Tensor], backprops: list[Tensor]
+    ) -> list[Tensor]:
+        """As an eager step of this mode, of norms (P, N) and of the outer products that are taken in turn: what
+        ``modes.Clipped`` holds, and the sums."""
+        slop = 1.0 + (len(upper) + 4) * 2.0**-53
+        norms = [SquaredNorm(value.cumsum(0)[-1], upper.cumsum(0)[-1] * slop)] if len(value) else []
+        products = [OuterProduct.of_rows(a, b) for a, b in zip(activations, backprops, strict=True)]
+        clipped, totals = super()._clip_in_turn(products, norms, 1.0, valid)
+        return [*clipped, *totals]
+
     def leave(self, sums: Mapping[nn.Parameter, Tensor | None]) -> None:
         """``p.grad += sums``, as an eager step of this mode."""
         super()._leave_sums(lambda p: sums[p])
@@ -119,18 +131,34 @@ class GraphMode(GradSampleModuleFastGradientClipping):
 
     def _clip(self, norms: Sequence[SquaredNorm | None], scale: float | Tensor, valid: Tensor | None) -> Clipped:
         used = [i for i, n in enumerate(norms) if n is not None]
-        found = [n for n in norms if n is not None]
         if valid is None:
             assert self.num_units is not None
-            of = found[0].value if found else torch.empty(0)
+            of = norms[used[0]].value if used else torch.empty(0)  # type: ignore[union-attr]  # it is used
             valid = of.new_ones(self.num_units, dtype=torch.bool)
-        empty = valid.new_empty(0, len(valid), dtype=torch.float64)
-        value, upper = (torch.stack(x) if x else empty for x in ([n[i] for n in found] for i in (0, 1)))
-        self.clipped = Clipped(*torch.ops.dpfast.clip(value, upper, used, valid))
+        self.clipped = Clipped(*torch.ops.dpfast.clip(*_stacked(norms, valid), used, valid))
         return self.clipped
+
+    def _one_by_one(self, step: Any) -> bool:
+        return self.num_units is None and super()._one_by_one(step)
+
+    def _clip_in_turn(
+        self, products: Sequence[OuterProduct], norms: Sequence[Any], scale: float | Tensor, valid: Any
+    ) -> tuple[Clipped, list[Tensor]]:
+        inputs = [p.activations for p in products], [p.backprops for p in products]
+        found = torch.ops.dpfast.clip_in_turn(*_stacked(norms, valid), valid, *inputs)
+        count = len(Clipped._fields)
+        self.clipped = Clipped(*found[:count])
+        return self.clipped, found[count:]
 
     def _leave_sums(self, total: Callable[[nn.Parameter], Tensor | None]) -> None:
         self.sums = {p: total(p) for p in self._places}
+
+
+def _stacked(norms: Sequence[SquaredNorm | None], valid: Tensor) -> tuple[Tensor, Tensor]:
+    found = [n for n in norms if n is not None]
+    empty = valid.new_empty(0, len(valid), dtype=torch.float64)
+    value, upper = (torch.stack(x) if x else empty for x in ([n[i] for n in found] for i in (0, 1)))
+    return value, upper
 
 
 def learner(model: nn.Module, options: dict[str, Any]) -> GraphMode:
@@ -189,8 +217,30 @@ def clip_op(value: Tensor, upper: Tensor, used: Sequence[int], valid: Tensor) ->
     return list(mode.own_clip(norms, valid))
 
 
+@torch.library.custom_op("dpfast::clip_in_turn", mutates_args=())
+def clip_in_turn_op(
+    value: Tensor, upper: Tensor, valid: Tensor, activations: list[Tensor], backprops: list[Tensor]
+) -> list[Tensor]:
+    """:func:`clip_op`, and the clipped sums of large layers, which are taken with it (``modes/in_turn.py``)."""
+    mode = _running.mode
+    assert mode is not None, "a captured step runs through dpfast.compile_step"
+    return mode.own_clip_in_turn(value, upper, valid, activations, backprops)
+
+
+@clip_in_turn_op.register_fake
+def _(value: Tensor, upper: Tensor, valid: Tensor, activations: list[Tensor], backprops: list[Tensor]) -> list[Tensor]:
+    products = [OuterProduct.of_rows(a, b) for a, b in zip(activations, backprops, strict=True)]
+    totals = [valid.new_empty(tuple(p.shape), dtype=p.dtype) for p in products]
+    return [*_empty(valid), *totals]
+
+
 @clip_op.register_fake
 def _(value: Tensor, upper: Tensor, used: Sequence[int], valid: Tensor) -> list[Tensor]:
+    return _empty(valid)
+
+
+def _empty(valid: Tensor) -> list[Tensor]:
+    """As ``modes.Clipped``."""
     mode = _running.mode
     assert mode is not None
     n, number = len(valid), len(mode._places)

@@ -26,6 +26,7 @@ from dpfast.modes import (
     check_parameters,
     check_threshold,
     check_valid,
+    clips_one_by_one,
     left_in,
 )
 from dpfast.taps import has_hooks
@@ -336,7 +337,7 @@ class CompiledStep:
             tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices),
             (reduced_products(), reduced_convolutions(), torch.are_deterministic_algorithms_enabled()),
             torch.get_num_threads(),
-            self._mode._clipper().is_per_layer,
+            (self._mode._clipper().is_per_layer, clips_one_by_one(self._mode._clipper())),
         )
 
     def _captured(

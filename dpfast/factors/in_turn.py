@@ -19,12 +19,11 @@ class InTurn:
 
     Args:
         factors: of as many samples and one dtype; at least one factor, sample and position.
-        shapes: of the parameters, with as many entries.
     """
 
-    def __init__(self, factors: Sequence[OuterProduct], shapes: Sequence[torch.Size]):
+    def __init__(self, factors: Sequence[OuterProduct]):
         self.dtype = factors[0].dtype
-        self._layers = [_Layer(factor, shape) for factor, shape in zip(factors, shapes, strict=True)]
+        self._layers = [_Layer(factor) for factor in factors]
         errors = [SumError.of_products(f.activations, f.backprops).bound() for f in factors]
         self._errors = torch.stack(errors, dim=1)  # how far each gradient may be from the exact one: (N, layers)
 
@@ -43,15 +42,15 @@ class InTurn:
             layer.add(factor)
 
     def totals(self) -> list[Tensor]:
-        """The clipped sums; asked once, and the inputs are freed with it."""
+        """The clipped sums, (P, D) each; asked once, and the inputs are freed with it."""
         layers, self._layers = self._layers, []
         layers.reverse()
         return [layers.pop().total(self.dtype) for _ in range(len(layers))]
 
 
 class _Layer:
-    def __init__(self, factor: OuterProduct, shape: torch.Size):
-        self._shape, self._written = shape, factor.shape
+    def __init__(self, factor: OuterProduct):
+        self._shape = factor.shape
         self._transposed = factor.shape[1] < factor.shape[0]
         rows, columns = factor.backprops, factor.activations
         if self._transposed:  # rows of the smaller matrix are what costs less: see products.onednn
@@ -78,5 +77,5 @@ class _Layer:
         if self._total is None:  # all were dropped
             return torch.zeros(self._shape, dtype=dtype)
         if not self._transposed:
-            return self._total.view(self._shape)
-        return buffers.empty(tuple(self._written), dtype, self._total.device).copy_(self._total.mT).view(self._shape)
+            return self._total
+        return buffers.empty(tuple(self._shape), dtype, self._total.device).copy_(self._total.mT)

@@ -21,7 +21,7 @@ from dpfast.modes.escaped_gradients import Guards, check_parameters
 from dpfast.modes.fast_gradient_clipping import GradSampleModuleFastGradientClipping
 from dpfast.modes.gathered import rounding
 from dpfast.modes.grad_sample_module import GradSampleModule, Hooks
-from dpfast.modes.in_turn import may_be_taken_in_turn, waits_for_its_turn
+from dpfast.modes.in_turn import clips_one_by_one, may_be_taken_in_turn, waits_for_its_turn
 from dpfast.modes.memory_budget import held_one_by_one, plans, size_of, way_unwritten
 from dpfast.modes.mixed_losses import expect_loss
 from dpfast.modes.nonfinite_samples import DroppedSamples
@@ -54,6 +54,7 @@ __all__ = [
     "check_threshold",
     "check_valid",
     "clip_to",
+    "clips_one_by_one",
     "create_norm_sample",
     "expect_loss",
     "held_by",

@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from dpfast.arithmetic import SquaredNorm, is_traced
 from dpfast.distributed import Sums, not_in, parts_of, sums_of, told_to_all
 from dpfast.errors import InputError, StateError
-from dpfast.factors import Factor, Ragged, Waiting, pin
+from dpfast.factors import Factor, InTurn, OuterProduct, Ragged, Waiting, pin
 from dpfast.modes.accumulation import Left, left_in
 from dpfast.modes.before import Before
 from dpfast.modes.clipped import Clipped, clip, clip_to
 from dpfast.modes.clippers import (
-    AutomaticClipper,
     ConstantFlatClipper,
     ConstantPerLayerClipper,
     NormClipper,
@@ -25,7 +24,7 @@ from dpfast.modes.clippers import (
 )
 from dpfast.modes.gathered import Deferred, Gathered, clipped_totals, rounding, take_norms, used_again
 from dpfast.modes.grad_sample_module import GradSampleModule
-from dpfast.modes.in_turn import clip_in_turn, find_in_turn, waits_for_its_turn
+from dpfast.modes.in_turn import clip_in_turn, clips_one_by_one, find_in_turn, waits_for_its_turn
 from dpfast.modes.last_norms import LastNorms
 from dpfast.modes.leave_sums import LeavesSums
 from dpfast.modes.memory_budget import MemoryBudget
@@ -251,8 +250,8 @@ class GradSampleModuleFastGradientClipping(LeavesSums, LastNorms, PerUnit, GradS
             found = {p: entry for p, entry in zip(self._places, entries, strict=True) if entry is not None}
             settings = self._sum_parts(step, found)
         each = is_traced() or self._parts is not None or self._clipper().is_per_layer or step.first is not None
-        places, in_turn = find_in_turn(entries) if self._one_by_one(step) else ([], None)
-        rest = [None if place in places else entry for place, entry in enumerate(entries)]
+        in_turn = find_in_turn(entries) if self._one_by_one(step) else {}
+        rest = [None if place in in_turn else entry for place, entry in enumerate(entries)]
         norms = take_norms(self._places, rest, deferred, step.num_samples or 0, each=each)
         if self._parts is not None:
             of = dict(zip(self._places, norms, strict=True))
@@ -260,13 +259,14 @@ class GradSampleModuleFastGradientClipping(LeavesSums, LastNorms, PerUnit, GradS
             with told_to_all(None if alone else self._over_ranks, self._places):
                 whose = step.valid if step.units is None else step.units.ids
                 norms = self._parts.over_mesh(of, *settings, by_parameter=by_parameter, whose=whose)
-        if in_turn is None:
-            clipped = self._clip(norms, scale, step.valid)
+        if in_turn:
+            clipped, totals = self._clip_in_turn([*in_turn.values()], norms, scale, step.valid)
+            parameters = list(self._places)
+            for place, total in zip(in_turn, totals, strict=True):
+                entries[place].total = total.view(parameters[place].shape)
         else:
-            excess = max(map(rounding, self._places))
-            clipped = self._counted(clip_in_turn(in_turn, norms, self._clipper(), excess, scale, step.valid))
-            for place, total in zip(places, in_turn.totals(), strict=True):
-                entries[place].total = total
+            clipped = self._clip(norms, scale, step.valid)
+        in_turn.clear()
         self._norms, self._clip_factors = SquaredNorm(clipped.norms, clipped.upper), clipped.factors
         if step.first is not None:
             self._first = step.first
@@ -281,10 +281,9 @@ class GradSampleModuleFastGradientClipping(LeavesSums, LastNorms, PerUnit, GradS
             self._before = Before.learned(self._places, step.num_samples or 0, order, deferred)
 
     def _one_by_one(self, step: Step) -> bool:
-        """Whether a sample's factor follows from its own norm, which is all here. Clippers of others may look at the
-        batch."""
-        here = self.passes == 1 and step.units is None and self._parts is None and not is_traced()
-        return here and type(self._norm_clipper) in (type(None), ConstantFlatClipper, AutomaticClipper)
+        """Whether a sample's factor follows from its own norm, all of which is here."""
+        here = self.passes == 1 and step.units is None and self._parts is None
+        return here and (self._norm_clipper is None or clips_one_by_one(self._norm_clipper))
 
     def _finish_as_before(self, step: Step, deferred: Deferred, order: object) -> bool:
         """Finishes the step, where it is like the last one; else does nothing."""
@@ -304,6 +303,15 @@ class GradSampleModuleFastGradientClipping(LeavesSums, LastNorms, PerUnit, GradS
         """What the sums are weighted with; counts the samples that are dropped."""
         roundings = list(map(rounding, self._places))
         return self._counted(clip(self._clipper(), norms, scale=scale, rounding=roundings, valid=valid))
+
+    def _clip_in_turn(
+        self, products: Sequence[OuterProduct], norms: Sequence[Any], scale: float | Tensor, valid: Tensor | None
+    ) -> tuple[Clipped, list[Tensor]]:
+        """:meth:`_clip`, and the sums of what is taken in turn with it, (P, D) each."""
+        in_turn = InTurn(products)
+        excess = max(map(rounding, self._places))
+        clipped = clip_in_turn(in_turn, norms, self._clipper(), excess, scale, valid)
+        return self._counted(clipped), in_turn.totals()
 
     def _counted(self, clipped: Clipped) -> Clipped:
         if len(clipped.measured):

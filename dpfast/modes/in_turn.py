@@ -15,7 +15,7 @@ from torch import Tensor
 from dpfast.arithmetic import SquaredNorm, cost, ops
 from dpfast.factors import Factor, InTurn, OuterProduct, Reshaped, total_sq_norm
 from dpfast.modes.clipped import Clipped, clip, clip_to
-from dpfast.modes.clippers import ConstantFlatClipper, NormClipper
+from dpfast.modes.clippers import AutomaticClipper, ConstantFlatClipper, NormClipper
 from dpfast.modes.gathered import Gathered
 from dpfast.modes.memory_budget import size_of
 
@@ -38,21 +38,27 @@ def may_be_taken_in_turn(factor: Factor) -> OuterProduct | None:
     return None if ops.runs_kernels(factor.activations, factor.backprops) else factor
 
 
-def find_in_turn(entries: Sequence[Gathered | None]) -> tuple[list[int], InTurn | None]:
-    """The places of what is taken so (``cost.in_turn``), and no entry has any longer: of parameters with one use. What
-    has waited for its turn in vain is kept."""
+def clips_one_by_one(clipper: NormClipper) -> bool:
+    """Whether a sample's factor follows from its own norm. Clippers of others may look at the batch."""
+    return type(clipper) in (ConstantFlatClipper, AutomaticClipper)
+
+
+def find_in_turn(entries: Sequence[Gathered | None]) -> dict[int, OuterProduct]:
+    """By place what is taken so (``cost.in_turn``), and no entry has any longer: of parameters with one use. What has
+    waited for its turn in vain is kept."""
     found: dict[int, OuterProduct] = {}
     for i, entry in enumerate(entries):
         product = may_be_taken_in_turn(entry.factors[0]) if entry is not None and len(entry.factors) == 1 else None
         if product is not None and product.dtype is next(iter(found.values()), product).dtype:
             found[i] = product
     chosen = cost.in_turn([size_of(product) for product in found.values()])
-    places = [i for i, is_chosen in zip(found, chosen, strict=True) if is_chosen]
-    shapes = [entries[i].factors.pop().shape for i in places]  # type: ignore[union-attr]  # found there
+    in_turn = {i: product for (i, product), is_chosen in zip(found.items(), chosen, strict=True) if is_chosen}
+    for i in in_turn:
+        entries[i].factors.clear()  # type: ignore[union-attr]  # found there
     for entry in entries:
         if entry is not None and len(entry.factors) == 1 and waits_for_its_turn(entry.factors[0]):
             entry.factors = [entry.factors[0].kept()]
-    return places, InTurn([found[i] for i in places], shapes) if places else None
+    return in_turn
 
 
 def clip_in_turn(

@@ -187,7 +187,7 @@ class Takes(Caught):
             use.unwritten = use.way
         product = may_be_taken_in_turn(factor)
         if use.way == IN_TURN and product is not None:
-            use.seconds, use.held = self._in_turn_alone(InTurn([product], [factor.shape])), product.nbytes
+            use.seconds, use.held = self._in_turn_alone(InTurn([product])), product.nbytes
             return
         start = self._now()
         read = take_norm(factor, use.way)

@@ -100,7 +100,7 @@ def test_the_bits_of_a_sample_in_any_batch_and_with_any_threads(monkeypatch, thr
     pairs = [OuterProduct(a, b), OuterProduct(b, a)]
 
     def written(n):
-        found = InTurn([OuterProduct(f.activations[n], f.backprops[n]) for f in pairs], [f.shape for f in pairs])
+        found = InTurn([OuterProduct(f.activations[n], f.backprops[n]) for f in pairs])
         norms = []
         for i in range(found.num_samples):
             norms.append(found.write(i).norm)

@@ -17,9 +17,9 @@ def everything_in_turn(*, as_it_is=False, keep_ratio=0.0):
     taken, find_in_turn = [], in_turn.find_in_turn
 
     def find(entries):
-        places, found = find_in_turn(entries)
-        taken.append(len(places))
-        return places, found
+        found = find_in_turn(entries)
+        taken.append(len(found))
+        return found
 
     with ExitStack() as stack:
         stack.enter_context(patch("dpfast.modes.fast_gradient_clipping.find_in_turn", find))
