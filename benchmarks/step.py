@@ -103,9 +103,10 @@ def measure_in_turns(
         for warm_up in range(WARM_UP):
             for leg in list(running):
                 first = step(leg)
-                if not warm_up and leg == "plain":
+                if leg == "plain":
                     limit = SLOW * first.get(clock, 0.0)
-                if not warm_up and first.get(clock, 0.0) > limit:  # its gradients may fill the memory
+                # Its gradients may fill the memory. In the first step models are looked at, too.
+                if warm_up and first.get(clock, 0.0) > limit:
                     steps[leg] = [first]
                     found[leg].update(turns.ask(leg, "peak"))
                     turns.ask(leg, "end")

@@ -18,6 +18,7 @@ class OuterProduct:
     """
 
     keep_ratio: float | None = None  # see ``cost.keeps``
+    _versions: tuple[int, int] | None = None
 
     def __init__(self, activations: Tensor, backprops: Tensor, *, where: object = "OuterProduct"):
         self.activations, self.backprops = ops.as_rows(activations, backprops, where)
@@ -30,6 +31,16 @@ class OuterProduct:
         found.activations, found.backprops = activations, backprops
         found.shape = torch.Size((backprops.shape[-1], activations.shape[-1]))
         return found
+
+    def note_versions(self) -> None:
+        """It waits, and what it stands for must not change meanwhile."""
+        self._versions = self.activations._version, self.backprops._version
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether torch has counted a write to what it holds since :meth:`note_versions`."""
+        now = self.activations._version, self.backprops._version
+        return self._versions is not None and now != self._versions
 
     @property
     def num_samples(self) -> int:

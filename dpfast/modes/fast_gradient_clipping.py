@@ -22,7 +22,7 @@ from dpfast.modes.clippers import (
     check_clipper,
     check_threshold,
 )
-from dpfast.modes.gathered import Deferred, Gathered, clipped_totals, rounding, take_norms, used_again
+from dpfast.modes.gathered import Deferred, Gathered, check_unwritten, clipped_totals, rounding, take_norms, used_again
 from dpfast.modes.grad_sample_module import GradSampleModule
 from dpfast.modes.in_turn import clip_in_turn, clips_one_by_one, find_in_turn, waits_for_its_turn
 from dpfast.modes.last_norms import LastNorms
@@ -220,9 +220,9 @@ class GradSampleModuleFastGradientClipping(LeavesSums, LastNorms, PerUnit, GradS
         elif entry.closed:
             entry.norm = factor.sq_norm()
         elif only_use and self._one_by_one(step) and waits_for_its_turn(factor):
-            entry.factors.append(factor)
+            entry.wait(factor)
         else:
-            entry.factors.append(factor.kept() if only_use or not isinstance(factor, Ragged) else factor)
+            entry.wait(factor.kept() if only_use or not isinstance(factor, Ragged) else factor)
         if clips_alone and entry.closed:
             limit = self._norm_clipper.flat_values[self._places[parameter]]  # type: ignore[union-attr]  # clips_alone
             entry.clip_alone(factor, limit, self._scale(step), rounding(parameter), step.valid)
@@ -245,6 +245,7 @@ class GradSampleModuleFastGradientClipping(LeavesSums, LastNorms, PerUnit, GradS
             step.waiting.take()
         scale = self._scale(step)
         entries = [step.gathered.pop(p, None) for p in self._places]
+        check_unwritten(self._places, entries, self._name)
         alone = step.first is not None  # no sums cross ranks
         if self._parts is not None:
             found = {p: entry for p, entry in zip(self._places, entries, strict=True) if entry is not None}

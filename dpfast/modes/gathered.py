@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dpfast.arithmetic import SquaredNorm, is_traced, towards_zero
-from dpfast.factors import Alike, Dense, Factor, merge, norm_or_unfinished, pin, sq_norms, total_sq_norm, weighted_sums
+from dpfast.errors import StateError
+from dpfast.factors import (
+    Alike,
+    Dense,
+    Factor,
+    OuterProduct,
+    Reshaped,
+    merge,
+    norm_or_unfinished,
+    pin,
+    sq_norms,
+    total_sq_norm,
+    weighted_sums,
+)
 from dpfast.modes.clipped import Clipped
 from dpfast.modes.clippers import safe_factors
 
@@ -22,6 +35,13 @@ class Gathered:
         self.norm: Any = None  # a SquaredNorm, or what it follows from, once it has been taken
         self.closed = False  # whether the norm has been taken, or waits to be, for good
         self.total: Any = None  # a Tensor, once it is clipped
+
+    def wait(self, factor: Factor) -> None:
+        """The factor waits for the end of the pass."""
+        inner = _innermost(factor)
+        if isinstance(inner, OuterProduct) and not is_traced():
+            inner.note_versions()
+        self.factors.append(factor)
 
     def receive(self, result: Dense | SquaredNorm) -> None:
         """What became of a factor that waited."""
@@ -51,6 +71,23 @@ class Gathered:
         if valid is not None:
             factors = torch.where(valid.to(factors.device), factors, 0.0)
         self.clip(factor, factors * scale)
+
+
+def check_unwritten(
+    places: Iterable[nn.Parameter], entries: Sequence[Gathered | None], name: Callable[[nn.Parameter], str]
+) -> None:
+    """Raises StateError where something has written to what waits for the end of the pass; ``name`` tells whose."""
+    for p, entry in zip(places, entries, strict=True):
+        waiting = () if entry is None else map(_innermost, entry.factors)
+        if any(isinstance(f, OuterProduct) and f.has_changed for f in waiting):
+            raise StateError(
+                f"{name(p)}: its layer's input, or the gradient at its output, was written to while the backward pass "
+                "went on; write to a copy"
+            )
+
+
+def _innermost(factor: Factor) -> Factor:
+    return _innermost(factor.factor) if isinstance(factor, Reshaped) else factor
 
 
 def used_again(name: str) -> str:

@@ -16,6 +16,7 @@ from dpfast.arithmetic import SquaredNorm, cost, ops
 from dpfast.factors import Factor, InTurn, OuterProduct, Reshaped, total_sq_norm
 from dpfast.modes.clipped import Clipped, clip, clip_to
 from dpfast.modes.clippers import AutomaticClipper, ConstantFlatClipper, NormClipper
+from dpfast.modes.deferred import SMALL
 from dpfast.modes.gathered import Gathered
 from dpfast.modes.memory_budget import size_of
 
@@ -30,12 +31,15 @@ def waits_for_its_turn(factor: Factor) -> bool:
 
 
 def may_be_taken_in_turn(factor: Factor) -> OuterProduct | None:
-    """The outer product of a factor on a CPU, which the reference sums up; None: it cannot be taken so."""
+    """The outer product of a factor on a CPU, which the reference sums up in fp32; None: it cannot be taken so. Nor can
+    what is so small that few samples of it would wait for others alike instead: how many there are must not tell."""
     if isinstance(factor, Reshaped):
         return may_be_taken_in_turn(factor.factor)
-    if not isinstance(factor, OuterProduct) or factor.device.type != "cpu" or not factor.num_samples:
+    if not isinstance(factor, OuterProduct) or factor.device.type != "cpu" or factor.dtype is not torch.float32:
         return None
-    return None if ops.runs_kernels(factor.activations, factor.backprops) else factor
+    a, b, n = factor.activations, factor.backprops, factor.num_samples
+    large = max(a.nbytes, b.nbytes) > n * SMALL["cpu"]
+    return factor if large and not ops.runs_kernels(a, b) else None
 
 
 def clips_one_by_one(clipper: NormClipper) -> bool:
@@ -49,7 +53,7 @@ def find_in_turn(entries: Sequence[Gathered | None]) -> dict[int, OuterProduct]:
     found: dict[int, OuterProduct] = {}
     for i, entry in enumerate(entries):
         product = may_be_taken_in_turn(entry.factors[0]) if entry is not None and len(entry.factors) == 1 else None
-        if product is not None and product.dtype is next(iter(found.values()), product).dtype:
+        if product is not None:
             found[i] = product
     chosen = cost.in_turn([size_of(product) for product in found.values()])
     in_turn = {i: product for (i, product), is_chosen in zip(found.items(), chosen, strict=True) if is_chosen}

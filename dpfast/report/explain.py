@@ -178,7 +178,7 @@ def _explained(tapped: TappedModel, model: nn.Module, batch: tuple[Any, ...], in
     names = {p: name for name, p in tapped.model.named_parameters()}
     uses: list[Use] = []
     sizes: set[int] = set()
-    turns, places = Turns(), []
+    turns, places = Turns(tapped.model.parameters()), []
 
     def observe(record: Record, parameter: nn.Parameter, factor: Factor) -> None:
         rule = _rule_name(tapped, record)

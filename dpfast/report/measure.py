@@ -280,7 +280,7 @@ class Run:
     def _look(self, tapped: TappedModel) -> tuple[dict[str, nn.Module], set[int]]:
         """The layers that taps are on, by name, and the uses taken in turn; a first step learns where samples are."""
         found: dict[str, nn.Module] = {}
-        turns = Turns()
+        turns = Turns(self.model.parameters())
 
         def observe(record: Record, parameter: nn.Parameter, factor: Factor) -> None:
             found[record.tap.layer] = record.tap.module

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,31 +39,36 @@ IN_TURN = "in turn"
 
 
 class Turns:
-    """Which uses of a step are taken in turn: told of all of them, as they come."""
+    """Which uses of a step are taken in turn: told of all of them, as they come.
 
-    def __init__(self) -> None:
-        self._seen: list[tuple[nn.Parameter, torch.dtype, cost.Size | None]] = []
+    Args:
+        parameters: of the model, in its order.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._places = {p: i for i, p in enumerate(parameters)}
+        self._seen: list[tuple[nn.Parameter, cost.Size | None]] = []
 
     def see(self, parameter: nn.Parameter, factor: Factor) -> None:
         """A use more."""
         product, size = may_be_taken_in_turn(factor), None
         if product is not None and (not product.keeps or waits_for_its_turn(factor)):
             size = size_of(product)
-        self._seen.append((parameter, torch.float32 if product is None else product.dtype, size))
+        self._seen.append((parameter, size))
 
     def inputs(self, i: int) -> int:
         """Bytes that use i holds of a sample, if it may be taken in turn."""
-        size = self._seen[i][2]
+        size = self._seen[i][1]
         return 0 if size is None else size.inputs
 
     @property
     def taken(self) -> set[int]:
         """By number."""
-        uses = Counter(parameter for parameter, _, _ in self._seen)
-        some = {i: (t, s) for i, (p, t, s) in enumerate(self._seen) if s is not None and uses[p] == 1}
-        some = {i: of for i, of in some.items() if of[0] is next(iter(some.values()))[0]}
-        chosen = cost.in_turn([size for _, size in some.values()])
-        return {i for i, is_chosen in zip(some, chosen, strict=True) if is_chosen}
+        uses = Counter(parameter for parameter, _ in self._seen)
+        once = [(self._places[p], i, s) for i, (p, s) in enumerate(self._seen) if s is not None and uses[p] == 1]
+        once.sort(key=lambda of: of[0])
+        chosen = cost.in_turn([size for _, _, size in once])
+        return {i for (_, i, _), is_chosen in zip(once, chosen, strict=True) if is_chosen}
 
 
 def way_of(factor: Factor) -> str:

@@ -13,6 +13,7 @@ from workloads import WORKLOADS
 
 import dpfast
 from dpfast.arithmetic import cost, products
+from dpfast.errors import StateError
 from dpfast.factors import InTurn, OuterProduct
 from dpfast.modes.clippers import NormClipper
 from dpfast.testing import clipped_sum, loop_over_samples, norms_of, relative_error
@@ -206,6 +207,72 @@ def test_bounds_of_gradients_that_cancel(scale):
     assert (wrapped.get_clipping_coef().double() * exact <= 1.0).all()
     upper = wrapped._norms.upper.sqrt()
     assert (upper >= exact).all() and wrapped.norm_slack.min() >= 0.0
+
+
+@pytest.mark.parametrize(("t", "d", "p"), [(64, 256, 256), (72, 220, 227), (85, 192, 192), (70, 240, 480)])
+def test_how_many_samples_there_are_does_not_tell_the_way(t, d, p):
+    """Of layers as they are, small ones among them: one sample of those would wait for others alike."""
+    layers = [nn.Linear(d, p), nn.Tanh(), nn.Linear(p, d), nn.Tanh(), nn.Linear(d, p), nn.Linear(p, d)]
+    model, x = nn.Sequential(*layers), torch.randn(6, t, d)
+
+    def step(x):
+        wrapped = wrap(model, loss_reduction="sum", max_grad_norm=1e-3)
+        wrapped(x).square().sum().backward()
+        return wrapped.get_clipping_coef(), wrapped._norms.value
+
+    factors, norms = step(x)
+    for n in (1, 2, 4):
+        some, of_some = step(x[:n])
+        # The layers' own products may differ in the last bits; the ways' bounds differ by 1e-5 and more.
+        assert torch.allclose(some, factors[:n], rtol=1e-6) and torch.allclose(of_some, norms[:n], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("p", "clipper"),
+    [
+        *((p, clipper) for p in (192, 300, 1024) for clipper in (None, dpfast.AutomaticClipper(0.3))),
+        (1024, Doubled(0.3)),  # a Gram norm waits too; smaller gradients are kept
+    ],
+)
+def test_what_is_written_to_while_it_waits_is_refused(p, clipper):
+    class Writes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(256, p), nn.Linear(p, 256), nn.Linear(256, p)
+
+        def forward(self, x):
+            h = self.a(x)
+            z = self.b(h) + x
+            alias = z.detach()
+            h.register_hook(lambda g: (alias.mul_(1.5), g)[1])
+            return self.c(z)
+
+    wrapped = wrap(Writes(), norm_clipper=clipper, loss_reduction="sum")
+    with pytest.raises(StateError, match=r"c\.weight: its layer's input, .* was written to"):
+        wrapped(torch.randn(4, 100, 256)).square().mean(1).sum().backward()
+    assert all(p.grad is None for p in wrapped.parameters())
+
+
+@pytest.mark.parametrize("kinds", ["six", "mixed", "small"])
+@pytest.mark.parametrize("n", [1, 3])
+def test_explain_names_the_layers_that_a_step_takes_in_turn(kinds, n):
+    if kinds == "six":  # of which three are taken
+        model, x = nn.Sequential(*[nn.Linear(*((768, 3072)[:: 1 - 2 * (i % 2)])) for i in range(6)]), (128, 768)
+    elif kinds == "mixed":
+        model = nn.Sequential(nn.Linear(256, 1024).double(), nn.Linear(256, 1024), nn.Linear(1024, 256))
+        model[0].register_forward_hook(lambda module, inputs, output: output[..., :256].float())
+        model[0].register_forward_pre_hook(lambda module, inputs: inputs[0].double())
+        x = 128, 256
+    else:
+        model, x = nn.Sequential(*[nn.Linear(192, 192) for _ in range(4)]), (85, 192)
+    x = torch.randn(n, *x)
+    with everything_in_turn(as_it_is=True) as taken:
+        wrapped = wrap(model, loss_reduction="sum")
+        wrapped(x).sum().backward()
+    explained = {use.parameter for use in dpfast.explain(copy.deepcopy(model), x).uses if use.way == "in turn"}
+    names = [name for name, _ in model.named_parameters()]
+    assert explained == {names[place] for place in taken.places[-1]} if taken else not explained
+    assert len(explained) == {"six": 3, "mixed": 2, "small": 0}[kinds]
 
 
 def sizes(*shapes, t=128):

@@ -7,18 +7,27 @@ from dpfast.arithmetic import cost
 from dpfast.modes import deferred, in_turn
 
 
+class Taken(list):
+    """How many parameters each step took so; ``places``: which."""
+
+    def __init__(self):
+        super().__init__()
+        self.places = []
+
+
 @contextmanager
 def everything_in_turn(*, as_it_is=False, keep_ratio=0.0):
-    """Every outer product for which that is possible; gives a list of how many parameters each step took so.
+    """Every outer product for which that is possible; gives :class:`Taken`.
 
     Args:
         as_it_is: by what it saves, as ever.
     """
-    taken, find_in_turn = [], in_turn.find_in_turn
+    taken, find_in_turn = Taken(), in_turn.find_in_turn
 
     def find(entries):
         found = find_in_turn(entries)
         taken.append(len(found))
+        taken.places.append(list(found))
         return found
 
     with ExitStack() as stack:
