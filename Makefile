@@ -69,6 +69,7 @@ lint: $(READY)
 SLOW := tests/arithmetic/test_bounds.py::test_the_kernels_bounds_hold_too \
 	tests/compiled/test_certificate.py \
 	tests/compiled/test_guards.py::test_another_shape_dtype_flag_or_clipper_is_captured_again \
+	tests/compiled/test_in_turn.py \
 	tests/compiled/test_kernels.py \
 	tests/compiled/test_models.py \
 	tests/compiled/test_units.py \
@@ -102,6 +103,8 @@ SLOW := tests/arithmetic/test_bounds.py::test_the_kernels_bounds_hold_too \
 	tests/kernels/test_traffic.py \
 	tests/kernels/test_weighted_sum.py \
 	tests/models/test_models.py::test_model \
+	tests/modes/test_in_turn.py::test_explain_names_the_layers_that_a_step_takes_in_turn \
+	tests/modes/test_in_turn.py::test_the_sums_of_a_loop_over_samples \
 	tests/modes/test_memory.py \
 	tests/test_site.py \
 	tests/modes/test_models.py \
