@@ -179,12 +179,12 @@ def _shards(model: Model, ranks: int) -> list[int]:
 # --- what a rank holds ---
 
 
-def kept(model: Model, ranks: int, batch: Batch) -> int:
+def kept(model: Model, ranks: int, batch: Batch, *, in_turn: bool) -> int:
     """Bytes of the samples' factors when the pass ends: of a layer its gradients, written out (``cost.keeps``), or its
     input and the gradient of its output.
 
     Args:
-        ranks: of tensor parallel, else 1.
+        ranks: of tensor parallel, else 1. in_turn: what may be taken in turn waits as inputs.
     """
     total, inputs = 0, {}
     for layer in model:
@@ -201,8 +201,7 @@ def kept(model: Model, ranks: int, batch: Batch) -> int:
         total += FP32 * sum(prod(shape) for shape in [*layer.parameters(ranks)][1:])
         way = cost.norm_way(batch.t, d, p, torch.device(batch.device))
         size = cost.Size(batch.t, cost.norm_flops(way, batch.t, d, p), FP32 * p * d, rows * (p + d), batch.device)
-        in_turn = batch.device == "cpu" and ranks == 1 and cost.waits(size)
-        if cost.keeps(batch.t, size.gradient, size.inputs) and not in_turn:
+        if cost.keeps(batch.t, size.gradient, size.inputs) and not (in_turn and cost.waits(size)):
             total += FP32 * p * d
         else:
             inputs[layer.reads] = rows * d
@@ -213,7 +212,8 @@ def kept(model: Model, ranks: int, batch: Batch) -> int:
 def memory(model: Model, wrapper: str, ranks: int, batch: Batch) -> dict[str, int]:
     """Bytes a rank: "parameters" and "gradients" (fp32), "kept", "sums": those on their way at one time at most."""
     mine = numel(model, ranks if wrapper == "TP" else 1)
-    found = {"kept": kept(model, ranks if wrapper == "TP" else 1, batch), "sums": 0}
+    in_turn = batch.device == "cpu" and wrapper in ("none", "DDP")
+    found = {"kept": kept(model, ranks if wrapper == "TP" else 1, batch, in_turn=in_turn), "sums": 0}
     if wrapper == "DDP":
         found["sums"] = FP32 * (mine + RIDERS)
     if wrapper == "FSDP2":

@@ -36,6 +36,8 @@ class DDPSums:
             trainable parameters that are not the model's.
     """
 
+    by_unit = False
+
     def __init__(self, ddp: DistributedDataParallel, parameters: Iterable[nn.Parameter], withholds: Callable[[], bool]):
         own = set(parameters)
         others = [name for name, p in ddp.named_parameters() if p.requires_grad and p not in own]

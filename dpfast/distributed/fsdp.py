@@ -39,6 +39,8 @@ class ShardedSums:
             one dimension of a mesh (and replicated over another one at most, and parted by tensor parallel over one).
     """
 
+    by_unit = True
+
     def __init__(self, model: nn.Module, own: Callable[[nn.Parameter], nn.Parameter], root: nn.Module):
         self._model, self._own, self._root = model, own, root
         self._units = list(_units(model, own, root))

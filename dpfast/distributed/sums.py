@@ -20,7 +20,13 @@ if TYPE_CHECKING:  # they import torch.distributed.tensor
 
 
 class Sums(Protocol):
-    """Carries clipped sums over the ranks of one wrapper of torch.distributed."""
+    """Carries clipped sums over the ranks of one wrapper of torch.distributed.
+
+    Attributes:
+        by_unit: whole sums are made as they leave, a few at a time, because ranks have no room for all of them.
+    """
+
+    by_unit: bool
 
     @property
     def crosses(self) -> bool:

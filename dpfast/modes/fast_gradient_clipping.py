@@ -245,8 +245,9 @@ class GradSampleModuleFastGradientClipping(LeavesSums, LastNorms, PerUnit, GradS
             step.waiting.take()
         scale = self._scale(step)
         entries = [step.gathered.pop(p, None) for p in self._places]
-        check_unwritten(self._places, entries, self._name)
         alone = step.first is not None  # no sums cross ranks
+        with told_to_all(None if alone else self._over_ranks, self._places):
+            check_unwritten(self._places, entries, self._name)
         if self._parts is not None:
             found = {p: entry for p, entry in zip(self._places, entries, strict=True) if entry is not None}
             settings = self._sum_parts(step, found)
@@ -282,8 +283,9 @@ class GradSampleModuleFastGradientClipping(LeavesSums, LastNorms, PerUnit, GradS
             self._before = Before.learned(self._places, step.num_samples or 0, order, deferred)
 
     def _one_by_one(self, step: Step) -> bool:
-        """Whether a sample's factor follows from its own norm, all of which is here."""
+        """Whether a sample's factor follows from its own norm, all of which is here, and there is room for all sums."""
         here = self.passes == 1 and step.units is None and self._parts is None
+        here = here and not (self._over_ranks is not None and self._over_ranks.by_unit)
         return here and (self._norm_clipper is None or clips_one_by_one(self._norm_clipper))
 
     def _finish_as_before(self, step: Step, deferred: Deferred, order: object) -> bool:
