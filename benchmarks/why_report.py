@@ -21,8 +21,8 @@ TOP = 3.0
 
 
 def most_measured(rows: dict) -> dict[str, dict[str, dict]]:
-    """{workload: {leg: row}} of the CPU with most workloads, of these the last measured, with one thread and the
-    allocator as it comes."""
+    """{workload: {leg: row}} of the CPU with most workloads, of these one that is not told to use fewer instructions,
+    and the last measured, with one thread and the allocator as it comes."""
     chosen = {
         key: legs
         for key, legs in rows.items()
@@ -30,10 +30,19 @@ def most_measured(rows: dict) -> dict[str, dict[str, dict]]:
     }
     if not chosen:
         return {}
-    dates = {key[0]: max(row["date"] for k, legs in chosen.items() if k[0] == key[0] for row in legs.values())
-             for key in chosen}  # fmt: skip
-    taken = max(dates, key=lambda cpu: (sum(key[0] == cpu and key[1] in SHORT for key in chosen), dates[cpu]))
+    of_cpu = {cpu: [row for k, legs in chosen.items() if k[0] == cpu for row in legs.values()] for cpu, *_ in chosen}
+
+    def rank(cpu: str) -> tuple[int, bool, str]:
+        workloads = sum(key[0] == cpu and key[1] in SHORT for key in chosen)
+        return workloads, not any(map(_is_imitated, of_cpu[cpu])), max(row["date"] for row in of_cpu[cpu])
+
+    taken = max(of_cpu, key=rank)
     return {key[1]: legs for key, legs in chosen.items() if key[0] == taken and key[1] in SHORT}
+
+
+def _is_imitated(row: dict) -> bool:
+    """Whether oneDNN was told to use less than the processor has."""
+    return f"oneDNN {row.get('instructions')}" not in row.get("used", f"oneDNN {row.get('instructions')}")
 
 
 def times(row: dict, plain: dict) -> float | None:

@@ -46,3 +46,11 @@ def test_it_is_drawn(tmp_path):
     assert (tmp_path / "why.png").read_bytes().startswith(b"\x89PNG")
     why_report.picture({}, tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()
+
+
+def test_a_machine_told_to_use_less_stands_back():
+    found = rows()
+    for machine, used in zip(MACHINES, ("oneDNN AVX-512, MKL AVX2", "oneDNN AVX2, MKL AVX2"), strict=True):
+        for row in found[machine, "mlp", 1, "glibc"].values():
+            row.update(instructions="AVX-512", used=f"torch AVX2, {used}")
+    assert why_report.most_measured(found)["mlp"]["dpfast one-pass"]["ratio_plain"] == 9.0
