@@ -76,6 +76,7 @@ SLOW := tests/arithmetic/test_bounds.py::test_the_kernels_bounds_hold_too \
 	tests/distributed/test_ddp.py \
 	tests/distributed/test_fsdp.py \
 	tests/distributed/test_fsdp_and_tensor_parallel.py \
+	tests/distributed/test_in_turn.py \
 	tests/distributed/test_killed.py \
 	tests/distributed/test_odd_tensor_parallel.py \
 	tests/opacus/test_compiled.py \
