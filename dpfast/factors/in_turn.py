@@ -42,7 +42,7 @@ class InTurn:
             layer.add(factor)
 
     def totals(self) -> list[Tensor]:
-        """The clipped sums, (P, D) each; asked once, and the inputs are freed with it."""
+        """The clipped sums, (P, D) each; asked once."""
         layers, self._layers = self._layers, []
         layers.reverse()
         return [layers.pop().total(self.dtype) for _ in range(len(layers))]

@@ -70,7 +70,8 @@ class GradSampleModuleFastGradientClipping(LeavesSums, LastNorms, PerUnit, GradS
         memory_budget: what one pass may hold of all layers between norms and clipped sums: bytes a sample (an int), or
             a multiple of the layers' inputs and output gradients (a float). Which layers write their gradients is then
             planned for the fastest step that fits, from the shapes of the first step of each kind, which holds the
-            least. None: each layer writes gradients of up to 1.5 times the bytes of its own.
+            least. None: each layer writes gradients of up to 1.5 times the bytes of its own, but for those that are
+            taken in turn. With any budget, what is not written may be: one sample's gradients more, 32 MiB at most.
 
     Raises:
         InputError: ``max_grad_norm``; in a backward pass, a budget that cannot be met, with the smallest that can.
@@ -268,7 +269,7 @@ class GradSampleModuleFastGradientClipping(LeavesSums, LastNorms, PerUnit, GradS
                 entries[place].total = total.view(parameters[place].shape)
         else:
             clipped = self._clip(norms, scale, step.valid)
-        in_turn.clear()
+        in_turn.clear()  # frees their inputs
         self._norms, self._clip_factors = SquaredNorm(clipped.norms, clipped.upper), clipped.factors
         if step.first is not None:
             self._first = step.first

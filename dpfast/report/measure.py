@@ -127,7 +127,7 @@ class Run:
         self._now = clock(self.device)
 
     def measure(self, done: Callable[[], None] = lambda: None) -> Measured:
-        """Some forty; ``done`` is called after each of :attr:`STEPS` parts."""
+        """Takes some forty steps; ``done`` is called after each of :attr:`STEPS` parts."""
         with self._left_as_it_was():
             plain = [self.seconds() for _ in range(ROUNDS + 1)][1:]
             done()
