@@ -176,6 +176,12 @@ def onednn(x: Tensor, y: Tensor) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x.contiguous(), y, None, "none", [], "")
 
 
+def of_rows(x: Tensor, y: Tensor) -> Tensor:
+    """``x yᵀ`` (r, k)·(c, k), whole: for a sum over the batch."""
+    (r, k), c = x.shape, len(y)
+    return onednn(x, y) if not is_traced() and by_onednn(r, k, c, x) else torch.mm(x, y.mT)
+
+
 _ROWS = 96
 """Rows of a product that a thread takes at least: as fast by MKL as the whole product, on one thread."""
 

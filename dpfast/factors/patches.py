@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -50,9 +51,13 @@ class Patches:
         return self.rows.shape[0]
 
     @property
+    def _positions(self) -> int:
+        return self.rows.shape[2:].numel()
+
+    @property
     def matrix_shape(self) -> tuple[int, int, int]:
         """(T, D, P) of one group's outer product."""
-        return self.rows[0:1, 0].numel() if self.num_samples else 0, self.shape[1:].numel(), self._rows_a_group
+        return self._positions if self.num_samples else 0, self.shape[1:].numel(), self._rows_a_group
 
     def _reached(self) -> list[int]:
         """How far the patches reach into the padded image, along each dimension."""
@@ -64,7 +69,8 @@ class Patches:
         if any(self.padding):
             image = F.pad(image, [p for p in reversed(self.padding) for _ in range(2)])
         for i, end in enumerate(self._reached()):
-            image = image.narrow(2 + i, 0, end)
+            if image.shape[2 + i] > end:
+                image = image.narrow(2 + i, 0, end)
         return image
 
     @property
@@ -74,8 +80,12 @@ class Patches:
     def _cut_out(self, image: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Patches (n·groups, D/groups·kernel, positions) of an image without padding, and rows to match."""
         n, dims = len(image), len(self.kernel)
-        # (n, D, *positions, *kernel) -> (n, D, *kernel, *positions)
-        image = self._windows(image).movedim(tuple(range(2 + dims, 2 + 2 * dims)), tuple(range(2, 2 + dims)))
+        if self.shape[2:].numel() > 1:  # else a patch is a pixel
+            # (n, D, *positions, *kernel) -> (n, D, *kernel, *positions)
+            image = self._windows(image).movedim(tuple(range(2 + dims, 2 + 2 * dims)), tuple(range(2, 2 + dims)))
+        elif any(s > 1 for s in self.stride):
+            steps: Any = (..., *(slice(None, None, s) for s in self.stride))
+            image = image[steps]
         positions = rows.shape[2:].numel()
         patches = image.reshape(n * self.groups, self.shape[1:].numel(), positions)
         return patches, rows.reshape(n * self.groups, self._rows_a_group, positions)

@@ -48,7 +48,7 @@ def standardised(factor: Factor, value: Tensor, source: Tensor) -> Factor | None
         if gain is not None or not _is_normal(normal, own, mean, rstd):
             return Standardised(scaled, (own - mean[:, None]).mul_(rstd[:, None]))
         with_normal = None
-        if factor.output is not None:
+        if factor.output is not None and not factor.keeps:
             with_normal = (scaled.rows * factor.output).flatten(2).sum(-1).double()
         return Standardised(scaled, normal, with_normal=with_normal)
 
@@ -58,9 +58,11 @@ def _is_normal(value: Tensor, source: Tensor, mean: Tensor, rstd: Tensor) -> boo
     waited for."""
     if value.device.type != "cpu" or is_traced() or not value.is_contiguous():
         return False
-    first = (source[:, 0] - mean) * rstd
-    rounded = bounds.gamma(16, value.dtype) * (1.0 + (mean * rstd).abs() + first.abs())
-    return bool(((value[:, 0] - first).abs() <= rounded).all())
+    first, rounded = (source[:, 0] - mean).mul_(rstd), bounds.gamma(16, value.dtype)
+    off = first.sub(value[:, 0]).abs_()
+    if off.amax().item() <= rounded:  # mostly, and the rest takes its time
+        return True
+    return bool((off <= rounded * (1.0 + (mean * rstd).abs() + first.abs())).all())
 
 
 def is_standardised(value: Tensor) -> bool:
@@ -139,19 +141,18 @@ class Standardised:
             return self
         blocks, error = self.factor.in_blocks()
         held: list[Tensor] = []
-        plain: list[Tensor] = []
-        with_normal: list[Tensor] = []
+        sums_of: list[list[Tensor]] = []
 
         def watched() -> Iterator[Tensor]:
             for block in blocks:
-                for x, found in zip((with_normal, plain), _two_sums(self.normal, block.flatten(2)), strict=True):
-                    x.append(found)
+                sums_of.extend(_sums_by_block(self.normal, block))
                 held.append(block)
                 yield block
 
         norm = dense_sq_norm(watched())
         off = norm.upper.sqrt().mul_(bounds.gamma(self._block + 2, self.normal.dtype)).add_(self._underflow(1.0))
-        found = _Sums(torch.cat(plain), torch.cat(with_normal), off.mul_(self.normal.shape[1] ** 0.5).mul_(self._reach))
+        with_normal, plain = _added(sums_of, self.normal)
+        found = _Sums(plain, with_normal, off.mul_(self.normal.shape[1] ** 0.5).mul_(self._reach))
         norm = self._without_means(norm, found, error)
         return Standardised(InBlocks(held, error, norm), self.normal, norm)
 
@@ -232,13 +233,18 @@ class Standardised:
 
 def _two_sums(normal: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Q and M of gradients (n, P, D), (n, P) each in fp64, added in blocks, a sample at a time: x̂ is not copied."""
-    n, p = rows.shape[:2]
     if rows.numel() == 0:
-        none = rows.new_zeros(n, p, dtype=torch.float64)
+        none = rows.new_zeros(rows.shape[:2], dtype=torch.float64)
         return none, none
-    with_normal, plain = zip(*(sums.sums_of_blocks(normal, x) for x in rows.contiguous()), strict=True)
-    return _added(with_normal, n, p), _added(plain, n, p)
+    return _added(_sums_by_block(normal, rows), normal)
 
 
-def _added(blocks: Sequence[Tensor], n: int, p: int) -> Tensor:
-    return torch.cat(list(blocks)).view(n, p, -1).sum(-1, dtype=torch.float64)
+def _sums_by_block(normal: Tensor, rows: Tensor) -> list[list[Tensor]]:
+    """Of each sample, one after the other."""
+    return [sums.sums_of_blocks(normal, x) for x in rows.contiguous().view(len(rows), *normal.shape)]
+
+
+def _added(blocks: Sequence[Sequence[Tensor]], normal: Tensor) -> tuple[Tensor, Tensor]:
+    n, p = len(blocks), len(normal)
+    with_normal, plain = (torch.cat(x).view(n, p, -1).sum(-1, dtype=torch.float64) for x in zip(*blocks, strict=True))
+    return with_normal, plain

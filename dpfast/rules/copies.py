@@ -33,7 +33,7 @@ def group_norm_of_copies(layer: nn.GroupNorm, piece: Pieces, input: Tensor) -> T
 
         return piece(by_rule, lambda x, w, b: F.group_norm(x, layer.num_groups, w, b, layer.eps), parameters, input)
     own = [p for p in parameters if p is not None]
-    copies = piece(_of_copies, lambda *own: tuple(p.repeat(n) for p in own), own)
+    copies = piece(of_copies, lambda *own: tuple(p.repeat(n) for p in own), own)
     weight, bias = (dict(zip(own, copies, strict=True)).get(p) for p in parameters)
     return group_norm_as_one(input, layer.num_groups, weight, bias, layer.eps)
 
@@ -54,7 +54,7 @@ def group_norm_as_one(input: Tensor, num_groups: int, weight: Tensor | None, bia
     return torch.ops.aten._unsafe_view.default(output, input.shape)
 
 
-def _of_copies(
+def of_copies(
     parameters: Sequence[nn.Parameter], activations: Activations, backprops: Tensor | Sequence[Tensor]
 ) -> Mapping[nn.Parameter, Factor]:
     """backprops (N·C,) each, of copies one after the other."""

@@ -6,6 +6,7 @@ layer get that layer's rule.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,7 @@ from dpfast.errors import UnsupportedModuleError
 from dpfast.factors import OuterProduct, is_standardised, keeps_gradients
 from dpfast.rules.attention import attended, mask_of_scores
 from dpfast.rules.convolution import convolution, transposed_convolution
-from dpfast.rules.copies import can_be_one, group_norm_as_one
+from dpfast.rules.copies import can_be_one, group_norm_as_one, of_copies
 from dpfast.rules.embedding import embedding as embedding_rule
 from dpfast.rules.linear import linear as linear_rule
 from dpfast.rules.normalization import group_norm as group_norm_rule
@@ -228,8 +229,8 @@ def group_norm(
     """With copies of the parameters, or the rule, as nn.GroupNorm."""
     _samples_first(meeting)
     if len(input) == meeting.n and can_be_one(input, num_groups, (weight, bias)):
-        of_weight, of_bias = (_copies_in_a_row(x, meeting.n) for x in (weight, bias))
-        return group_norm_as_one(input, num_groups, of_weight, of_bias, eps)
+        weights, biases = _in_a_row(meeting, (weight, bias))
+        return group_norm_as_one(input, num_groups, weights, biases, eps)
 
     def factors(values: Any, activations: Any, backprops: Tensor) -> Any:
         return group_norm_rule(_layer(values, num_groups=num_groups, eps=eps), activations, backprops)
@@ -299,9 +300,15 @@ def convolve_transposed(
 _FROZEN = torch.empty(0)
 
 
-def _copies_in_a_row(x: Tensor | None, n: int) -> Tensor | None:
-    """(N·C,), of parameters (C,)."""
-    return x.copies(-1, n).flatten() if isinstance(x, Shared) else x if x is None else x.repeat(n)
+def _in_a_row(meeting: Meeting, parameters: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """A copy for each sample, (N·C,), of parameters (C,)."""
+    shared = [x for x in parameters if isinstance(x, Shared)]
+
+    def copies(*values: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.repeat(meeting.n) for x in values)
+
+    of = iter(meeting(copies, of_copies, [], shared))
+    return [next(of) if isinstance(x, Shared) else x if x is None else x.repeat(meeting.n) for x in parameters]
 
 
 def _geometry(meeting: Meeting, input: Tensor, weight: Tensor, stride: Any, dilation: Any) -> dict[str, Any]:

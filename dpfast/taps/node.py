@@ -116,7 +116,7 @@ class Record:
     as_is = False
     num_outputs = 1
     fresh = True
-    structure: TreeSpec | None = None  # of the inputs; None: there is one, and it is a tensor
+    structure: TreeSpec | None = None  # of the inputs; None: tensors, one after the other
     tensor_places: Sequence[int] = (0,)  # among the inputs
     created_in: int | None = None  # the backward pass that has repeated the forward
     place: Place = None
@@ -148,8 +148,10 @@ class Record:
         self.created_in = in_backward()
         args, kwargs = inputs
         self.leaves: list[Any]
-        if len(args) == 1 and isinstance(args[0], Tensor) and not kwargs:  # nearly all layers: the others' way takes
-            self.leaves, self.followed = [args[0]], [args[0].requires_grad]  # its time
+        if not kwargs and all(isinstance(x, Tensor) for x in args):  # nearly all: the others' way takes its time
+            self.leaves, self.followed = list(args), [x.requires_grad for x in args]
+            if len(args) != 1:
+                self.tensor_places = range(len(args))
             return
         self.leaves, self.structure = tree_flatten(inputs)
         self.tensor_places = [i for i, x in enumerate(self.leaves) if isinstance(x, Tensor)]

@@ -229,9 +229,8 @@ class Operation:
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]):
         self.func = func
         found: list[Any] = []
-        self.args, self.kwargs = _settled((args, kwargs), found)
         self.shared: list[Shared] = []
-        self.plain_args, self.plain_kwargs = _plain((self.args, self.kwargs), self.shared)
+        self.args, self.kwargs = _settled((args, kwargs), found, self.shared)
         self.others = [x for x in found if not isinstance(x, Shared)]
         self.way = (getattr(func, "__name__", None), *(x.way if isinstance(x, Shared) else x.dim() for x in found))
 
@@ -247,7 +246,8 @@ class Operation:
 
     def plain(self) -> Any:
         """Its result, as torch gives it."""
-        return self.func(*self.plain_args, **self.plain_kwargs)
+        args, kwargs = _plain((self.args, self.kwargs))
+        return self.func(*args, **kwargs)
 
     def remains(self) -> Any:
         """Its result, which has no samples either. What its backward needs is kept, past a checkpoint around it: it is
@@ -313,18 +313,19 @@ class Meeting:
         """
         shared = [x for x in parameters if isinstance(x, Shared)]
         values = [x.value.detach() if isinstance(x, Shared) else x for x in parameters]
-        own: list[nn.Parameter] = list({id(p): p for x in shared for p in x.parameters}.values())
+        own = list({id(p): p for x in shared for source in x.sources for p in source.parameters}.values())
         of = told_apart([x.value if isinstance(x, Shared) else None for x in parameters])
-        place = self.place
+        place, layer = self.place, self.tap.layer  # not the operation, which would live as long as autograd's graph
 
         def met(module: nn.Module, activations: Activations, backprops: Tensor) -> Mapping[Any, Factor]:
-            in_front = activations.map(lambda x: x.movedim(place, 0))
-            of_values = factors(of, in_front, backprops.movedim(place, 0))
+            if place:
+                activations, backprops = activations.map(lambda x: x.movedim(place, 0)), backprops.movedim(place, 0)
+            of_values = factors(of, activations, backprops)
             found: dict[nn.Parameter, list[Factor]] = {}
             for x, value in zip(parameters, of, strict=True):
                 if isinstance(x, Shared) and value not in of_values:
                     raise UnsupportedModuleError(
-                        f"{self.tap.layer}: no gradient goes back through what is made of its parameters alone (an "
+                        f"{layer}: no gradient goes back through what is made of its parameters alone (an "
                         "autograd.Function, in a captured step); make it of torch's own functions"
                     )
                 for parameter, factor in x.factors(of_values[value]).items() if isinstance(x, Shared) else ():
@@ -336,23 +337,21 @@ class Meeting:
         return self.tap.tapped(output, (tuple(inputs), {}), own, fresh=True, rule=met, as_is=True)
 
 
-def _plain(x: Any, found: list[Shared] | None = None) -> Any:
-    """The same with plain tensors; ``found`` gets those that were Shared, in order."""
-
-    def plain(x: Tensor) -> Tensor:
-        if found is not None and isinstance(x, Shared):
-            found.append(x)
-        return x.value if isinstance(x, Shared) else x
-
-    return _each(x, plain)
+def _plain(x: Any) -> Any:
+    """The same with plain tensors."""
+    return _each(x, lambda x: x.value if isinstance(x, Shared) else x)
 
 
-def _settled(x: Any, found: list[Any]) -> Any:
-    """The same with those Shared that have gradients; ``found`` gets the tensors, in order."""
+def _settled(x: Any, found: list[Any], shared: list[Shared]) -> Any:
+    """The same with those Shared that have gradients, which ``shared`` gets; ``found`` gets all tensors, in order."""
 
     def settled(x: Tensor) -> Tensor:
         found.append(x)
-        return x.settled() if isinstance(x, Shared) else x
+        if isinstance(x, Shared):
+            x = x.settled()
+            if isinstance(x, Shared):
+                shared.append(x)
+        return x
 
     return _each(x, settled)
 

@@ -31,6 +31,7 @@ CASES = {  # layer, image: kept, not kept, in groups, of rows of three entries
     "not kept": (lambda: StdConv(12, 40, 3, padding=1, bias=False), (12, 4, 4)),
     "groups": (lambda: StdConv(8, 24, 3, groups=2, stride=2), (8, 7, 7)),
     "1x1": (lambda: StdConv(70, 90, 1), (70, 4, 4)),
+    "1x1, kept": (lambda: StdConv(128, 160, 1, bias=False), (128, 15, 16)),
     "one position": (lambda: StdConv(70, 9, 3, bias=False), (70, 3, 3)),
     "three entries": (lambda: StdConv(3, 5, 1), (3, 6, 6)),
 }

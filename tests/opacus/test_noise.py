@@ -106,7 +106,7 @@ def test_no_noise_is_none():
 
 def test_what_a_thread_raises_is_raised(threads):
     def generator(block):
-        if block == 5:
+        if block == 3:
             raise KeyError(block)
         return SECRET.generator(block)
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import dpfast
+from dpfast.arithmetic import products
 from dpfast.factors.patch_product import CHAIN, TOGETHER
 from dpfast.rules import copies, functional
 from dpfast.taps import Activations, find_rule
@@ -21,6 +22,9 @@ CONVOLUTIONS = {
     "groups": (lambda: nn.Conv2d(8, 16, 3, padding=1, groups=4), (8, 9, 7)),
     "1x1": (lambda: nn.Conv2d(32, 16, 1), (32, 6, 6)),
     "1x1, strided, padded": (lambda: nn.Conv2d(18, 20, 1, stride=(2, 3), padding=(1, 0)), (18, 9, 70)),
+    "1x1, large": (lambda: nn.Conv2d(128, 160, 1), (128, 15, 16)),
+    "1x1, large, strided": (lambda: nn.Conv2d(128, 160, 1, stride=2, padding=1), (128, 31, 28)),
+    "1x1, large, more positions than one call adds": (lambda: nn.Conv2d(64, 80, 1), (64, 40, 41)),
     "1x1, more positions than one call adds": (lambda: nn.Conv2d(6, 17, 1), (6, 47, 40)),
     "more positions than one call adds": (lambda: nn.Conv2d(4, 6, 3, padding=1), (4, 47, 40)),
     "one dimension, long": (lambda: nn.Conv1d(6, 8, 5, padding=2), (6, 3000)),
@@ -152,6 +156,36 @@ def test_group_norm_that_has_no_copies(change):
         assert (p.grad_sample.double() - truth[name]).norm() <= 1e-5 * truth[name].norm(), name
 
 
+@pytest.mark.parametrize("case", [name for name in CONVOLUTIONS if name.startswith("1x1, large")])
+def test_pixels_by_either_library(case, monkeypatch):
+    """Kept gradients have the same bits in every batch, clipped sums are right and nothing of a dropped sample is in
+    them, whoever multiplies."""
+    make, shape = CONVOLUTIONS[case]
+    torch.manual_seed(0)
+    layer, x = make(), torch.randn(5, *shape)
+    backprops = torch.randn_like(layer(x))
+    truth, c = exact(layer, x, backprops)["weight"], torch.tensor([1.0, 0.5, 0.0, 2.0, 0.1])
+    clipped = truth.clone()
+    x[2], clipped[2] = float("nan"), 0.0
+    for is_faster in (True, False):
+        monkeypatch.setattr(products, "onednn_is_faster", lambda is_faster=is_faster: is_faster)
+
+        def of(some):
+            return find_rule(layer)(layer, Activations([x[some]]), backprops[some])[layer.weight]
+
+        whole = of(torch.arange(5))
+        assert whole._sum_is_product == (is_faster and layer.stride == (1, 1))
+        assert whole._one_by_one == (is_faster and "more positions" not in case)
+        for some in (torch.arange(5), torch.tensor([0, 1, 3]), torch.tensor([4])):
+            factor, total = of(some), (clipped[some] * c[some].double().view(-1, 1, 1, 1, 1)).sum(0)
+            for form in (factor, factor.written()):
+                assert (form.weighted_sum(c[some]) - total).norm() <= 1e-6 * total.norm()
+            bits = factor.materialize()
+            assert torch.equal(bits.nan_to_num(), whole.materialize()[some].nan_to_num())
+            fine = some != 2
+            assert (bits[fine] - truth[some][fine]).norm() <= 1e-6 * truth[some][fine].norm()
+
+
 @pytest.mark.parametrize("layer", [nn.Conv2d(128, 128, 3, padding=1), nn.Conv2d(130, 128, 1, stride=2)], ids=str)
 def test_clipped_sums_of_few_positions(layer):
     torch.manual_seed(0)
@@ -161,7 +195,7 @@ def test_clipped_sums_of_few_positions(layer):
     x[2], truth[2] = float("nan"), 0.0
     for some in (torch.arange(5), torch.tensor([0, 1, 3]), torch.tensor([2])):
         factor = find_rule(layer)(layer, Activations([x[some]]), backprops[some])[layer.weight]
-        assert factor._has_few_positions
+        assert factor._sum_is_product
         total = (truth[some] * c[some].double().view(-1, 1, 1, 1, 1)).sum(0)
         assert (factor.weighted_sum(c[some]) - total).norm() <= 1e-6 * total.norm()
 
