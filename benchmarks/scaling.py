@@ -3,8 +3,10 @@ measured crossover of the direct and the Gram norm beside that of ``cost.py``.
 
     python benchmarks/scaling.py          # a few minutes on one CPU thread; writes docs/scaling.png
     python benchmarks/scaling.py norms    # a minute: what a FLOP of the Gram norm takes beside one of the direct norm
+    python benchmarks/scaling.py turns    # a minute: layers taken in turn beside the way that they would go otherwise
 
-The second writes rows to results/norms.jsonl, of which ``cost.GRAM_FLOP`` has the median for each set of instructions;
+The second writes rows to results/norms.jsonl, of which ``cost.GRAM_FLOP`` has the median for each set of instructions,
+the third to results/turns.jsonl, on which ``cost.IN_TURN`` and ``cost.IN_TURN_SAVES`` rest;
 ``MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2`` in front imitates a smaller processor.
 """
 
@@ -28,10 +30,16 @@ from torch.profiler import ProfilerActivity, profile
 from workloads import Gpt, language_losses
 
 import dpfast
-from dpfast.arithmetic import buffers, cost, ops, products
+from dpfast.arithmetic import buffers, cost, ops
+from dpfast.arithmetic.products import multiplier
+from dpfast.factors import InTurn, OuterProduct, norm_or_unfinished, total_sq_norm
+from dpfast.modes.clipped import clip_to
+from dpfast.modes.clippers import ConstantFlatClipper
+from dpfast.modes.in_turn import clip_in_turn
+from dpfast.modes.memory_budget import size_of
 
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "scaling.png"
-ROUNDS = 5
+ROUNDS = 9
 STEPS = {  # what varies -> its values and (N, T, width) of each
     "T": [(t, (max(1, 1024 // t), t, 128)) for t in (64, 128, 256, 512, 1024, 2048, 4096, 8192)],
     "N": [(n, (n, 128, 128)) for n in (1, 4, 16, 32)],
@@ -40,6 +48,17 @@ STEPS = {  # what varies -> its values and (N, T, width) of each
 NORMS = [(128, 128), (256, 256), (256, 1024), (256, 8)]  # D, P
 NEAR_EQUAL = [(256, 256, 128), (256, 768, 128), (256, 1024, 128), (256, 1024, 256), (768, 768, 512), (1024, 1024, 512)]
 """D, P and T at which both norms count about as many FLOPs, of layers large enough for a count to tell."""
+
+
+TURNS = [  # layers, D, P, T
+    *((layers, 128, 128, 48) for layers in (1, 4, 16)),
+    *((layers, 256, 256, 64) for layers in (1, 2, 4, 16)),
+    *((layers, 256, 1024, 128) for layers in (1, 4, 16)),
+    *((layers, 512, 512, 128) for layers in (1, 4, 16)),
+    *((layers, 1024, 1024, 128) for layers in (1, 4, 8, 12)),
+    *((layers, 1024, 4096, 128) for layers in (1, 2, 4)),
+]
+"""From less than is worth its calls to more than caches hold; none whose gradient is less than its inputs."""
 
 
 def _interleaved(calls: list[Callable[[], None]]) -> list[list[float]]:
@@ -102,11 +121,52 @@ def norms() -> None:
             d=d,
             p=p,
             t=t,
-            multiplier=products.multiplier(),
+            multiplier=multiplier(),
             gram_over_direct=round(taken, 3),
             gram_flop=round(taken * counted[1] / counted[0], 3),
         )
         print({key: row[key] for key in ("d", "p", "t", "multiplier", "gram_over_direct", "gram_flop")}, flush=True)
+
+
+def turns() -> None:
+    """A row for each of TURNS, eight samples."""
+    table = Rows(RESULTS / "turns.jsonl", {**environment("cpu"), **processor()})
+    clipper = ConstantFlatClipper(1.0)
+    for layers, d, p, t in TURNS:
+        torch.manual_seed(0)
+        inputs = [(torch.randn(8, t, d), torch.randn(8, t, p)) for _ in range(layers)]
+
+        def products(inputs: list[tuple[Tensor, Tensor]] = inputs) -> list[OuterProduct]:
+            return [OuterProduct.of_rows(a, b) for a, b in inputs]
+
+        def in_turn(make: Callable[[], list[OuterProduct]] = products) -> None:
+            found = InTurn(make())
+            clip_in_turn(found, [], clipper, 0.0, 1.0, None)
+            found.totals()
+
+        def otherwise(make: Callable[[], list[OuterProduct]] = products) -> None:
+            factors = [factor.kept() for factor in make()]
+            norm = total_sq_norm([norm_or_unfinished(f) for f in factors], 8, [[i] for i in range(len(factors))])
+            weights = clip_to(1.0, norm, 1.0).single
+            for factor in factors:
+                factor.weighted_sum(weights)
+
+        one, other = _interleaved([in_turn, otherwise])
+        sizes = [size_of(factor) for factor in products()]
+        row = table.add(
+            layers=layers,
+            d=d,
+            p=p,
+            t=t,
+            multiplier=multiplier(),
+            megabytes=round(sum(size.gradient for size in sizes) / 2**20, 1),
+            saves_each=round(sizes[0].saves / 2**20, 1),
+            saves_all=round(sum(size.saves for size in sizes) / 2**20, 1),
+            taken=all(cost.in_turn(sizes)),
+            in_turn_over_otherwise=round(statistics.median(x / y for x, y in zip(one, other, strict=True)), 3),
+        )
+        shown = ("layers", "d", "p", "t", "megabytes", "saves_each", "saves_all", "taken", "in_turn_over_otherwise")
+        print({key: row[key] for key in shown}, flush=True)
 
 
 def crossover(d: int, p: int) -> tuple[list[int], list[float]]:
@@ -128,9 +188,10 @@ def _gram_over_direct(d: int, p: int, positions: list[int]) -> list[float]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    if "norms" in sys.argv[1:]:
-        norms()
-        return
+    for name, rows in (("norms", norms), ("turns", turns)):
+        if name in sys.argv[1:]:
+            rows()
+            return
     figure, axes = plt.subplots(1, 4, figsize=(15, 3.6), layout="constrained")
     for axis, (name, points) in zip(axes, STEPS.items(), strict=False):
         values = [value for value, _ in points]

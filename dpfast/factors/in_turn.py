@@ -56,7 +56,9 @@ class _Layer:
         if self._transposed:  # rows of the smaller matrix are what costs less: see products.onednn
             rows, columns = columns, rows
         self._rows, self._columns = rows.unbind(), columns.unbind()
-        self._values: Any = None  # the gradient of one sample
+        # The gradient of one sample, until the next one's is written: glibc would give the memory of all layers' back in
+        # between, and fault it in again for each sample.
+        self._values: Any = None
         self._total: Any = None
 
     def write(self, n: int, dtype: torch.dtype) -> Tensor:
@@ -64,14 +66,13 @@ class _Layer:
         return self._values
 
     def add(self, factor: float) -> None:
-        values, self._values = self._values, None
         if factor == 0.0:
             return
         if self._total is None:
-            out = buffers.empty(values.shape, values.dtype, values.device)
-            self._total = torch.mul(values, factor, out=out)
+            out = buffers.empty(self._values.shape, self._values.dtype, self._values.device)
+            self._total = torch.mul(self._values, factor, out=out)
         else:
-            self._total.add_(values, alpha=factor)
+            self._total.add_(self._values, alpha=factor)
 
     def total(self, dtype: torch.dtype) -> Tensor:
         if self._total is None:  # all were dropped
