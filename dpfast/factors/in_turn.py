@@ -56,7 +56,7 @@ class _Layer:
         if self._transposed:  # rows of the smaller matrix are what costs less: see products.onednn
             rows, columns = columns, rows
         self._rows, self._columns = rows.unbind(), columns.unbind()
-        # The gradient of one sample, until the next one's is written: glibc would give the memory of all layers' back in
+        # The gradient of a sample, until the next one's is written: glibc would give the memory of all layers' back in
         # between, and fault it in again for each sample.
         self._values: Any = None
         self._total: Any = None
