@@ -44,25 +44,14 @@ def standardised(factor: Factor, value: Tensor, source: Tensor) -> Factor | None
     rows, mean, rstd, gain = source.shape[0], node._saved_result1, node._saved_result2, node._saved_weight
     with torch.no_grad():
         scaled = factor.with_scaled_rows(rstd if gain is None else rstd * gain)
-        own, normal = source.reshape(rows, -1), value.detach().reshape(rows, -1)
-        if gain is not None or not _is_normal(normal, own, mean, rstd):
-            return Standardised(scaled, (own - mean[:, None]).mul_(rstd[:, None]))
-        with_normal = None
-        if factor.output is not None and not factor.keeps:
-            with_normal = (scaled.rows * factor.output).flatten(2).sum(-1).double()
-        return Standardised(scaled, normal, with_normal=with_normal)
-
-
-def _is_normal(value: Tensor, source: Tensor, mean: Tensor, rstd: Tensor) -> bool:
-    """Whether (P, D) is x̂ up to rounding: it may be x̂ and a number a row, which an entry of each tells. A GPU is not
-    waited for."""
-    if value.device.type != "cpu" or is_traced() or not value.is_contiguous():
-        return False
-    first, rounded = (source[:, 0] - mean).mul_(rstd), bounds.gamma(16, value.dtype)
-    off = first.sub(value[:, 0]).abs_()
-    if off.amax().item() <= rounded:  # mostly, and the rest takes its time
-        return True
-    return bool((off <= rounded * (1.0 + (mean * rstd).abs() + first.abs())).all())
+        if gain is None and value.device.type == "cpu" and value.is_contiguous() and not is_traced():
+            with_normal = None
+            if factor.output is not None and not factor.keeps:
+                with_normal = (scaled.rows * factor.output).flatten(2).sum(-1).double()
+            found = Standardised(scaled, value.detach().reshape(rows, -1), with_normal=with_normal)
+            if found.is_of(rstd, node._saved_eps):
+                return found
+        return Standardised(scaled, (source.reshape(rows, -1) - mean[:, None]).mul_(rstd[:, None]))
 
 
 def is_standardised(value: Tensor) -> bool:
@@ -114,6 +103,14 @@ class Standardised:
         )
         return square, mean
 
+    def is_of(self, rstd: Tensor, eps: float) -> bool:
+        """Whether ``normal`` has the moments of x̂, mean 0 and mean square ``1 - eps · rstd²``: it may be x̂ and a number
+        a row, or x̂ that something has written to past autograd (``.data``)."""
+        square, mean = self._moments
+        off = torch.add(square, rstd.double().square(), alpha=eps).sub_(1.0)
+        largest = max(torch.linalg.vector_norm(x, torch.inf).item() for x in (off, mean))
+        return largest <= bounds.gamma(128, self.normal.dtype)  # not where one is NaN
+
     @property
     def num_samples(self) -> int:
         return self.factor.num_samples
@@ -163,6 +160,7 @@ class Standardised:
 
     def _applied(self, values: Tensor) -> Tensor:
         """``J values``, (..., *shape); overwrites them."""
+        values = values.contiguous()  # of channels last they come in that order
         rows = values.view(-1, *self.normal.shape)
         with_normal, means = (x.div_(rows.shape[-1]).to(rows.dtype).unsqueeze(-1) for x in _two_sums(self.normal, rows))
         rows.sub_(means).addcmul_(self.normal, with_normal, value=-1.0)

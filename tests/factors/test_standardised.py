@@ -235,3 +235,48 @@ def test_the_clipped_sum_goes_through_the_standardisation_once(monkeypatch):
     wrapped = dpfast.GradSampleModuleFastGradientClipping(nn.Sequential(layer), max_grad_norm=1.0, loss_reduction="sum")
     wrapped(x).square().sum().backward()
     assert seen == [layer.weight.shape]
+
+
+class WrittenTo(StdConv):
+    """Writes to its standardised weight so that torch does not count it."""
+
+    def __init__(self, write, *sizes, **options):
+        super().__init__(*sizes, **options)
+        self.write = write
+
+    def standardised(self):
+        value = super().standardised()
+        self.write(value.data)
+        return value
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda v: v[:, 1:].mul_(3.0),
+        lambda v: v.clamp_(-1.5, 1.5),
+        lambda v: v.mul_(16.0).round_().div_(16.0),
+        lambda v: v[:, :, 2, 2].zero_(),
+    ],
+    ids=["scaled", "clamped", "quantised", "masked"],
+)
+@pytest.mark.parametrize("sizes", [(4, 6, 12), (12, 40, 4)], ids=["kept", "not kept"])
+def test_a_weight_that_is_written_to_uncounted(write, sizes):
+    """Autograd's gradients go through what was standardised, not through what was written."""
+    torch.manual_seed(0)
+    model = nn.Sequential(WrittenTo(write, *sizes[:2], 3, padding=1, bias=False))
+    x = torch.randn(5, sizes[0], sizes[2], sizes[2])
+    weights = torch.randn(sizes[1], sizes[2], sizes[2])
+    truth = loop_over_samples(model, lambda m, x: (m(x) * weights.to(x.dtype)).sum(), x, dtype=torch.float64)
+    norms = truth["0.weight"].flatten(1).norm(dim=1)
+    wrapped = dpfast.GradSampleModuleFastGradientClipping(model, max_grad_norm=1.0, loss_reduction="sum")
+    (wrapped(x) * weights).sum().backward()
+    assert torch.allclose(wrapped.get_norm_sample().double(), norms, rtol=1e-4)
+    clipped = (truth["0.weight"] / norms.view(-1, 1, 1, 1, 1)).sum(0)
+    assert (wrapped._module[0].weight.grad - clipped).norm() <= 1e-3 * clipped.norm()
+
+
+@pytest.mark.parametrize("name", ["kept", "not kept", "1x1"])
+def test_channels_last(name):
+    layer, x, _ = case(name)
+    check_rule(layer.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last))
