@@ -7,10 +7,13 @@ GPU's tensors need none of this: PyTorch's caching allocator does the same.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 import sys
 import threading
+from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -95,6 +98,22 @@ def release() -> None:
     with _lock:
         _most = 0
         _drop_idle()
+
+
+def give_back() -> None:
+    """Has glibc give what is free now back to the operating system, where it is there: after what took more memory than
+    is wanted again soon. It keeps it otherwise, and pieces of it that others stand between for good."""
+    trim = _malloc_trim()
+    if trim is not None:
+        trim(0)
+
+
+@lru_cache(maxsize=1)
+def _malloc_trim() -> Callable[[int], int] | None:
+    try:
+        return ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError, TypeError):  # another C library, another system
+        return None
 
 
 def _drop_idle() -> None:

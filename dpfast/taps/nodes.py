@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
+
+from torch import Tensor
 
 
 def is_of_tap(node: Any) -> bool:
@@ -28,3 +30,19 @@ def nodes_behind(roots: Iterable[Any], goes_on: Callable[[Any], bool] | None = N
         yield node
         if goes_on is None or goes_on(node):
             waiting.extend(following for following, _ in node.next_functions)
+
+
+def ends_among(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Those of the tensors that are made of none of the others: gradients of these alone come by all of them."""
+    caught: set[Any] = {x.grad_fn for x in tensors} - {None}
+    leads_to_one: dict[Any, bool] = {None: False}
+    for first in caught:
+        ways = [first]
+        while ways:  # no recursion: graphs are deep
+            node = ways[-1]
+            behind = [n for n, _ in node.next_functions if n is not None]
+            unknown = [n for n in behind if n not in leads_to_one and n not in caught]
+            ways.extend(unknown)
+            if not unknown:
+                leads_to_one[ways.pop()] = any(n in caught or leads_to_one[n] for n in behind)
+    return [x for x in tensors if not leads_to_one[x.grad_fn]]

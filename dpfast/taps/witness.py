@@ -27,7 +27,7 @@ from dpfast.taps.fingerprints import Prints, fingerprints
 from dpfast.taps.gathered import following_model
 from dpfast.taps.inputs import results_in, tensors_in
 from dpfast.taps.layout import Call, Place, Rows
-from dpfast.taps.nodes import nodes_behind
+from dpfast.taps.nodes import ends_among, nodes_behind
 from dpfast.taps.passes import in_backward
 from dpfast.taps.picks import Picks, Routes
 from dpfast.taps.registry import find_by_row, find_forward
@@ -276,32 +276,39 @@ def _backwards(run: Run, outputs: Sequence[Tensor], losses: dict[int, Tensor], t
     Args:
         to_leaves: gradients may come to the copy's parameters.
     """
-    tensors = [x for _, _, x in run.caught]
     own = [torch.where(x.isfinite(), x.cos(), 0.0) for x in outputs]
     passes: list[tuple[int | None, Any, Any]] = [(None, outputs, own)] if outputs else []
     passes += [(i, [x], [torch.ones_like(x)]) for i, x in losses.items()]
     leaves_some = to_leaves and _in_reentrant_checkpoint([*outputs, *losses.values()])
-    if leaves_some:
-        for key, prints, x in run.caught:
-            x.register_hook(functools.partial(run.note_grad, key, prints))
+    given: dict[int, Tensor] = {}  # by the number of what was caught
+    for number, (key, prints, x) in enumerate(run.caught):
+        note = functools.partial(run.note_grad, key, prints)
+        x.register_hook(note if leaves_some else functools.partial(_note, given, number, prints))
+    # Of these alone are gradients asked for: others are on the way to them, and would all be held until the end.
+    keys, ends = [key for key, _, _ in run.caught], ends_among([x for _, _, x in run.caught])
+    run.caught.clear()
     try:
-        for i, some, grads in passes if tensors or leaves_some else ():
+        for i, some, grads in passes if keys or leaves_some else ():
             again = i != passes[-1][0]
             if leaves_some:
                 run.arrived.clear()
                 torch.autograd.backward(some, grads, retain_graph=again)
                 found = dict(run.arrived)
             else:
+                given.clear()
+                torch.autograd.grad(some, ends, grads, allow_unused=True, retain_graph=again)
                 found = {}
-                given = torch.autograd.grad(some, tensors, grads, allow_unused=True, retain_graph=again)
-                for (key, prints, _), grad in zip(run.caught, given, strict=True):
-                    found.setdefault(key, []).append(torch.zeros(0) if grad is None else prints.of(grad))
+                for number, key in enumerate(keys):
+                    found.setdefault(key, []).append(given.get(number, torch.zeros(0)))
             (run.grads if i is None else run.losses.setdefault(i, {})).update(found)
     except Exception as error:  # whatever somebody's functions raise
         run.failed.append(error)
         run.grads.clear()
         run.losses.clear()
-    run.caught.clear()
+
+
+def _note(given: dict[int, Tensor], number: int, prints: Prints, grad: Tensor) -> None:
+    given[number] = prints.of(grad)
 
 
 def _in_reentrant_checkpoint(outputs: Sequence[Tensor]) -> bool:
