@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from memory import resident
 
 from dpfast.arithmetic import buffers
 
@@ -82,3 +83,14 @@ def test_idle_blocks_make_room_where_memory_is_short(monkeypatch):
 def test_shapes_and_dtypes(shape, dtype):
     x = buffers.empty(shape, dtype, CPU)
     assert x.shape == torch.Size(shape) and x.dtype == dtype and x.is_contiguous()
+
+
+@pytest.mark.skipif(buffers._malloc_trim() is None, reason="the C library is not glibc")
+def test_what_is_free_is_given_back():
+    """Also where something stands behind it, so that it would not go back by itself."""
+    many = [torch.ones(2**14) for _ in range(2000)]  # 64 KB each, below what glibc maps by itself
+    behind = torch.ones(2**10)
+    before = resident("VmRSS")
+    many.clear()
+    buffers.give_back()
+    assert before - resident("VmRSS") >= 100 * 2**20 and behind.sum() == 2**10

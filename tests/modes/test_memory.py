@@ -52,3 +52,14 @@ def test_what_does_not_grow_with_the_batch():
     sums = 4 * (4 * (256 * 1024 * 3 + 14 * 256) + 2 * 1000 * 256 + 130 * 256)
     in_turn = 4 * (4 * (256 * 768 + 2 * 256 * 1024) + 1000 * 256)
     assert private <= limit * plain + sums + in_turn, (private - limit * plain - sums) / 2**20
+
+
+def test_a_look_holds_little_more_than_a_plain_step():
+    """The first forward pass looks at eight samples, here the whole batch, forwards and backwards."""
+    torch.manual_seed(0)
+    workload = WORKLOADS["gpt"]
+    model, batch = workload.build(), tuple(x[:8] for x in workload.batch())
+    plain = peak_bytes(copy.deepcopy(model), workload, batch)
+    wrapped = dpfast.GradSampleModuleFastGradientClipping(model)
+    look = peak_of_tensors(lambda: workload.losses(wrapped, *batch), model.parameters())
+    assert look <= 1.2 * plain, look / plain
