@@ -175,7 +175,7 @@ def weighted_rows(blocks: Sequence[Tensor], coefficients: Tensor) -> Tensor:
     dtype, total = accumulating_dtype(blocks[0]), None
     weights = towards_zero(coefficients, dtype)
     masks = drops_samples(weights)
-    if len(blocks) == len(weights) > 1 and weights.device.type == "cpu" and not (masks or is_traced()):
+    if len(blocks) > 1 and not (masks or is_traced()) and all(v.shape[0] == 1 for v in blocks):
         return _weighted_one_by_one(blocks, weights)
     sizes, entries = [v.shape[0] for v in blocks], blocks[0].shape[1:].numel()
     slices = _slices(entries) if blocks[0].device.type == "cpu" else 1

@@ -189,8 +189,10 @@ class PatchProduct(Patches):
         the time of torch's convolution, at 8×8 1.3 times as long; of pixels by oneDNN 0.4 to 1.0; AMD EPYC)."""
         if self.groups > 1 or self.rows.device.type != "cpu" or reduced_products() != 0.0:
             return False
-        if self._is_pointwise and all(s == 1 for s in self.stride) and not is_traced():
-            return products.by_onednn(self.shape[0], self.num_samples * self._positions, self.shape[1], self.image)
+        of_pixels = self._is_pointwise and all(s == 1 for s in self.stride) and not is_traced()
+        sizes = self.shape[0], self.num_samples * self._positions, self.shape[1]
+        if of_pixels and products.by_onednn(*sizes, self.image):
+            return True
         return self._positions <= FEW and self.shape[:2].numel() >= 2**14
 
     @property

@@ -281,9 +281,10 @@ def _backwards(run: Run, outputs: Sequence[Tensor], losses: dict[int, Tensor], t
     passes += [(i, [x], [torch.ones_like(x)]) for i, x in losses.items()]
     leaves_some = to_leaves and _in_reentrant_checkpoint([*outputs, *losses.values()])
     given: dict[int, Tensor] = {}  # by the number of what was caught
+    hooks = []
     for number, (key, prints, x) in enumerate(run.caught):
         note = functools.partial(run.note_grad, key, prints)
-        x.register_hook(note if leaves_some else functools.partial(_note, given, number, prints))
+        hooks.append(x.register_hook(note if leaves_some else functools.partial(_note, given, number, prints)))
     # Of these alone are gradients asked for: others are on the way to them, and would all be held until the end.
     keys, ends = [key for key, _, _ in run.caught], ends_among([x for _, _, x in run.caught])
     run.caught.clear()
@@ -305,6 +306,8 @@ def _backwards(run: Run, outputs: Sequence[Tensor], losses: dict[int, Tensor], t
         run.failed.append(error)
         run.grads.clear()
         run.losses.clear()
+    for hook in hooks:  # what was caught may be somebody's own
+        hook.remove()
 
 
 def _note(given: dict[int, Tensor], number: int, prints: Prints, grad: Tensor) -> None:

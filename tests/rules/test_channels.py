@@ -174,7 +174,7 @@ def test_pixels_by_either_library(case, monkeypatch):
             return find_rule(layer)(layer, Activations([x[some]]), backprops[some])[layer.weight]
 
         whole = of(torch.arange(5))
-        assert whole._sum_is_product == (is_faster and layer.stride == (1, 1))
+        assert whole._sum_is_product == (is_faster and layer.stride == (1, 1))  # of many positions
         assert whole._one_by_one == (is_faster and "more positions" not in case)
         for some in (torch.arange(5), torch.tensor([0, 1, 3]), torch.tensor([4])):
             factor, total = of(some), (clipped[some] * c[some].double().view(-1, 1, 1, 1, 1)).sum(0)
