@@ -57,6 +57,8 @@ TURNS = [  # layers, D, P, T
     *((layers, 512, 512, 128) for layers in (1, 4, 16)),
     *((layers, 1024, 1024, 128) for layers in (1, 4, 8, 12)),
     *((layers, 1024, 4096, 128) for layers in (1, 2, 4)),
+    *((layers, 1024, 1024, 256) for layers in (1, 4)),
+    *((layers, 1024, 4096, 512) for layers in (1, 2)),
 ]
 """From less than is worth its calls to more than caches hold; none whose gradient is less than its inputs."""
 
@@ -160,8 +162,8 @@ def turns() -> None:
             t=t,
             multiplier=multiplier(),
             megabytes=round(sum(size.gradient for size in sizes) / 2**20, 1),
-            saves_each=round(sizes[0].saves / 2**20, 1),
-            saves_all=round(sum(size.saves for size in sizes) / 2**20, 1),
+            saves_each=round(sizes[0].saves_in_turn / 2**20, 1),
+            saves_all=round(sum(size.saves_in_turn for size in sizes) / 2**20, 1),
             taken=all(cost.in_turn(sizes)),
             in_turn_over_otherwise=round(statistics.median(x / y for x, y in zip(one, other, strict=True)), 3),
         )

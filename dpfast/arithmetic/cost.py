@@ -95,7 +95,11 @@ IN_TURN = 32 * 2**20
 stay in the caches, and then it gains nothing."""
 
 IN_TURN_SAVES = 2**21, 2**23
-"""FLOPs that it must save a sample, in each layer and in all: what its calls take."""
+"""FLOPs that it must save a sample, in each layer and in all: what its calls take (``benchmarks/scaling.py turns``,
+results/turns.jsonl)."""
+
+IN_TURN_CACHED = 2 * 2**20, 16
+"""Bytes of a layer's gradient that a core's own cache holds, and the FLOPs that each byte of a larger one takes more."""
 
 FLOPS_A_BYTE = {"cpu": 4, "cuda": 150}
 """What a device multiplies and adds while it moves a byte, about (``python -m dpfast bench`` measures both rates). It
@@ -116,10 +120,16 @@ class Size(NamedTuple):
         """FLOPs that a written gradient saves: the norm, less its being written and read once more."""
         return self.flops - FLOPS_A_BYTE.get(self.device, 4) * 2 * self.gradient if self.t > 1 else 0.0
 
+    @property
+    def saves_in_turn(self) -> float:
+        """The same where it is taken in turn."""
+        cached, flops = IN_TURN_CACHED
+        return self.saves - (flops * self.gradient if self.gradient > cached else 0)
+
 
 def waits(size: Size) -> bool:
     """Whether a factor on a CPU that would be kept waits for its turn, as its inputs: they are less."""
-    return size.gradient > size.inputs and size.saves >= IN_TURN_SAVES[0]
+    return size.gradient > size.inputs and size.saves_in_turn >= IN_TURN_SAVES[0]
 
 
 def in_turn(sizes: Sequence[Size]) -> list[bool]:
@@ -127,9 +137,9 @@ def in_turn(sizes: Sequence[Size]) -> list[bool]:
     of a norm without the gradient and a product for the sum. Those that save most for their bytes come first."""
     chosen, held, saved = [False] * len(sizes), 0, 0.0
     each, all_together = IN_TURN_SAVES
-    saving = [i for i, size in enumerate(sizes) if size.saves >= each]
-    for i in sorted(saving, key=lambda i: (-sizes[i].saves / sizes[i].gradient, i)):
+    saving = [i for i, size in enumerate(sizes) if size.saves_in_turn >= each]
+    for i in sorted(saving, key=lambda i: (-sizes[i].saves_in_turn / sizes[i].gradient, i)):
         chosen[i] = held + sizes[i].gradient <= IN_TURN
         held += chosen[i] * sizes[i].gradient
-        saved += chosen[i] * sizes[i].saves
+        saved += chosen[i] * sizes[i].saves_in_turn
     return chosen if saved >= all_together else [False] * len(sizes)

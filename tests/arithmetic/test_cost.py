@@ -60,7 +60,8 @@ def test_keeping_stays_within_its_budget(dtype):
 
 
 CPU = torch.device("cpu")
-NORMS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "norms.jsonl"
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+NORMS, TURNS = RESULTS / "norms.jsonl", RESULTS / "turns.jsonl"
 
 
 def test_what_a_flop_of_the_gram_way_takes_is_what_the_rows_say():
@@ -68,6 +69,17 @@ def test_what_a_flop_of_the_gram_way_takes_is_what_the_rows_say():
     for row in map(json.loads, NORMS.read_text().splitlines()):
         found.setdefault(row["multiplier"], []).append(row["gram_flop"])
     assert {who: round(statistics.median(taken), 1) for who, taken in found.items()} == cost.GRAM_FLOP
+
+
+def test_what_is_taken_in_turn_gains_by_the_rows():
+    taken = []
+    for row in map(json.loads, TURNS.read_text().splitlines()):
+        t, d, p = row["t"], row["d"], row["p"]
+        flops = cost.norm_flops(cost.norm_way(t, d, p), t, d, p)
+        size = cost.Size(t, flops, 4 * d * p, 4 * t * (d + p), "cpu")
+        if all(cost.in_turn([size] * row["layers"])):
+            taken.append(row["in_turn_over_otherwise"])
+    assert len(taken) >= 20 and max(taken) <= 1.1 and statistics.median(taken) <= 0.9
 
 
 @pytest.mark.parametrize("who", cost.GRAM_FLOP)

@@ -257,7 +257,7 @@ def test_what_is_written_to_while_it_waits_is_refused(p, clipper):
 @pytest.mark.parametrize("n", [1, 3])
 def test_explain_names_the_layers_that_a_step_takes_in_turn(kinds, n):
     if kinds == "six":  # of which three are taken
-        model, x = nn.Sequential(*[nn.Linear(*((768, 3072)[:: 1 - 2 * (i % 2)])) for i in range(6)]), (128, 768)
+        model, x = nn.Sequential(*[nn.Linear(*((768, 3072)[:: 1 - 2 * (i % 2)])) for i in range(6)]), (256, 768)
     elif kinds == "mixed":
         model = nn.Sequential(nn.Linear(256, 1024).double(), nn.Linear(256, 1024), nn.Linear(1024, 256))
         model[0].register_forward_hook(lambda module, inputs, output: output[..., :256].float())
@@ -283,8 +283,9 @@ def test_what_is_taken_in_turn_follows_from_shapes():
     assert cost.in_turn(sizes((256, 1024), (1024, 256), (256, 1000))) == [True] * 3
     assert cost.in_turn(sizes((256, 1024), t=16)) == [False]  # the norm is cheaper than writing
     assert cost.in_turn(sizes((64, 64), (64, 96), t=64)) == [False] * 2  # calls take longer
-    many = cost.in_turn(sizes(*[(768, 3072)] * 6))
+    many = cost.in_turn(sizes(*[(768, 3072)] * 6, t=256))
     assert many == [True] * 3 + [False] * 3  # 9 MiB each, of 32
+    assert cost.in_turn(sizes((768, 3072), (1024, 1024))) == [False] * 2  # more than a core's cache: bytes cost more
     assert cost.in_turn([]) == []
 
 
