@@ -99,7 +99,7 @@ IN_TURN_SAVES = 2**21, 2**23
 results/turns.jsonl)."""
 
 IN_TURN_CACHED = 2 * 2**20, 16
-"""Bytes of a layer's gradient that a core's own cache holds, and the FLOPs more that each byte of a larger one takes."""
+"""Bytes of a gradient that a core's own cache holds, and the FLOPs more that each byte of a larger one takes."""
 
 FLOPS_A_BYTE = {"cpu": 4, "cuda": 150}
 """What a device multiplies and adds while it moves a byte, about (``python -m dpfast bench`` measures both rates). It
