@@ -38,10 +38,8 @@ class Activations(list[Any]):
 
     def map(self, function: Callable[[Any], Any]) -> Activations:
         """The same with ``function`` of every tensor."""
-        if not self.kwargs and all(isinstance(x, Tensor) for x in self):  # nearly all: trees take their time
-            found = Activations(map(function, self))
-        else:
-            found = Activations(*tree_map_only(Tensor, function, (list(self), self.kwargs)))
+        raw = not self.kwargs and all(isinstance(x, Tensor) for x in self)  # nearly all: trees take their time
+        found = Activations(*(map(function, self),) if raw else tree_map_only(Tensor, function, ([*self], self.kwargs)))
         found.__dict__.update(self.__dict__, kwargs=found.kwargs)
         return found
 
