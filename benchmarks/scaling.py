@@ -6,7 +6,7 @@ measured crossover of the direct and the Gram norm beside that of ``cost.py``.
     python benchmarks/scaling.py turns    # a minute: layers taken in turn beside the way that they would go otherwise
 
 The second writes rows to results/norms.jsonl, of which ``cost.GRAM_FLOP`` has the median for each set of instructions,
-the third to results/turns.jsonl, on which ``cost.IN_TURN`` and ``cost.IN_TURN_SAVES`` rest;
+the third to results/turns.jsonl, on which ``cost.IN_TURN_SAVES`` and ``cost.IN_TURN_CACHED`` rest;
 ``MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2`` in front imitates a smaller processor.
 """
 
