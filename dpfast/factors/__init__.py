@@ -7,7 +7,7 @@ makes one. Imports ``arithmetic`` and below.
 
 from dpfast.factors import unit_ops  # noqa: F401  # its operations are found by name
 from dpfast.factors.alike import Alike, weighted_sums
-from dpfast.factors.dense import Dense, Factor, channel_sum, row_sum, row_sum_in_blocks
+from dpfast.factors.dense import Again, Dense, Factor, channel_sum, row_sum, row_sum_in_blocks
 from dpfast.factors.folded import folded
 from dpfast.factors.in_turn import InTurn
 from dpfast.factors.lookup import Lookup, is_small_table
@@ -27,6 +27,7 @@ from dpfast.factors.standardised import is_standardised, standardised
 from dpfast.factors.waiting import Waiting, wait_as_factors
 
 __all__ = [
+    "Again",
     "Alike",
     "Blocks",
     "Dense",

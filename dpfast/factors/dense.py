@@ -48,6 +48,11 @@ class Factor(Protocol):
         """The cheapest form to keep until the clipped sum (``cost.keeps``)."""
 
 
+Again = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, tuple[Tensor, ...]]]
+"""``(activations, backprops, the latter's row norms) -> (values, the norms of their SumError)``, whose other numbers
+follow from shapes."""
+
+
 class Dense:
     """Gradients as they are.
 
@@ -58,8 +63,12 @@ class Dense:
         norm: their norms, where these are known already.
 
     Attributes:
-        sum_of: the ``id`` of the tensor (N, T, P) whose rows it sums up, if it is that; nothing is held for it.
+        again: where nothing but what the layer caught makes it, what makes it; with :attr:`of`.
+        of: the ``id`` of the activations (0: not needed) and of the backprops (N, T, P); nothing is held for them.
     """
+
+    again: Again | None = None
+    of: tuple[int, int] = (0, 0)
 
     def __init__(
         self,
@@ -71,7 +80,6 @@ class Dense:
         self._error = error
         self._norm = norm
         self.shape = values.shape[1:]
-        self.sum_of = 0
 
     @property
     def num_samples(self) -> int:
@@ -179,8 +187,13 @@ def row_sum(backprops: Tensor) -> Dense:
         return SumError((norms,), (lost,), *terms)
 
     found = Dense(reference.bias_grad_sample(rows), error=error)
-    found.sum_of = id(backprops) if backprops.dim() == 3 else 0
+    if backprops.dim() == 3:
+        found.again, found.of = _summed_again, (0, id(backprops))
     return found
+
+
+def _summed_again(activations: Tensor, backprops: Tensor, row_norms: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    return reference.bias_grad_sample(backprops), (row_norms,)
 
 
 def channel_sum(backprops: Tensor, row_norms: Tensor, totals: Tensor | None = None) -> Dense:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,7 @@ from dpfast.arithmetic import (
     bounds,
     cost,
     finished,
+    is_traced,
     lookup_sq_norm,
     ops,
     reference,
@@ -36,6 +39,9 @@ class Lookup:
         indices: (N, ...) integers in [0, num_embeddings).
         backprops: (N, ..., D).
         padding_idx: positions with this index add nothing.
+
+    Attributes:
+        of: the ``id`` of both, as they were given.
     """
 
     def __init__(self, indices: Tensor, backprops: Tensor, num_embeddings: int, padding_idx: int | None = None):
@@ -45,6 +51,7 @@ class Lookup:
         self.backprops = backprops.reshape(n, positions, d)
         self.padding_idx = padding_idx
         self.shape = torch.Size((num_embeddings, d))
+        self.of = id(indices), id(backprops)
 
     @property
     def num_samples(self) -> int:
@@ -58,15 +65,21 @@ class Lookup:
         return rows.masked_fill((self.indices == self.padding_idx).unsqueeze(-1), 0.0)
 
     def _keys(self) -> Tensor:
-        """One number per (sample, row of the table), (N·T,)."""
-        first = torch.arange(self.num_samples, device=self.indices.device) * self.shape[0]
-        return (self.indices + first.unsqueeze(-1)).flatten()
+        """One number per (sample, row of the table), (N, T)."""
+        make = _firsts_made if is_traced() else _firsts  # nothing of a graph may stay
+        return self.indices + make(self.num_samples, self.shape[0], self.indices.device)
 
     def materialize(self, scale: float = 1.0) -> Tensor:
         rows = self.rows()
         out = rows.new_zeros(self.num_samples * self.shape[0], self.shape[1])
-        out.index_add_(0, self._keys(), rows.flatten(0, 1), alpha=scale)
+        out.index_add_(0, self._keys().flatten(), rows.flatten(0, 1), alpha=scale)
         return out.view(self.num_samples, *self.shape)
+
+    def table(self) -> Tensor:
+        """(N, *shape), each row's sums in the order of positions, on a CPU."""
+        n, rows = self.num_samples, self.rows()
+        table = torch.ops.aten.embedding_dense_backward.default(rows, self._keys(), n * self.shape[0], -1, False)
+        return table.view(n, *self.shape)
 
     def segments(self) -> tuple[Tensor, Tensor]:
         """The gradient's non-zero rows: (values (N·T, D), their sample (N·T,)), unused places zero.
@@ -75,7 +88,7 @@ class Lookup:
         order of its positions whatever batch it stands in. Memory: N·T·D, never N·V·D.
         """
         rows = self.rows()
-        keys, order = self._keys().sort(stable=True)
+        keys, order = self._keys().flatten().sort(stable=True)
         new_segment = torch.ones_like(keys, dtype=torch.bool)
         new_segment[1:] = keys[1:] != keys[:-1]
         segment = new_segment.cumsum(0) - 1
@@ -96,18 +109,15 @@ class Lookup:
 
     def _unfinished(self) -> Unfinished:
         if is_small_table(self.shape, self.dtype, self.device):
-            rows = self.rows()
-            table = rows.new_zeros(self.num_samples, *self.shape)
-            table.scatter_add_(1, self.indices.long().unsqueeze(-1).expand_as(rows), rows)
-            return unfinished_norm([table], self._error())
+            return unfinished_norm([self.table()], self.error())
         values, sample = self.segments()
         total = values.new_zeros(self.num_samples, dtype=torch.float64)
         total.index_add_(0, sample, sums.row_sq_norm(values))
         numel = self.indices.shape[1] * self.shape[1]
         width = min(self.shape[1], sums.SUM_BLOCK) + bounds.summed_after(self.indices.shape[1], values.dtype)
-        return Unfinished(total.sqrt_(), width, numel, values.dtype, self._error())
+        return Unfinished(total.sqrt_(), width, numel, values.dtype, self.error())
 
-    def _error(self) -> SumError:
+    def error(self) -> SumError:
         """How far the summed rows may be from the exact ones, in L2 norm."""
         rows = self.rows()
         positions, width = rows.shape[1:]
@@ -115,7 +125,7 @@ class Lookup:
         return SumError((sums.raw_row_norm(rows),), (sums.lost_to_underflow(rows),), *terms)
 
     def materialized(self) -> Dense:
-        return Dense(self.materialize(), error=self._error())
+        return Dense(self.materialize(), error=self.error())
 
     def weighted_sum(self, coefficients: Tensor) -> Tensor:
         rows = self.rows()
@@ -157,3 +167,11 @@ class Lookup:
 
     def kept(self) -> Factor:
         return self
+
+
+def _firsts_made(n: int, size: int, device: torch.device) -> Tensor:
+    """(n, 1): 0, size, 2·size, ..."""
+    return torch.arange(0, n * size, size, device=device).unsqueeze(1)
+
+
+_firsts = lru_cache(maxsize=64)(_firsts_made)

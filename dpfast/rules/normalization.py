@@ -6,15 +6,16 @@ x̂ is computed again, in fp32 or fp64, from the layer's input; its own rounding
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dpfast.arithmetic import accumulating_dtype, bounds, is_traced, smallest_normal, sums
+from dpfast.arithmetic import SumError, accumulating_dtype, bounds, is_traced, smallest_normal, sums, taken_once
 from dpfast.errors import UnsupportedModuleError
-from dpfast.factors import Dense, Factor, channel_sum, row_sum
+from dpfast.factors import Again, Dense, Factor, channel_sum, row_sum
 from dpfast.taps import Activations, register_node, register_rule
 
 _SMALL_EPS = 1e-6
@@ -62,21 +63,81 @@ def _summed(values: Tensor, norms: Tensor, error_of_rows: Tensor) -> Dense:
     return Dense(values.sum(1), error=error_of_rows.add_(norms, alpha=relative).sum(-1).add_(least))
 
 
-def _factors(layer: Any, normalized: Tensor, backprops: Tensor, relative_error: Tensor) -> dict[nn.Parameter, Factor]:
+def _factors(layer: Any, of_weight: Callable[[], Dense], backprops: Tensor) -> dict[nn.Parameter, Factor]:
+    """Of its weight, where that is trained, and its bias; backprops (N, T, D)."""
+    factors: dict[nn.Parameter, Factor] = {}
+    of_bias = partial(row_sum, backprops)
+    for parameter, make in ((layer.weight, of_weight), (getattr(layer, "bias", None), of_bias)):
+        if parameter is None or not parameter.requires_grad:
+            continue
+        summed = factors[parameter] = make()
+        if parameter.dim() > 1:
+            factors[parameter] = Dense(summed.values.view(-1, *parameter.shape), error=summed.settled())
+    return factors
+
+
+def _weighted(normalized: Tensor, backprops: Tensor, relative_error: Tensor) -> Dense:
     """normalized, backprops (N, T, D); each row of ``normalized`` is exact to ``relative_error`` (N, T) times
     (1 + its entries)."""
-    factors: dict[nn.Parameter, Factor] = {}
-    weight, bias = layer.weight, getattr(layer, "bias", None)
-    if weight is not None and weight.requires_grad:
-        values = normalized * backprops
-        norms = sums.row_norm(values)
-        error = (sums.row_norm(backprops, once=True) + norms).mul_(relative_error)
-        summed = _summed(values, norms, error)
-        factors[weight] = Dense(summed.values.view(-1, *weight.shape), error=summed.error)
-    if bias is not None and bias.requires_grad:
-        summed = row_sum(backprops)
-        factors[bias] = Dense(summed.values.view(-1, *bias.shape), error=summed.settled())
-    return factors
+    values = normalized * backprops
+    norms = sums.row_norm(values)
+    return _summed(values, norms, (sums.row_norm(backprops, once=True) + norms).mul_(relative_error))
+
+
+# --- samples with few entries: in fp64, which takes fewer calls than a bound of what fp32 makes of them ---
+
+_FEW = 2**13
+"""Entries of a sample up to which calls take the time."""
+
+
+def _is_taken_in_fp64(inputs: Tensor, backprops: Tensor, eps: float) -> bool:
+    few = inputs.shape[1:].numel() <= _FEW and inputs.device.type == "cpu" and eps >= _SMALL_EPS
+    return few and accumulating_dtype(inputs, backprops) is torch.float32
+
+
+def _factors_in_fp64(
+    layer: Any, again: Again, inputs: Tensor, backprops: Tensor, width: int
+) -> dict[nn.Parameter, Factor]:
+    of = (id(inputs), id(backprops)) if inputs.dim() == 3 and inputs.shape[2] == width else (0, 0)
+    inputs, rows = (_as_rows(x, width, x.dtype) for x in (inputs, backprops))
+    if of[1]:
+        rows = backprops  # the very tensor
+    return _factors(layer, lambda: _weighted_in_fp64(again, inputs, rows, of), rows)
+
+
+def _weighted_in_fp64(again: Again, inputs: Tensor, backprops: Tensor, of: tuple[int, int]) -> Dense:
+    """``Σ_t b_t ∘ x̂_t`` of inputs and backprops (N, T, D), by ``again``.
+
+    Numerics:
+        An entry of x̂_t is at most √D and, in fp64, exact to ``2·γ(D + 8)·r_t`` times (1 + itself), with
+        ``r_t = 1 + |mean|/deviation``, less than 2³⁰ for such x. The sum is rounded once to fp32. So it is off by
+        ``Σ_t r_t ‖b_t‖`` times what is ``relative``; all else is small to that.
+    """
+    _, positions, width = backprops.shape
+    root, double = width**0.5, torch.float64
+    in_fp64 = (1.0 + root) * (2.0 * bounds.gamma(width + 8, double) + bounds.gamma(positions + 1, double))
+    relative = 1.01 * (in_fp64 + root * bounds.gamma(1, torch.float32))
+    values, norms = again(inputs, backprops, taken_once(sums.raw_row_norm, backprops))
+    lost = (*(1.0 for _ in norms[1:]), sums.lost_to_underflow(backprops))
+    found = Dense(values, SumError(norms, lost, relative, root * smallest_normal(torch.float32)))
+    found.again, found.of = again, of
+    return found
+
+
+def _layer_norm_again(
+    width: int, eps: float, inputs: Tensor, backprops: Tensor, row_norms: Tensor
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    normalized, mean, rstd = torch.native_layer_norm(inputs.double(), [width], None, None, eps)
+    values = normalized.mul_(backprops).sum(1).float()
+    return values, (mean.mul_(rstd).abs_().squeeze(-1).float(), row_norms)
+
+
+def _rms_norm_again(
+    width: int, eps: float, inputs: Tensor, backprops: Tensor, row_norms: Tensor
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    x = inputs.double()
+    rstd = torch.linalg.vector_norm(x, dim=2, keepdim=True).square_().div_(width).add_(eps).rsqrt_()
+    return x.mul_(rstd).mul_(backprops).sum(1).float(), (row_norms,)
 
 
 def _as_rows(x: Tensor, width: int, dtype: torch.dtype) -> Tensor:
@@ -94,8 +155,10 @@ def layer_norm(layer: nn.LayerNorm, activations: Activations, backprops: Tensor)
         the mean; the relative error of x̂ is at most γ(D + 8)·(1 + |mean|/deviation), twice over. Of a constant row x̂ is
         0; where eps is small, such rows are looked for, because the error would be as large as 1/√eps.
     """
-    dtype = accumulating_dtype(activations[0], backprops)
     width = math.prod(layer.normalized_shape)
+    if _is_taken_in_fp64(activations[0], backprops, layer.eps):
+        return _factors_in_fp64(layer, partial(_layer_norm_again, width, layer.eps), activations[0], backprops, width)
+    dtype = accumulating_dtype(activations[0], backprops)
     inputs, backprops = (_as_rows(x, width, dtype) for x in (activations[0], backprops))
     normalized, mean, rstd = torch.native_layer_norm(inputs, [width], None, None, layer.eps)
     error = 2.0 * bounds.gamma(width + 8, dtype) * (1.0 + (mean * rstd).abs())
@@ -104,7 +167,7 @@ def layer_norm(layer: nn.LayerNorm, activations: Activations, backprops: Tensor)
         constant = _is_constant(inputs)
         if constant is not None:
             normalized, error = normalized.masked_fill(constant, 0.0), error.masked_fill(constant, 0.0)
-    return _factors(layer, normalized, backprops, error.squeeze(-1))
+    return _factors(layer, lambda: _weighted(normalized, backprops, error.squeeze(-1)), backprops)
 
 
 def _forward(parameters: Mapping[str, Any], layer: Any, x: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
@@ -125,13 +188,15 @@ register_node(nn.LayerNorm, _forward, _backward)
 
 def rms_norm(layer: Any, inputs: Tensor, backprops: Tensor, width: int, eps: float) -> dict[nn.Parameter, Factor]:
     """``x̂ = x / √(mean x² + eps)``; inputs and backprops (N, ..., *shape) with ``width`` entries in the shape."""
+    if _is_taken_in_fp64(inputs, backprops, eps):
+        return _factors_in_fp64(layer, partial(_rms_norm_again, width, eps), inputs, backprops, width)
     dtype = accumulating_dtype(inputs, backprops)
     inputs, backprops = (_as_rows(x, width, dtype) for x in (inputs, backprops))
     rstd = torch.rsqrt(inputs.square().mean(-1, keepdim=True) + eps)
     error = _where_known(torch.full_like(rstd, bounds.gamma(width + 8, dtype)), rstd, eps, dtype)
     if eps < _least_eps(dtype):
         error = error.masked_fill(~_bits(inputs).any(-1, keepdim=True), 0.0)  # a row of zeros
-    return _factors(layer, inputs * rstd, backprops, error.squeeze(-1))
+    return _factors(layer, lambda: _weighted(inputs * rstd, backprops, error.squeeze(-1)), backprops)
 
 
 @register_rule(nn.RMSNorm, fresh=True, alike=lambda layer: (layer.weight.shape, layer.eps))
