@@ -67,8 +67,7 @@ def batched(x: Tensor, y: Tensor, *, scale: float = 1.0, add_to: Tensor | None =
         out = torch.stack(found, out=empty((n, r, c), x.dtype, x.device))
         return out if scale == 1.0 else out.mul_(scale)
     if min(r, c) >= BATCH_INVARIANT_FROM:
-        small = n * r * c * x.itemsize <= buffers.SMALLEST
-        if small and add_to is None and scale == 1.0 and n >= torch.get_num_threads():
+        if add_to is None and scale == 1.0 and torch.get_num_threads() <= n <= at_once(r, k, c, x):
             return torch.bmm(x, y)  # the routine of those below
         out, beta = (empty((n, r, c), x.dtype, x.device), 0.0) if add_to is None else (add_to, 1.0)
         if _shares_threads(r * k * c, x):
@@ -90,6 +89,13 @@ def batched(x: Tensor, y: Tensor, *, scale: float = 1.0, add_to: Tensor | None =
     if scale != 1.0:
         products.mul_(scale)
     return products if add_to is None else add_to.add_(products)
+
+
+def at_once(r: int, k: int, c: int, like: Tensor) -> int:
+    """For up to how many products, but no fewer than torch has threads, :func:`batched` is ``torch.bmm``; on a CPU."""
+    if min(r, c) < BATCH_INVARIANT_FROM or k == 0 or like.dtype is torch.float64 or by_onednn(r, k, c, like):
+        return 0
+    return buffers.SMALLEST // (r * c * like.itemsize)
 
 
 def _on_lines(x: Tensor) -> bool:

@@ -30,7 +30,7 @@ def direct_sq_norm(activations: Tensor, backprops: Tensor) -> SquaredNorm:
     return finished(unfinished_direct(activations, backprops))
 
 
-def unfinished_of_products(values: Tensor, error: SumError) -> Unfinished:
+def unfinished_of_products(values: Tensor, error: SumError | None = None) -> Unfinished:
     """:func:`unfinished_direct` from the products, (N, P, D), which may be used further."""
     p, d = values.shape[1:]
     norm = sums.norm_of_rows(sums.raw_row_norm(values))

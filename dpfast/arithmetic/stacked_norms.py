@@ -183,15 +183,15 @@ def _at_a_time(members: Sequence[int], entries: Sequence[int]) -> list[list[int]
 def _sum_errors(errors: Sequence[SumError], n: int) -> Tensor:
     """(F, n), of errors with as many positions and norms."""
     layers = [len(e.norms[0]) // n for e in errors] if n else [1]
-    return sum_errors(errors, n, sum_error_columns(errors, layers))
+    return sum_errors([e.norms for e in errors], n, sum_error_columns(errors, layers))
 
 
-def sum_errors(errors: Sequence[SumError], n: int, columns: Sequence[Tensor]) -> Tensor:
-    """The same with the :func:`sum_error_columns` of errors like these."""
+def sum_errors(of: Sequence[Sequence[Tensor]], n: int, columns: Sequence[Tensor]) -> Tensor:
+    """The same from their norms, with the :func:`sum_error_columns` of errors like these."""
     *lost, relative, least = columns
     product: Any = None
     for k, lost_k in enumerate(lost):
-        norms = [e.norms[k] for e in errors]
+        norms = [norms[k] for norms in of]
         if len({x.dtype for x in norms}) > 1:
             norms = [x.double() for x in norms]
         rows = torch.cat(norms) if len(norms) > 1 else norms[0]

@@ -6,17 +6,28 @@ A sample's numbers do not depend on the batch that it stands in, so the samples 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from dpfast.arithmetic import SquaredNorm, Unfinished, accumulating_dtype, ops, reference
+from dpfast.arithmetic import SquaredNorm, SumError, Unfinished, ops, reference
 from dpfast.factors.dense import Dense, Factor
 from dpfast.factors.lookup import Lookup
 from dpfast.factors.outer_product import OuterProduct
 
-SMALL = 1024
-"""Entries of a layer's gradient up to which a copy of it takes less than a call."""
+
+class Numbers(NamedTuple):
+    """What a step works out of one parameter of layers alike, M samples; what else has to be known follows from shapes.
+
+    Attributes:
+        norm: of the gradients, (M,) fp64, as of ``Unfinished``.
+        of: what its error follows from: the norms of a ``SumError``, or it is the error, (M,) fp64 or None.
+        factor: the gradients, written out or what they are made from.
+    """
+
+    norm: Tensor
+    of: tuple[Tensor, ...] | Tensor | None
+    factor: Tensor | OuterProduct | Lookup
 
 
 class Alike:
@@ -29,7 +40,6 @@ class Alike:
 
     def __init__(self, factor: Factor, layers: int, norm: Unfinished | None = None):
         self.layers = layers
-        self.beyond = 0  # bytes that are kept although their inputs are less
         if norm is not None:
             self.factor: Dense | OuterProduct | Lookup = factor  # type: ignore[assignment]  # by who knows the norm
             self.norm: SquaredNorm | Unfinished = norm
@@ -40,45 +50,32 @@ class Alike:
         self.factor = factor
         self.norm = factor.unfinished() or factor.sq_norm()  # while all is in the cache
 
+    def numbers(self) -> Numbers | None:
+        """None where more than shapes has to be known."""
+        if not isinstance(self.norm, Unfinished):
+            return None
+        error, factor = self.norm.error, self.factor
+        of = error.norms if isinstance(error, SumError) else error
+        return Numbers(self.norm.norm, of, factor.values if isinstance(factor, Dense) else factor)
+
     def weighted_sums(self, coefficients: Tensor) -> Sequence[Tensor]:
         """``Σ_n c_n G_n`` of each layer, views of one tensor; c (n,) is the same for all."""
         factor, layers = self.factor, self.layers
-        if isinstance(factor, Dense):
-            return [factor.weighted_sum(coefficients)] if layers == 1 else self._of_values(factor.values, coefficients)
-        if isinstance(factor, Lookup):
-            n = len(coefficients)
-            return [factor.taken(slice(i * n, i * n + n)).weighted_sum(coefficients) for i in range(layers)]
-        a, b = factor.activations, factor.backprops
-        if ops.runs_kernels(a, b):
-            both = (x.unflatten(0, (layers, -1)) for x in (a, b))
-            return [OuterProduct(*ab).weighted_sum(coefficients) for ab in zip(*both, strict=True)]
-        excess = ops.reference_excess(a, b)
-        c = coefficients * (1.0 - excess) if excess else coefficients
-        return reference.weighted_sums(a, b, c, layers).unbind()
-
-    def _of_values(self, values: Tensor, coefficients: Tensor) -> Sequence[Tensor]:
-        dtype = accumulating_dtype(values)
-        rows = values.to(dtype).reshape(self.layers, len(coefficients), -1)
-        return reference.weighted_values(rows, coefficients).view(self.layers, *values.shape[1:]).unbind()
+        if not isinstance(factor, Dense):
+            return sums_of_inputs(factor, layers, coefficients)
+        rows = factor.values.reshape(layers, len(coefficients), -1)
+        return reference.weighted_values(rows, coefficients).view(layers, *factor.shape).unbind()
 
 
-def weighted_sums(alikes: Sequence[Alike], coefficients: Tensor) -> list[Sequence[Tensor]]:
-    """Each one's :meth:`Alike.weighted_sums`; those of small gradients, which are written out, by one product of a row
-    with a matrix."""
-    found: list[Sequence[Tensor]] = [()] * len(alikes)
-    small: list[tuple[int, Tensor]] = []
-    for i, alike in enumerate(alikes):
-        values = alike.factor.values if isinstance(alike.factor, Dense) else None
-        if values is not None and values.shape[1:].numel() <= SMALL and values.dtype is coefficients.dtype:
-            small.append((i, values))
-        else:
-            found[i] = alike.weighted_sums(coefficients)
-    if small:
+def sums_of_inputs(factor: OuterProduct | Lookup, layers: int, coefficients: Tensor) -> Sequence[Tensor]:
+    """:meth:`Alike.weighted_sums` of gradients that are not written out."""
+    if isinstance(factor, Lookup):
         n = len(coefficients)
-        rows = [row for i, values in small for row in values.reshape(alikes[i].layers, n, -1).unbind()]
-        total = reference.weighted_rows([torch.cat(rows, dim=1) if len(rows) > 1 else rows[0]], coefficients)
-        sums = iter(total.split([row.shape[1] for row in rows]))
-        for i, values in small:
-            shape = values.shape[1:]
-            found[i] = [next(sums).view(shape) if len(shape) > 1 else next(sums) for _ in range(alikes[i].layers)]
-    return found
+        return [factor.taken(slice(i * n, i * n + n)).weighted_sum(coefficients) for i in range(layers)]
+    a, b = factor.activations, factor.backprops
+    if ops.runs_kernels(a, b):
+        both = (x.unflatten(0, (layers, -1)) for x in (a, b))
+        return [OuterProduct(*ab).weighted_sum(coefficients) for ab in zip(*both, strict=True)]
+    excess = ops.reference_excess(a, b)
+    c = coefficients * (1.0 - excess) if excess else coefficients
+    return reference.weighted_sums(a, b, c, layers).unbind()

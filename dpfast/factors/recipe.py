@@ -12,17 +12,18 @@ from torch import Tensor
 
 from dpfast.arithmetic import (
     SumError,
-    accumulating_dtype,
+    Unfinished,
     bounds,
     is_traced,
     ops,
+    products,
     reference,
     sums,
     taken_once,
+    unfinished_norm,
     unfinished_of_products,
 )
-from dpfast.arithmetic import unfinished_norm as norm_of_values
-from dpfast.factors.alike import Alike
+from dpfast.factors.alike import Alike, Numbers
 from dpfast.factors.dense import Again, Dense, Factor
 from dpfast.factors.lookup import Lookup, is_small_table
 from dpfast.factors.outer_product import OuterProduct
@@ -33,18 +34,21 @@ class _Part(NamedTuple):
 
     Attributes:
         again: what makes it; None for outer products and look-ups.
-        table: of a look-up, its rows. swapped: of a product, with the gradient in the activations' place.
-        keeps: it is written out. lost, relative, least: of its error, see ``SumError``. nbytes: of a sample's.
+        table: of a look-up, its rows; else 0.
+        swapped: of a product, with the gradient in the activations' place.
+        keeps: it is written out, whatever room there is. nbytes: of a sample's, where it is not.
+        at_once: up to how many samples the product is ``torch.bmm`` and nothing else.
+        lost, relative, least: of its error, see ``SumError``. width, numel, dtype: of its norm, see ``Unfinished``.
     """
 
     again: Again | None
     table: int
     swapped: bool
     keeps: bool
-    lost: tuple[float, ...]
-    relative: float
-    least: float
     nbytes: int
+    at_once: int
+    error: tuple[tuple[float, ...], float, float]
+    norm: tuple[int, int, torch.dtype]
 
 
 class Recipe:
@@ -62,40 +66,53 @@ class Recipe:
         parts = [_part(factor, a, b) for factor in factors]
         return None if None in parts else cls([part for part in parts if part is not None])
 
-    def made(self, a: Tensor, b: Tensor, layers: int, room: int = 0) -> list[Alike]:
-        """What :class:`Alike` makes of the rule's answer, the same bits.
+    def numbers(self, a: Tensor, b: Tensor, room: int = 0) -> tuple[list[Numbers], int]:
+        """What :class:`Alike` works out of the rule's answer, the same bits, and the room that is left.
 
         Args:
             room: bytes of gradients that may be kept beyond those that it keeps: sums of them are less calls.
         """
         norm_b = taken_once(sums.raw_row_norm, b)
         norms = (taken_once(sums.raw_row_norm, a), norm_b) if self._takes_products else (norm_b,)
-        found = []
-        for again, table, swapped, keeps, lost, relative, least, nbytes in self._parts:
+        found, threads = [], torch.get_num_threads()
+        for again, table, swapped, keeps, nbytes, at_once, error, _ in self._parts:
             if again is not None:
                 values, of = again(a, b, norm_b)
-                error = SumError(of, lost, relative, least)
-                found.append(Alike(Dense(values, error), layers, norm_of_values([values], error)))
+                found.append(Numbers(_norm(values), of, values))
                 continue
-            error = SumError((norm_b,) if table else norms, lost, relative, least)
-            kept = keeps or len(a) * nbytes <= room
-            factor: Lookup | OuterProduct
+            kept = keeps
+            if not kept and len(a) * nbytes <= room:
+                kept, room = True, room - len(a) * nbytes
             if table:
-                factor = Lookup(a, b, table)
-                values = factor.table()
-                norm = norm_of_values([values], error)
-            else:
-                x, y = (b, a) if swapped else (a, b)
-                if not kept:
-                    found.append(Alike(OuterProduct.of_rows(x, y), layers, ops.direct_norm(x, y, error)))
-                    continue
-                values = reference.grad_sample(x, y)
-                norm = norm_of_values([values], error) if keeps else unfinished_of_products(values, error)
-            found.append(Alike(Dense(values, error) if kept else factor, layers, norm))
-            if kept and not keeps:
-                found[-1].beyond = values.nbytes
-                room -= values.nbytes
+                lookup = Lookup(a, b, table)
+                values = lookup.table()
+                found.append(Numbers(unfinished_norm([values]).norm, norms, values if kept else lookup))
+                continue
+            x, y = (b, a) if swapped else (a, b)
+            if not kept:
+                norm = ops.direct_norm(x, y, SumError(norms, *error)).norm
+                found.append(Numbers(norm, norms, OuterProduct.of_rows(x, y)))
+                continue
+            few = threads <= len(a) <= at_once
+            values = torch.bmm(y.mT, x) if few else reference.grad_sample(x, y)
+            unfinished = unfinished_norm([values]) if keeps else unfinished_of_products(values)
+            found.append(Numbers(unfinished.norm, norms, values))
+        return found, room
+
+    def alikes(self, numbers: Sequence[Numbers], layers: int) -> list[Alike]:
+        """What :class:`Alike` makes of it."""
+        found = []
+        for part, (norm, of, factor) in zip(self._parts, numbers, strict=True):
+            error = SumError(of, *part.error)  # type: ignore[arg-type]  # norms
+            whole = Dense(factor, error) if isinstance(factor, Tensor) else factor
+            found.append(Alike(whole, layers, Unfinished(norm, *part.norm, error)))
         return found
+
+
+def _norm(values: Tensor) -> Tensor:
+    if values.dim() == 2 and values.shape[1] <= sums.SUM_BLOCK and values.dtype is torch.float32:
+        return torch.linalg.vector_norm(values, dim=1).double()  # as below
+    return unfinished_norm([values]).norm
 
 
 def _part(factor: Factor, a: Tensor, b: Tensor) -> _Part | None:
@@ -105,27 +122,38 @@ def _part(factor: Factor, a: Tensor, b: Tensor) -> _Part | None:
         small = is_small_table(factor.shape, factor.dtype, factor.device)
         if factor.of != (id(a), id(b)) or factor.padding_idx is not None or not small:
             return None
-        error = factor.error()
-        nbytes = factor.shape.numel() * factor.dtype.itemsize
-        return _Part(None, factor.shape[0], False, False, *error[1:], nbytes)
+        error, norm = _known(factor.unfinished())
+        return _Part(None, factor.shape[0], False, False, _nbytes(factor), 0, error, norm)
     if not isinstance(factor, OuterProduct) or a.dim() != 3:
         return None
     x, y = factor.activations, factor.backprops
     if not ((x is a and y is b) or (x is b and y is a)) or not (factor.keeps or ops.norm_way(x, y) == "direct"):
         return None
-    dtype = accumulating_dtype(a, b)
-    terms = bounds.direct_terms(positions=a.shape[1], numel=a.shape[2] * b.shape[2], dtype=dtype)
-    lost, nbytes = (sums.lost_to_underflow(a), sums.lost_to_underflow(b)), a.shape[2] * b.shape[2] * dtype.itemsize
-    return _Part(None, 0, x is b, factor.keeps, lost, *terms, nbytes)
+    plain = x.dtype is y.dtype is torch.float32 and x.shape[1] <= bounds.CHAIN_BLOCK
+    at_once = products.at_once(y.shape[2], y.shape[1], x.shape[2], x) if plain else 0
+    made = factor.materialized() if factor.keeps else factor
+    error, norm = _known(made.unfinished())
+    return _Part(None, 0, x is b, factor.keeps, _nbytes(factor), at_once, error, norm)
+
+
+def _nbytes(factor: OuterProduct | Lookup) -> int:
+    return factor.shape.numel() * factor.dtype.itemsize
+
+
+def _known(norm: Unfinished | None) -> tuple[tuple[tuple[float, ...], float, float], tuple[int, int, torch.dtype]]:
+    assert norm is not None and isinstance(norm.error, SumError)
+    return norm.error[1:], (norm.width, norm.numel, norm.dtype)
 
 
 def _made_again(factor: Dense, a: Tensor, b: Tensor) -> _Part | None:
-    if factor.again is None or factor.of not in ((id(a), id(b)), (0, id(b))):
-        return None
-    error = factor.settled()
-    if not isinstance(error, SumError):
+    if (
+        factor.again is None
+        or factor.of not in ((id(a), id(b)), (0, id(b)))
+        or not isinstance(factor.settled(), SumError)
+    ):
         return None
     values, _ = factor.again(a, b, taken_once(sums.raw_row_norm, b))
     if not torch.equal(values, factor.values):  # as where there is a NaN
         return None
-    return _Part(factor.again, 0, False, True, *error[1:], 0)
+    error, norm = _known(factor.unfinished())
+    return _Part(factor.again, 0, False, True, 0, 0, error, norm)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from dpfast.factors import Alike, Remembered
+from dpfast.factors import Alike, Numbers, Remembered
 from dpfast.modes.accumulation import Left, note
 
 Taken = Sequence[tuple[list[nn.Parameter], Alike]]
@@ -45,12 +45,12 @@ class Before:
         because ``places`` keeps them alive."""
         return places is self._places and n == self._n and order == self._order
 
-    def leave(self, taken: Taken, coefficients: Tensor, left: Left) -> bool:
+    def leave(self, numbers: Sequence[Numbers], coefficients: Tensor, left: Left) -> bool:
         """Leaves the clipped sums in ``p.grad``, with the note; False, and nothing is done, where there is something
         already, or a sample is dropped."""
         if any(p.grad is not None for p in self._places) or 0.0 in coefficients.tolist():
             return False
-        sums = self.remembered.sums([alike for _, alike in taken], coefficients)
+        sums = self.remembered.sums(numbers, coefficients)
         for p, total in zip(self._parameters, sums, strict=True):
             p.grad = total
             note(total, left)

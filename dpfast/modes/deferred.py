@@ -6,7 +6,7 @@ have caught stands together as samples of one layer instead, up to :data:`AT_ONC
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dpfast.arithmetic import RowNorms, exact_arithmetic, ops
 from dpfast.errors import StateError
-from dpfast.factors import Alike, Factor, Recipe, wait_as_factors
+from dpfast.factors import Alike, Factor, Numbers, Recipe, wait_as_factors
 from dpfast.modes.answers import check_answer
 from dpfast.taps import Activations, Record, TappedLayer, find_likeness
 
@@ -49,13 +49,17 @@ _kinds: dict[Hashable, Kind] = {}
 
 
 class Queue:
-    """What layers of one kind have caught.
+    """What layers of one kind have caught, and what follows from it.
 
     Attributes:
         versions: of activations and backprops in turns, then.
+        numbers, recipe: what has been worked out, by parameter, and by which recipe. alikes: the same where by none.
     """
 
     def __init__(self) -> None:
+        self.recipe: Recipe | None = None
+        self.numbers: Sequence[Numbers | None] = ()
+        self.alikes: Sequence[Alike] = ()
         self.records: list[Record] = []
         self.activations: list[Tensor] = []
         self.backprops: list[Tensor] = []
@@ -80,7 +84,7 @@ class Deferred:
         self._gathered = gathered
         self._row_norms = row_norms
         self._queues: dict[Kind, Queue] = {}
-        self._taken: list[tuple[list[nn.Parameter], Alike]] = []
+        self._taken: list[Queue] = []
         self._waiting: set[int] = set()
         self._room = ROOM
         self._circumstances: tuple[object, ...] | None = None
@@ -124,62 +128,84 @@ class Deferred:
                 self._take(kind)
         return True
 
-    def take(self) -> list[tuple[list[nn.Parameter], Alike]]:
-        """All that wait or have waited: a parameter of each layer, and their factor."""
+    def take(self) -> None:
+        """What follows from all that wait is worked out."""
         with self._row_norms, exact_arithmetic():
             for kind in list(self._queues):
                 self._take(kind)
-        taken, self._taken = self._taken, []
-        return taken
+
+    def numbers(self) -> list[Numbers | None]:
+        """What has been worked out, by parameter of layers alike."""
+        found: list[Numbers | None] = []
+        for queue in self._taken:
+            found += queue.numbers
+        return found
+
+    def alikes(self) -> list[tuple[list[nn.Parameter], Alike]]:
+        """The same: a parameter of each layer, and their factor."""
+        found = []
+        for queue in self._taken:
+            records, layers = queue.records, len(queue.records)
+            alikes = queue.alikes
+            if queue.recipe is not None:
+                alikes = queue.recipe.alikes(queue.numbers, layers)  # type: ignore[arg-type]  # with a recipe, all are
+            for place, alike in enumerate(alikes):
+                parameters = [record.parameters[place] for record in records]
+                if list(map(_shape, parameters)).count(alike.factor.shape) != layers:
+                    raise StateError(f"{records[0].tap.layer}: layers of one shape have parameters of several")
+                found.append((parameters, alike))
+        return found
 
     def _take(self, kind: Kind) -> None:
         queue = self._queues.pop(kind)
-        records, a, b = queue.records, queue.activations, queue.backprops
-        if queue.versions[::2] != list(map(_version, a)) or queue.versions[1::2] != list(map(_version, b)):
-            now = zip(map(_version, a), map(_version, b), strict=True)
-            then = zip(queue.versions[::2], queue.versions[1::2], strict=True)
-            changed = next(record for record, one, other in zip(records, now, then, strict=True) if one != other)
+        a, b = queue.activations, queue.backprops
+        then, now = queue.versions, [version for ab in zip(a, b, strict=True) for version in map(_version, ab)]
+        if then != now:
+            changed = next(i for i, (one, other) in enumerate(zip(then, now, strict=True)) if one != other) // 2
             raise StateError(
-                f"{changed.tap.layer}: its input, or the gradient at its output, was written to while the backward "
-                "pass went on; write to a copy"
+                f"{queue.records[changed].tap.layer}: its input, or the gradient at its output, was written to while "
+                "the backward pass went on; write to a copy"
             )
-        layers = len(records)
-        joined = (torch.cat(a), torch.cat(b)) if layers > 1 else (a[0], b[0])
-        found = self._made(kind, records[0], *joined, layers)
-        for place, alike in enumerate(found):
-            parameters = [record.parameters[place] for record in records]
-            if list(map(_shape, parameters)).count(alike.factor.shape) != layers:
-                raise StateError(f"{records[0].tap.layer}: layers of one shape have parameters of several")
-            self._taken.append((parameters, alike))
+        if len(a) > 1:
+            self._work_out(kind, queue, torch.cat(a), torch.cat(b))
+        else:
+            self._work_out(kind, queue, a[0], b[0])
+        queue.activations, queue.backprops = [], []
+        self._taken.append(queue)
 
-    def _made(self, kind: Kind, first: Record, a: Tensor, b: Tensor, layers: int) -> list[Alike]:
-        """Of each parameter of the layers that have caught these, one layer's samples after the other's."""
+    def _work_out(self, kind: Kind, queue: Queue, a: Tensor, b: Tensor) -> None:
+        """What follows from what the layers have caught, one layer's samples after the other's."""
         if self._circumstances is None:
             self._circumstances = ops.circumstances()
         recipe = kind.recipes.get(self._circumstances)
-        if recipe is not None:
-            found = recipe.made(a, b, layers, self._room)
-            for alike in found:
-                self._room -= alike.beyond
-            return found
+        if recipe is None:
+            first = queue.records[0]
+            factors = self._asked(first, a, b)
+            if first.rule is not None and first.rule.__module__.startswith("dpfast.rules."):
+                recipe = Recipe.learned(factors, a, b)
+            else:
+                self._by_shapes = False  # it may look at values
+            if recipe is not None:
+                kind.recipes[self._circumstances] = recipe
+        queue.recipe = recipe
+        if recipe is not None:  # in the first step too, so that its bits are those of all
+            queue.numbers, self._room = recipe.numbers(a, b, self._room)
+        else:
+            queue.alikes = [Alike(factor, len(queue.records)) for factor in factors]
+            queue.numbers = [alike.numbers() for alike in queue.alikes]
+
+    def _asked(self, first: Record, a: Tensor, b: Tensor) -> list[Factor]:
+        """The answer of a layer's rule."""
         activations = Activations([a])
         activations.layer = first.tap.layer
         factors = self._factors_of(first, activations, (b,))
         check_answer(first.tap.layer, first.parameters, factors, lambda p: f"its {tuple(p.shape)}")
-        in_order = [factors[parameter] for parameter in first.parameters]
-        ours = first.rule is not None and first.rule.__module__.startswith("dpfast.rules.")
-        self._by_shapes = self._by_shapes and ours  # others may look at values
-        if ours:
-            recipe = Recipe.learned(in_order, a, b)
-            if recipe is not None:
-                kind.recipes[self._circumstances] = recipe
-                self._by_shapes = False  # from the next step on
-        return [Alike(factor, layers) for factor in in_order]
+        return [factors[parameter] for parameter in first.parameters]
 
     @property
     def order(self) -> object:
         """What has waited, as it came, whose parameters by id, and what the arithmetic's ways depended on: where these
-        are equal, so are the shapes and the order of what :meth:`take` has given. None where shapes do not tell."""
+        are equal, so are the shapes and the order of what :meth:`numbers` gives. None where shapes do not tell."""
         return (self._came, self._numbers, self._circumstances) if self._by_shapes else None
 
 

@@ -22,7 +22,7 @@ from dpfast.modes.clippers import (
     check_clipper,
     check_threshold,
 )
-from dpfast.modes.gathered import Deferred, Gathered, check_unwritten, clipped_totals, rounding, take_norms, used_again
+from dpfast.modes.gathered import Gathered, check_unwritten, clipped_totals, rounding, take_norms, used_again
 from dpfast.modes.grad_sample_module import GradSampleModule
 from dpfast.modes.in_turn import clip_in_turn, clips_one_by_one, find_in_turn, waits_for_its_turn
 from dpfast.modes.last_norms import LastNorms
@@ -236,11 +236,13 @@ class GradSampleModuleFastGradientClipping(LeavesSums, LastNorms, PerUnit, GradS
             return
         if self._budget is not None:
             self._budget.end()
-        deferred = step.deferred.take() if step.deferred else []
+        if step.deferred:
+            step.deferred.take()
         alone = not step.gathered and step.waiting is None and step.valid is None and self._norm_clipper is None
         order = step.deferred.order if step.deferred and alone and self._budget is None else None
-        if order is not None and self._finish_as_before(step, deferred, order):
+        if order is not None and self._finish_as_before(step, step.deferred, order):
             return
+        deferred = step.deferred.alikes() if step.deferred else []
         check_own(self._places, step.gathered, *(parameters for parameters, _ in deferred))
         if step.waiting is not None:
             step.waiting.take()
@@ -289,18 +291,19 @@ class GradSampleModuleFastGradientClipping(LeavesSums, LastNorms, PerUnit, GradS
         here = here and not (self._over_ranks is not None and self._over_ranks.by_unit)
         return here and (self._norm_clipper is None or clips_one_by_one(self._norm_clipper))
 
-    def _finish_as_before(self, step: Step, deferred: Deferred, order: object) -> bool:
+    def _finish_as_before(self, step: Step, deferred: Any, order: object) -> bool:
         """Finishes the step, where it is like the last one; else does nothing."""
         before, n = self._before, step.num_samples or 0
         if before is None or not before.fits(self._places, n, order):
             return False
-        norm = before.remembered.total_sq_norm([alike for _, alike in deferred])
+        numbers = deferred.numbers()
+        norm = before.remembered.total_sq_norm(numbers)
         limit = self._clipper().sensitivity
         clipped = clip_to(limit, norm, self._scale(step))
         self._dropped.add(clipped.measured)
         self._norms, self._clip_factors = SquaredNorm(clipped.norms, clipped.upper), clipped.factors
-        if not before.leave(deferred, clipped.single, self._with_one_more(Left(0, 0.0))):
-            self._leave_sums(clipped_totals(self._places, [None] * len(self._places), deferred, clipped))
+        if not before.leave(numbers, clipped.single, self._with_one_more(Left(0, 0.0))):
+            self._leave_sums(clipped_totals(self._places, [None] * len(self._places), deferred.alikes(), clipped))
         return True
 
     def _clip(self, norms: Sequence[SquaredNorm | None], scale: float | Tensor, valid: Tensor | None) -> Clipped:

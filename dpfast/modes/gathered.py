@@ -21,7 +21,6 @@ from dpfast.factors import (
     pin,
     sq_norms,
     total_sq_norm,
-    weighted_sums,
 )
 from dpfast.modes.clipped import Clipped
 from dpfast.modes.clippers import safe_factors
@@ -132,16 +131,12 @@ def clipped_totals(
     places: Mapping[nn.Parameter, int], entries: Sequence[Gathered | None], deferred: Deferred, clipped: Clipped
 ) -> Callable[[nn.Parameter], Tensor | None]:
     """What gives each parameter's clipped sum, once; what its factor keeps is freed with it. Those of layers that stand
-    together, with one factor a sample, are views of one tensor for each shape, small ones of one for all."""
+    together, with one factor a sample, are views of one tensor for each shape."""
     of = dict(zip(places, entries, strict=True))
     sums: dict[nn.Parameter, Tensor] = {}
-    by_kind: dict[Any, list[tuple[list[nn.Parameter], Alike]]] = {}
     for parameters, alike in deferred:
-        by_kind.setdefault((parameters[0].dtype is torch.float64, parameters[0].device), []).append((parameters, alike))
-    for (_, device), some in by_kind.items():
-        weights = clipped.coefficients(0, some[0][0][0].dtype).to(device)
-        for (parameters, _), totals in zip(some, weighted_sums([alike for _, alike in some], weights), strict=True):
-            sums.update(zip(parameters, totals, strict=True))
+        weights = clipped.coefficients(0, parameters[0].dtype).to(parameters[0].device)
+        sums.update(zip(parameters, alike.weighted_sums(weights), strict=True))
 
     def total(p: nn.Parameter) -> Tensor | None:
         if p in sums:

@@ -1,13 +1,16 @@
 """What shapes tell of layers alike is what their rule would say."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 import dpfast
 from dpfast.arithmetic import finished
-from dpfast.factors import Alike, Dense, OuterProduct, Recipe, row_sum, weighted_sums
+from dpfast.factors import Alike, Dense, Lookup, OuterProduct, Recipe, row_sum
 from dpfast.modes import deferred
+from dpfast.taps import Activations, find_rule
 
 N, LAYERS = 3, 2
 
@@ -15,6 +18,21 @@ N, LAYERS = 3, 2
 def answer(a, b, swapped, bias):
     product = OuterProduct(b, a) if swapped else OuterProduct(a, b)
     return [product, row_sum(b)] if bias else [product]
+
+
+def check_same_bits(recipe, factors, a, b, room=0):
+    """Of recipe's answer and :class:`Alike`'s."""
+    numbers, left = recipe.numbers(a, b, room)
+    made = recipe.alikes(numbers, LAYERS)
+    coefficients = torch.rand(N)
+    for one, seen, factor in zip(made, numbers, factors, strict=True):
+        other = Alike(factor, LAYERS)
+        assert torch.equal(seen.norm, other.numbers().norm)
+        for x, y in zip(finished(one.norm), finished(other.norm), strict=True):
+            assert torch.equal(x, y)
+        for x, y in zip(one.weighted_sums(coefficients), other.weighted_sums(coefficients), strict=True):
+            assert torch.equal(x, y)
+    assert left == room
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -25,23 +43,64 @@ def test_gives_the_bits_of_the_rules_answer(dtype, t, d, p, swapped, bias):
     seen = torch.randn(N, t, d).to(dtype), torch.randn(N, t, p).to(dtype)
     recipe = Recipe.learned(answer(*seen, swapped, bias), *seen)
     a, b = torch.randn(LAYERS * N, t, d).to(dtype), torch.randn(LAYERS * N, t, p).to(dtype)
-    made = recipe.made(a, b, LAYERS)
+    check_same_bits(recipe, answer(a, b, swapped, bias), a, b)
+
+
+def answer_of(layer, a, b):
+    """Of its rule, in the order of its parameters."""
+    factors = find_rule(layer)(layer, Activations([a]), b)
+    return [factors[p] for p in layer.parameters() if p.requires_grad]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layer", [nn.LayerNorm(20), nn.LayerNorm(20, bias=False), nn.RMSNorm(20, eps=1e-5)])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_of_normalised_inputs(dtype, layer, frozen):
+    layer = copy.deepcopy(layer)
+    layer.weight.requires_grad_(not frozen)
+    seen, (a, b) = ([(3.0 + torch.randn(n, 5, 20)).to(dtype) for _ in "ab"] for n in (N, LAYERS * N))
+    recipe = Recipe.learned(answer_of(layer, *seen), *seen)
+    check_same_bits(recipe, answer_of(layer, a, b), a, b)
+
+
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+def test_of_look_ups(index):
+    layer, words = nn.Embedding(11, 20), lambda n: torch.randint(0, 11, (n, 15)).to(index)
+    seen, a, b = (words(N), torch.randn(N, 15, 20)), words(LAYERS * N), torch.randn(LAYERS * N, 15, 20)
+    recipe = Recipe.learned(answer_of(layer, *seen), *seen)
+    check_same_bits(recipe, answer_of(layer, a, b), a, b)
+    kept, left = recipe.numbers(a, b, room=LAYERS * N * 11 * 20 * 4)
+    assert left == 0 and torch.equal(kept[0].factor, Lookup(a, b, 11).table())
     coefficients = torch.rand(N)
-    for one, factor in zip(made, answer(a, b, swapped, bias), strict=True):
-        other = Alike(factor, LAYERS)
-        for x, y in zip(finished(one.norm), finished(other.norm), strict=True):
-            assert torch.equal(x, y)
-        for x, y in zip(one.weighted_sums(coefficients), other.weighted_sums(coefficients), strict=True):
-            assert torch.equal(x, y)
+    one, other = recipe.alikes(kept, LAYERS)[0], Alike(Lookup(a, b, 11), LAYERS)
+    for x, y in zip(one.weighted_sums(coefficients), other.weighted_sums(coefficients), strict=True):
+        torch.testing.assert_close(x, y)
+    for x, y in zip(finished(one.norm), finished(other.norm), strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("layer", [nn.Embedding(11, 20, padding_idx=3), nn.Embedding(1000, 20)])
+def test_is_not_learned_of_other_look_ups(layer):
+    """Padding, and tables of which few rows are used."""
+    a, b = torch.randint(0, 11, (N, 15)), torch.randn(N, 15, 20)
+    assert Recipe.learned(answer_of(layer, a, b), a, b) is None
+
+
+def test_is_not_learned_of_statistics_in_fp32():
+    """Of long samples, and where eps says little, with whose constant rows more has to be done."""
+    for layer, t in ((nn.LayerNorm(20), 2**10), (nn.LayerNorm(20, eps=1e-12), 5)):
+        a, b = torch.randn(N, t, 20), torch.randn(N, t, 20)
+        assert Recipe.learned(answer_of(layer, a, b), a, b) is None
 
 
 def test_what_is_kept_beyond_changes_no_norm():
     a, b = torch.randn(LAYERS * N, 5, 20), torch.randn(LAYERS * N, 5, 30)
     recipe, size = Recipe.learned(answer(a, b, False, True), a, b), LAYERS * N * 20 * 30 * 4
     coefficients = torch.rand(N)
-    without, within = recipe.made(a, b, LAYERS, room=size - 1)[0], recipe.made(a, b, LAYERS, room=size)[0]
+    (few, all_left), (more, none_left) = recipe.numbers(a, b, room=size - 1), recipe.numbers(a, b, room=size)
+    without, within = recipe.alikes(few, LAYERS)[0], recipe.alikes(more, LAYERS)[0]
     assert isinstance(without.factor, OuterProduct) and isinstance(within.factor, Dense)
-    assert (without.beyond, within.beyond) == (0, size)
+    assert (all_left, none_left) == (size - 1, 0)
     for one, other in zip(finished(within.norm), finished(without.norm), strict=True):
         assert torch.equal(one, other)
     sums = zip(within.weighted_sums(coefficients), without.weighted_sums(coefficients), strict=True)
@@ -105,17 +164,12 @@ def test_a_switch_of_precision_is_seen(monkeypatch):
     assert torch.equal(step(model(), x).norm_slack, exact)
 
 
-@pytest.mark.parametrize("dropped", [False, True])
-def test_small_sums_by_one_product(dropped):
-    coefficients = torch.rand(N)
-    biases = [Alike(row_sum(torch.randn(layers * N, 5, p)), layers) for layers, p in ((1, 7), (2, 5), (3, 7))]
-    large = Alike(OuterProduct(torch.randn(N, 5, 20), torch.randn(N, 5, 30)), 1)
-    if dropped:
-        coefficients[1] = 0.0
-        for alike in biases:
-            alike.factor.values.view(alike.layers, N, -1)[:, 1] = torch.inf
-    found = weighted_sums([biases[0], large, *biases[1:]], coefficients)
-    assert [len(some) for some in found] == [1, 1, 2, 3]
-    for some, alike in zip([found[0], *found[2:]], biases, strict=True):
-        for one, other in zip(some, alike.weighted_sums(coefficients), strict=True):
-            assert one.shape == other.shape and torch.allclose(one, other)
+@pytest.mark.parametrize("layers", [1, 3])
+def test_sums_drop_what_is_not_finite(layers):
+    coefficients, bias = torch.rand(N), row_sum(torch.randn(layers * N, 5, 7))
+    coefficients[1] = 0.0
+    rows = bias.values.view(layers, N, 7)
+    exact = (rows * coefficients.view(-1, 1)).sum(1)
+    rows[:, 1] = torch.inf
+    for one, other in zip(Alike(bias, layers).weighted_sums(coefficients), exact, strict=True):
+        torch.testing.assert_close(one, other)
