@@ -38,7 +38,12 @@ def towards_zero(x: Tensor, dtype: torch.dtype) -> Tensor:
     if x.dtype.itemsize <= dtype.itemsize:
         return x.to(dtype)
     rounded = x.to(dtype)
-    return torch.where(rounded.to(x.dtype).abs() > x.abs(), rounded.nextafter(rounded.new_zeros(())), rounded)
+    too_large = rounded.abs() > x.abs()
+    bits = rounded.view(_BITS[dtype.itemsize])
+    return torch.add(bits, too_large, alpha=-1).view(dtype)  # the number before, of either sign
+
+
+_BITS = {2: torch.int16, 4: torch.int32}
 
 
 _OF_ALL = (("generic", "all"), ("mkldnn", "all"))  # an operator may say otherwise; what could be reduced counts

@@ -72,17 +72,17 @@ class Recipe:
         Args:
             room: bytes of gradients that may be kept beyond those that it keeps: sums of them are less calls.
         """
-        norm_b = taken_once(sums.raw_row_norm, b)
-        norms = (taken_once(sums.raw_row_norm, a), norm_b) if self._takes_products else (norm_b,)
-        found, threads = [], torch.get_num_threads()
+        norm_b, count, threads = _row_norm(b), b.shape[0], torch.get_num_threads()
+        norms = (_row_norm(a), norm_b) if self._takes_products else (norm_b,)
+        found = []
         for again, table, swapped, keeps, nbytes, at_once, error, _ in self._parts:
             if again is not None:
                 values, of = again(a, b, norm_b)
                 found.append(Numbers(_norm(values), of, values))
                 continue
             kept = keeps
-            if not kept and len(a) * nbytes <= room:
-                kept, room = True, room - len(a) * nbytes
+            if not kept and count * nbytes <= room:
+                kept, room = True, room - count * nbytes
             if table:
                 lookup = Lookup(a, b, table)
                 values = lookup.table()
@@ -93,7 +93,7 @@ class Recipe:
                 norm = ops.direct_norm(x, y, SumError(norms, *error)).norm
                 found.append(Numbers(norm, norms, OuterProduct.of_rows(x, y)))
                 continue
-            few = threads <= len(a) <= at_once
+            few = threads <= count <= at_once
             values = torch.bmm(y.mT, x) if few else reference.grad_sample(x, y)
             unfinished = unfinished_norm([values]) if keeps else unfinished_of_products(values)
             found.append(Numbers(unfinished.norm, norms, values))
@@ -107,6 +107,16 @@ class Recipe:
             whole = Dense(factor, error) if isinstance(factor, Tensor) else factor
             found.append(Alike(whole, layers, Unfinished(norm, *part.norm, error)))
         return found
+
+
+def _row_norm(x: Tensor) -> Tensor:
+    if x.dtype is torch.float32 and x.shape[2] <= sums.SUM_BLOCK and x.numel() < _WORTH_LOOKING:
+        return torch.linalg.vector_norm(x, dim=2)  # as below
+    return taken_once(sums.raw_row_norm, x)
+
+
+_WORTH_LOOKING = 2**14
+"""Entries up to which norms take less than looking whether they have been taken, as in ``row_norms``."""
 
 
 def _norm(values: Tensor) -> Tensor:

@@ -87,7 +87,7 @@ class Deferred:
         self._taken: list[Queue] = []
         self._waiting: set[int] = set()
         self._room = ROOM
-        self._circumstances: tuple[object, ...] | None = None
+        self._circumstances: tuple[object, ...] | None = None  # until a layer waits
         self._came: list[Kind] = []
         self._numbers: list[int] = []
         self._by_shapes = True  # whether they tell of which kinds all factors are
@@ -113,7 +113,10 @@ class Deferred:
             return False
         queue = self._queues.get(kind)
         if queue is None:
-            if wait_as_factors(activations, backprops):
+            if self._circumstances is None:
+                self._circumstances = ops.circumstances()
+            # A recipe was learned where they did not.
+            if self._circumstances not in kind.recipes and wait_as_factors(activations, backprops):
                 return False
             queue = self._queues[kind] = Queue()
         self._waiting.update(numbers)
@@ -175,8 +178,6 @@ class Deferred:
 
     def _work_out(self, kind: Kind, queue: Queue, a: Tensor, b: Tensor) -> None:
         """What follows from what the layers have caught, one layer's samples after the other's."""
-        if self._circumstances is None:
-            self._circumstances = ops.circumstances()
         recipe = kind.recipes.get(self._circumstances)
         if recipe is None:
             first = queue.records[0]

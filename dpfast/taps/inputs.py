@@ -23,6 +23,10 @@ _DEPTH = 3
 
 def leaves_of(inputs: Any) -> list[Any]:
     """What is in lists, dicts, packed sequences excepted, and in objects that hold tensors (dataclasses, batches)."""
+    if type(inputs) is tuple and len(inputs) == 2 and type(inputs[1]) is dict and not inputs[1]:  # arguments
+        args = inputs[0]
+        if type(args) is tuple and all(type(x) is Tensor for x in args):
+            return list(args)
     leaves = tree_leaves(inputs, is_leaf=_is_packed)
     if all(isinstance(x, (Tensor, *WITHOUT_TENSORS)) for x in leaves):
         return leaves
