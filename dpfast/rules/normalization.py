@@ -84,9 +84,15 @@ def _weighted(normalized: Tensor, backprops: Tensor, relative_error: Tensor) -> 
     return _summed(values, norms, (sums.row_norm(backprops, once=True) + norms).mul_(relative_error))
 
 
+def _as_rows(x: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """(N, ..., *shape) -> (N, T, D) in ``dtype``."""
+    n = x.shape[0]
+    return x.to(dtype).reshape(n, x.shape[1:].numel() // width, width)
+
+
 # --- samples with few entries: in fp64, which takes fewer calls than a bound of what fp32 makes of them ---
 
-_FEW = 2**13
+_FEW = 2**15
 """Entries of a sample up to which calls take the time."""
 
 
@@ -124,26 +130,41 @@ def _weighted_in_fp64(again: Again, inputs: Tensor, backprops: Tensor, of: tuple
     return found
 
 
-def _layer_norm_again(
-    width: int, eps: float, inputs: Tensor, backprops: Tensor, row_norms: Tensor
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    normalized, mean, rstd = torch.native_layer_norm(inputs.double(), [width], None, None, eps)
-    values = normalized.mul_(backprops).sum(1).float()
-    return values, (mean.mul_(rstd).abs_().squeeze(-1).float(), row_norms)
+def _in_parts(again: Again) -> Again:
+    """A few samples at a time: fp64 takes twice the memory, which the caches and the allocator hold then."""
+
+    def in_parts(inputs: Tensor, backprops: Tensor, row_norms: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        n, entries = inputs.shape[0], inputs.numel()
+        if entries <= _AT_ONCE or is_traced():
+            return again(inputs, backprops, row_norms)
+        samples = max(1, _AT_ONCE * n // entries)
+        parts = [again(*some) for some in zip(*(x.split(samples) for x in (inputs, backprops, row_norms)), strict=True)]
+        values, norms = zip(*parts, strict=True)
+        return torch.cat(values), (*map(torch.cat, zip(*(of[:-1] for of in norms), strict=True)), row_norms)
+
+    return in_parts
 
 
-def _rms_norm_again(
-    width: int, eps: float, inputs: Tensor, backprops: Tensor, row_norms: Tensor
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    x = inputs.double()
-    rstd = torch.linalg.vector_norm(x, dim=2, keepdim=True).square_().div_(width).add_(eps).rsqrt_()
-    return x.mul_(rstd).mul_(backprops).sum(1).float(), (row_norms,)
+_AT_ONCE = 2**16
+"""Entries."""
 
 
-def _as_rows(x: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """(N, ..., *shape) -> (N, T, D) in ``dtype``."""
-    n = x.shape[0]
-    return x.to(dtype).reshape(n, x.shape[1:].numel() // width, width)
+def _layer_norm_again(width: int, eps: float) -> Again:
+    def again(inputs: Tensor, backprops: Tensor, row_norms: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        normalized, mean, rstd = torch.native_layer_norm(inputs.double(), [width], None, None, eps)
+        values = normalized.mul_(backprops).sum(1).float()
+        return values, (mean.mul_(rstd).abs_().squeeze(-1).float(), row_norms)
+
+    return _in_parts(again)
+
+
+def _rms_norm_again(width: int, eps: float) -> Again:
+    def again(inputs: Tensor, backprops: Tensor, row_norms: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        x = inputs.double()
+        rstd = torch.linalg.vector_norm(x, dim=2, keepdim=True).square_().div_(width).add_(eps).rsqrt_()
+        return x.mul_(rstd).mul_(backprops).sum(1).float(), (row_norms,)
+
+    return _in_parts(again)
 
 
 @register_rule(nn.LayerNorm, fresh=True, alike=lambda layer: (layer.normalized_shape, layer.eps))
@@ -157,7 +178,7 @@ def layer_norm(layer: nn.LayerNorm, activations: Activations, backprops: Tensor)
     """
     width = math.prod(layer.normalized_shape)
     if _is_taken_in_fp64(activations[0], backprops, layer.eps):
-        return _factors_in_fp64(layer, partial(_layer_norm_again, width, layer.eps), activations[0], backprops, width)
+        return _factors_in_fp64(layer, _layer_norm_again(width, layer.eps), activations[0], backprops, width)
     dtype = accumulating_dtype(activations[0], backprops)
     inputs, backprops = (_as_rows(x, width, dtype) for x in (activations[0], backprops))
     normalized, mean, rstd = torch.native_layer_norm(inputs, [width], None, None, layer.eps)
@@ -189,7 +210,7 @@ register_node(nn.LayerNorm, _forward, _backward)
 def rms_norm(layer: Any, inputs: Tensor, backprops: Tensor, width: int, eps: float) -> dict[nn.Parameter, Factor]:
     """``x̂ = x / √(mean x² + eps)``; inputs and backprops (N, ..., *shape) with ``width`` entries in the shape."""
     if _is_taken_in_fp64(inputs, backprops, eps):
-        return _factors_in_fp64(layer, partial(_rms_norm_again, width, eps), inputs, backprops, width)
+        return _factors_in_fp64(layer, _rms_norm_again(width, eps), inputs, backprops, width)
     dtype = accumulating_dtype(inputs, backprops)
     inputs, backprops = (_as_rows(x, width, dtype) for x in (inputs, backprops))
     rstd = torch.rsqrt(inputs.square().mean(-1, keepdim=True) + eps)
