@@ -20,7 +20,7 @@ from dpfast.arithmetic.precision import (
     towards_zero,
 )
 from dpfast.arithmetic.products import product_report
-from dpfast.arithmetic.reference_norms import gram_positions, gram_tile, unfinished_of_products
+from dpfast.arithmetic.reference_norms import gram_positions, gram_tile, rank_one_norm, unfinished_of_products
 from dpfast.arithmetic.row_norms import RowNorms, taken_once
 from dpfast.arithmetic.stacked_norms import (
     SumError,
@@ -66,6 +66,7 @@ __all__ = [
     "pinned",
     "product_report",
     "products",
+    "rank_one_norm",
     "reduced_convolutions",
     "reduced_products",
     "reference",

@@ -169,12 +169,16 @@ def norm_ways(activations: Tensor, backprops: Tensor, lengths: Sequence[int]) ->
 
 
 def unfinished_norm(activations: Tensor, backprops: Tensor) -> Unfinished | None:
-    """What the norm of (N, T, ·) inputs follows from; None where it does not go the reference's direct way."""
+    """What the norm of (N, T, ·) inputs follows from; None where it goes neither the reference's direct way nor that of
+    rank one."""
     if is_traced() or runs_kernels(activations, backprops):
         return None
-    if norm_way(activations, backprops) != "direct":
+    way = norm_way(activations, backprops)
+    if way == "gram":
         return None
     with exact_arithmetic():
+        if way == "rank_one":
+            return reference_norms.unfinished_rank_one(activations, backprops)
         return reference_norms.unfinished_direct(activations, backprops)
 
 

@@ -11,18 +11,33 @@ from torch import Tensor
 
 from dpfast.arithmetic import bounds, products, reference, sums
 from dpfast.arithmetic.bounds import SquaredNorm
-from dpfast.arithmetic.precision import accumulating_dtype
+from dpfast.arithmetic.precision import accumulating_dtype, smallest_normal
 from dpfast.arithmetic.row_norms import taken_once
 from dpfast.arithmetic.stacked_norms import SumError, Unfinished, finished
 
 
 def rank_one_sq_norm(activations: Tensor, backprops: Tensor) -> SquaredNorm:
     """T = 1 (or 0): ‖G_n‖² = ‖a_n‖²‖b_n‖²."""
-    sq_a, sq_b = sums.row_sq_norm(activations).sum(-1), sums.row_sq_norm(backprops).sum(-1)
-    dtype = accumulating_dtype(activations, backprops)
-    return bounds.rank_one(
-        sq_a, sq_b, d=activations.shape[-1], p=backprops.shape[-1], width=sums.SUM_BLOCK, dtype=dtype
-    )
+    return finished(unfinished_rank_one(activations, backprops))
+
+
+def unfinished_rank_one(activations: Tensor, backprops: Tensor) -> Unfinished:
+    """What that follows from. ``‖a‖‖b‖`` is at most the product of the computed norms, each with what underflow may
+    have taken from it, which is the bound as a whole."""
+    terms, dtype = [], accumulating_dtype(activations, backprops)
+    for x in (activations, backprops):
+        width = x.shape[-1]
+        terms.append(bounds.dense_terms(width=min(width, sums.SUM_BLOCK), numel=width, dtype=dtype))
+    (of_a, lost_a), (of_b, lost_b) = terms
+    norms = (taken_once(sums.raw_row_norm, activations), taken_once(sums.raw_row_norm, backprops))
+    lost, relative = ((lost_a / of_a) ** 0.5, (lost_b / of_b) ** 0.5), (of_a * of_b) ** 0.5 * (1.0 + 2.0**-40)
+    error = SumError(norms, lost, relative, smallest_normal(torch.float64) ** 0.5)
+    return Unfinished(rank_one_norm(*norms), 0, 0, dtype, error)
+
+
+def rank_one_norm(norms_a: Tensor, norms_b: Tensor) -> Tensor:
+    """(M, 1 or 0) each -> (M,) fp64."""
+    return (norms_a.double() * norms_b).sum(-1)
 
 
 def direct_sq_norm(activations: Tensor, backprops: Tensor) -> SquaredNorm:

@@ -61,7 +61,8 @@ class Unfinished(NamedTuple):
     """The norms of M values as computed.
 
     Attributes:
-        norm: (M,) fp64; no sum of squares in ``dtype`` is longer than ``width``.
+        norm: (M,) fp64; no sum of squares in ``dtype`` is longer than ``width``. 0: it bounds nothing by itself, the
+            error is more than the exact norm.
         numel: entries of a value.
         error: how far the values themselves may be off, in L2 norm, (M,) fp64 or what that follows from.
     """
@@ -105,7 +106,7 @@ def sum_error_columns(errors: Sequence[SumError], layers: Sequence[int]) -> Sequ
 
 @lru_cache(maxsize=4096)
 def _dense_terms(width: int, numel: int, dtype: torch.dtype) -> tuple[float, float]:
-    return bounds.dense_terms(width=width, numel=numel, dtype=dtype)
+    return bounds.dense_terms(width=width, numel=numel, dtype=dtype) if width else (0.0, 0.0)
 
 
 def unfinished_norm(blocks: Iterable[Tensor], error: Tensor | SumError | None = None) -> Unfinished:

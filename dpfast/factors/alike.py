@@ -69,6 +69,8 @@ class Alike:
 
 def sums_of_inputs(factor: OuterProduct | Lookup, layers: int, coefficients: Tensor) -> Sequence[Tensor]:
     """:meth:`Alike.weighted_sums` of gradients that are not written out."""
+    if layers == 1:
+        return [factor.weighted_sum(coefficients)]
     if isinstance(factor, Lookup):
         n = len(coefficients)
         return [factor.taken(slice(i * n, i * n + n)).weighted_sum(coefficients) for i in range(layers)]

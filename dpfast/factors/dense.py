@@ -49,8 +49,8 @@ class Factor(Protocol):
 
 
 Again = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, tuple[Tensor, ...]]]
-"""``(activations, backprops, the latter's row norms) -> (values, the norms of their SumError)``, whose other numbers
-follow from shapes."""
+"""``(activations, backprops, the latter's row norms) -> (values, the norms of their SumError)``, of (N, T, ·); none
+where they are exact. Whatever else there is to know follows from shapes."""
 
 
 class Dense:
@@ -179,7 +179,9 @@ def row_sum(backprops: Tensor) -> Dense:
     """The gradients of a bias: ``g_n = Σ_t b_nt`` from backprops (N, ..., P)."""
     rows = backprops.flatten(1, -2) if backprops.dim() > 2 else backprops.unsqueeze(1)
     if rows.shape[1] == 1:
-        return Dense(rows.squeeze(1).to(accumulating_dtype(rows)))
+        found = Dense(rows.squeeze(1).to(accumulating_dtype(rows)))
+        found.again, found.of = _one_again, (0, id(backprops))
+        return found
 
     def error() -> SumError:
         norms, lost = ops.raw_row_norm(rows)
@@ -190,6 +192,10 @@ def row_sum(backprops: Tensor) -> Dense:
     if backprops.dim() == 3:
         found.again, found.of = _summed_again, (0, id(backprops))
     return found
+
+
+def _one_again(activations: Tensor, backprops: Tensor, row_norms: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    return backprops.squeeze(1).to(accumulating_dtype(backprops)), ()
 
 
 def _summed_again(activations: Tensor, backprops: Tensor, row_norms: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:

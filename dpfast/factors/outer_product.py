@@ -15,12 +15,16 @@ class OuterProduct:
 
     Args:
         activations: (N, ..., D); backprops: (N, ..., P). Kept, not copied; never written to.
+
+    Attributes:
+        of: the ``id`` of both, as they were given.
     """
 
     keep_ratio: float | None = None  # see ``cost.keeps``
     _versions: tuple[int, int] | None = None
 
     def __init__(self, activations: Tensor, backprops: Tensor, *, where: object = "OuterProduct"):
+        self.of = id(activations), id(backprops)
         self.activations, self.backprops = ops.as_rows(activations, backprops, where)
         self.shape = torch.Size((self.backprops.shape[-1], self.activations.shape[-1]))
 
@@ -28,7 +32,7 @@ class OuterProduct:
     def of_rows(cls, activations: Tensor, backprops: Tensor) -> OuterProduct:
         """Of tensors (N, T, ·) that are known to fit."""
         found = cls.__new__(cls)
-        found.activations, found.backprops = activations, backprops
+        found.activations, found.backprops, found.of = activations, backprops, (0, 0)
         found.shape = torch.Size((backprops.shape[-1], activations.shape[-1]))
         return found
 
@@ -53,7 +57,7 @@ class OuterProduct:
         return ops.certified_sq_norm(self.activations, self.backprops)
 
     def unfinished(self) -> Unfinished | None:
-        """What the norm follows from; None where it is not the reference's direct one."""
+        """What the norm follows from; None where the reference does not take it from one sum over all positions."""
         return ops.unfinished_norm(self.activations, self.backprops)
 
     def weighted_sum(self, coefficients: Tensor) -> Tensor:

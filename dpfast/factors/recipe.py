@@ -17,6 +17,7 @@ from dpfast.arithmetic import (
     is_traced,
     ops,
     products,
+    rank_one_norm,
     reference,
     sums,
     taken_once,
@@ -36,9 +37,9 @@ class _Part(NamedTuple):
         again: what makes it; None for outer products and look-ups.
         table: of a look-up, its rows; else 0.
         swapped: of a product, with the gradient in the activations' place.
-        keeps: it is written out, whatever room there is. nbytes: of a sample's, where it is not.
+        keeps: it is written out, whatever room there is. nbytes: of a sample's, where it is not a sum of rows.
         at_once: up to how many samples the product is ``torch.bmm`` and nothing else.
-        lost, relative, least: of its error, see ``SumError``. width, numel, dtype: of its norm, see ``Unfinished``.
+        error: numbers of its ``SumError``, without the norms. norm: those of its ``Unfinished``, likewise.
     """
 
     again: Again | None
@@ -47,24 +48,31 @@ class _Part(NamedTuple):
     keeps: bool
     nbytes: int
     at_once: int
-    error: tuple[tuple[float, ...], float, float]
+    error: tuple[tuple[float, ...], float, float] | None
     norm: tuple[int, int, torch.dtype]
 
 
 class Recipe:
-    """For tensors (M, T, ·) of the shapes and dtypes of those that it was learned from, whatever M is."""
+    """For tensors (M, T, ·) of the shapes and dtypes of those that it was learned from, whatever M is; (M, ·) where T
+    is 1.
 
-    def __init__(self, parts: Sequence[_Part]):
-        self._parts = parts
+    Attributes:
+        held: bytes of a sample's gradients that are written out, sums of rows not counted.
+    """
+
+    def __init__(self, parts: Sequence[_Part], rank_one: bool):
+        self._parts, self._rank_one = parts, rank_one
         self._takes_products = any(part.again is None and not part.table for part in parts)
+        self.held = sum(part.nbytes for part in parts if part.keeps)
 
     @classmethod
     def learned(cls, factors: Sequence[Factor], a: Tensor, b: Tensor) -> Recipe | None:
         """From what a rule, which looks at no values, has answered for these; None where it has to be asked again."""
-        if is_traced() or b.dim() != 3 or a.dim() < 2 or a.shape[1] < 2 or ops.runs_kernels(b):
+        t = a.shape[1] if b.dim() == 3 and a.dim() > 1 else 1 if b.dim() == a.dim() == 2 else 0
+        if not t or is_traced() or ops.runs_kernels(b):
             return None
         parts = [_part(factor, a, b) for factor in factors]
-        return None if None in parts else cls([part for part in parts if part is not None])
+        return None if None in parts else cls([part for part in parts if part is not None], t == 1)
 
     def numbers(self, a: Tensor, b: Tensor, room: int = 0) -> tuple[list[Numbers], int]:
         """What :class:`Alike` works out of the rule's answer, the same bits, and the room that is left.
@@ -72,16 +80,18 @@ class Recipe:
         Args:
             room: bytes of gradients that may be kept beyond those that it keeps: sums of them are less calls.
         """
+        if b.dim() == 2:
+            a, b = a.unsqueeze(1), b.unsqueeze(1)
         norm_b, count, threads = _row_norm(b), b.shape[0], torch.get_num_threads()
         norms = (_row_norm(a), norm_b) if self._takes_products else (norm_b,)
         found = []
         for again, table, swapped, keeps, nbytes, at_once, error, _ in self._parts:
             if again is not None:
                 values, of = again(a, b, norm_b)
-                found.append(Numbers(_norm(values), of, values))
+                found.append(Numbers(_norm(values), of or None, values))
                 continue
             kept = keeps
-            if not kept and count * nbytes <= room:
+            if not kept and not self._rank_one and count * nbytes <= room:
                 kept, room = True, room - count * nbytes
             if table:
                 lookup = Lookup(a, b, table)
@@ -90,7 +100,8 @@ class Recipe:
                 continue
             x, y = (b, a) if swapped else (a, b)
             if not kept:
-                norm = ops.direct_norm(x, y, SumError(norms, *error)).norm
+                direct = None if self._rank_one else SumError(norms, *error)  # type: ignore[misc]  # it has one
+                norm = rank_one_norm(*norms) if direct is None else ops.direct_norm(x, y, direct).norm
                 found.append(Numbers(norm, norms, OuterProduct.of_rows(x, y)))
                 continue
             few = threads <= count <= at_once
@@ -103,7 +114,7 @@ class Recipe:
         """What :class:`Alike` makes of it."""
         found = []
         for part, (norm, of, factor) in zip(self._parts, numbers, strict=True):
-            error = SumError(of, *part.error)  # type: ignore[arg-type]  # norms
+            error = None if part.error is None else SumError(of, *part.error)  # type: ignore[arg-type]  # norms
             whole = Dense(factor, error) if isinstance(factor, Tensor) else factor
             found.append(Alike(whole, layers, Unfinished(norm, *part.norm, error)))
         return found
@@ -126,42 +137,43 @@ def _norm(values: Tensor) -> Tensor:
 
 
 def _part(factor: Factor, a: Tensor, b: Tensor) -> _Part | None:
+    of = id(a), id(b)
     if isinstance(factor, Dense):
-        return _made_again(factor, a, b)
+        return _made_again(factor, a, b) if factor.of in (of, (0, id(b))) else None
     if isinstance(factor, Lookup):
         small = is_small_table(factor.shape, factor.dtype, factor.device)
-        if factor.of != (id(a), id(b)) or factor.padding_idx is not None or not small:
+        if factor.of != of or b.dim() == 2 or factor.padding_idx is not None or not small:
             return None
         error, norm = _known(factor.unfinished())
         return _Part(None, factor.shape[0], False, False, _nbytes(factor), 0, error, norm)
-    if not isinstance(factor, OuterProduct) or a.dim() != 3:
+    if not isinstance(factor, OuterProduct) or a.dim() != b.dim() or factor.of not in (of, of[::-1]):
         return None
     x, y = factor.activations, factor.backprops
-    if not ((x is a and y is b) or (x is b and y is a)) or not (factor.keeps or ops.norm_way(x, y) == "direct"):
+    made = factor.materialized() if factor.keeps else factor
+    unfinished = made.unfinished()
+    if unfinished is None:
         return None
     plain = x.dtype is y.dtype is torch.float32 and x.shape[1] <= bounds.CHAIN_BLOCK
     at_once = products.at_once(y.shape[2], y.shape[1], x.shape[2], x) if plain else 0
-    made = factor.materialized() if factor.keeps else factor
-    error, norm = _known(made.unfinished())
-    return _Part(None, 0, x is b, factor.keeps, _nbytes(factor), at_once, error, norm)
+    error, norm = _known(unfinished)
+    return _Part(None, 0, factor.of != of, factor.keeps, _nbytes(factor), at_once, error, norm)
 
 
 def _nbytes(factor: OuterProduct | Lookup) -> int:
     return factor.shape.numel() * factor.dtype.itemsize
 
 
-def _known(norm: Unfinished | None) -> tuple[tuple[tuple[float, ...], float, float], tuple[int, int, torch.dtype]]:
-    assert norm is not None and isinstance(norm.error, SumError)
-    return norm.error[1:], (norm.width, norm.numel, norm.dtype)
+def _known(
+    norm: Unfinished | None,
+) -> tuple[tuple[tuple[float, ...], float, float] | None, tuple[int, int, torch.dtype]]:
+    assert norm is not None and not isinstance(norm.error, Tensor)
+    return None if norm.error is None else norm.error[1:], (norm.width, norm.numel, norm.dtype)
 
 
 def _made_again(factor: Dense, a: Tensor, b: Tensor) -> _Part | None:
-    if (
-        factor.again is None
-        or factor.of not in ((id(a), id(b)), (0, id(b)))
-        or not isinstance(factor.settled(), SumError)
-    ):
+    if factor.again is None or isinstance(factor.settled(), Tensor):
         return None
+    a, b = (a.unsqueeze(1), b.unsqueeze(1)) if b.dim() == 2 else (a, b)
     values, _ = factor.again(a, b, taken_once(sums.raw_row_norm, b))
     if not torch.equal(values, factor.values):  # as where there is a NaN
         return None

@@ -40,7 +40,7 @@ class Remembered:
         for kind in dict.fromkeys(norms[i].kind for i in order):
             which = [i for i in order if norms[i].kind == kind]
             if kind is None:
-                self._errors += [([i], 0, None) for i in which]
+                self._errors += [([i], 0, torch.zeros(alikes[i].layers, n, dtype=torch.float64)) for i in which]
             else:
                 columns = sum_error_columns([norms[i].error for i in which], [alikes[i].layers for i in which])
                 self._errors.append((which, kind[0], columns))
@@ -72,8 +72,8 @@ class Remembered:
             if number:
                 errors.append(sum_errors([numbers[i][1] for i in which], n, columns))  # type: ignore[misc]  # norms
                 continue
-            norm, error, _ = numbers[which[0]]
-            errors.append((torch.zeros_like(norm) if error is None else error).view(-1, n))  # type: ignore[union-attr]
+            error: Any = numbers[which[0]][1]
+            errors.append(columns if error is None else error.view(-1, n))
         upper = torch.addcmul(self._least, value, self._relative).sqrt_()
         upper = upper.add_(torch.cat(errors) if len(errors) > 1 else errors[0]).square_().mul_(self._slop)
         value, upper = (x.index_select(0, self._index).cumsum(0)[-1] for x in (value, upper))

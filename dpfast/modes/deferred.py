@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpfast.arithmetic import RowNorms, exact_arithmetic, ops
+from dpfast.arithmetic import RowNorms, exact_arithmetic, ops, reference
 from dpfast.errors import StateError
 from dpfast.factors import Alike, Factor, Numbers, Recipe, wait_as_factors
 from dpfast.modes.answers import check_answer
+from dpfast.modes.in_turn import SMALL, is_never_in_turn
 from dpfast.taps import Activations, Record, TappedLayer, find_likeness
 
-SMALL = {"cpu": 2**16, "cuda": 2**20}
-"""Bytes of an input or a gradient up to which a layer waits: on a CPU copies of more would not stay in the caches, and
-new memory costs page faults; a GPU copies so many in less than a launch takes."""
+_SMALL = {"cpu": SMALL, "cuda": 2**20}
+"""Bytes of an input or a gradient up to which a layer waits; a GPU copies so many in less than a launch takes."""
 
 AT_ONCE = {"cpu": 2**19, "cuda": 2**26}
 """Bytes that wait for one call, at most, so that little is held longer than needed and what is made of it stays in the
@@ -38,11 +38,11 @@ class Kind:
     """Layers that stand together: there is one of each likeness.
 
     Attributes:
-        recipes: by what the arithmetic's ways depend on beside.
+        recipes: by what the arithmetic's ways depend on beside. None: of large layers, which go the general way.
     """
 
     def __init__(self) -> None:
-        self.recipes: dict[Hashable, Recipe] = {}
+        self.recipes: dict[Hashable, Recipe | None] = {}
 
 
 _kinds: dict[Hashable, Kind] = {}
@@ -113,10 +113,7 @@ class Deferred:
             return False
         queue = self._queues.get(kind)
         if queue is None:
-            if self._circumstances is None:
-                self._circumstances = ops.circumstances()
-            # A recipe was learned where they did not.
-            if self._circumstances not in kind.recipes and wait_as_factors(activations, backprops):
+            if not self._may_wait(kind, record, activations, backprops, alone=most == 0):
                 return False
             queue = self._queues[kind] = Queue()
         self._waiting.update(numbers)
@@ -130,6 +127,28 @@ class Deferred:
             with self._row_norms, exact_arithmetic():
                 self._take(kind)
         return True
+
+    def _may_wait(self, kind: Kind, record: Record, a: Tensor, b: Tensor, *, alone: bool) -> bool:
+        """Whether layers of a kind of which none waits go this way; ``alone``: it is a large one, and a recipe is all
+        that it can have of it."""
+        if self._circumstances is None:
+            self._circumstances = ops.circumstances()
+        if self._circumstances not in kind.recipes:
+            if wait_as_factors(a, b):
+                return False
+            if not alone:
+                return True
+            with self._row_norms, exact_arithmetic():
+                factors = self._asked(record, a, b)
+                fits = all(map(is_never_in_turn, factors)) and self._learn(kind, record, factors, a, b)
+            if not fits:
+                kind.recipes[self._circumstances] = None
+        recipe = kind.recipes[self._circumstances]
+        if not alone:
+            return True
+        # More is better written in blocks, where activations have been freed.
+        room = reference.KEPT_BLOCK * torch.get_num_threads()
+        return recipe is not None and b.shape[0] * recipe.held <= room
 
     def take(self) -> None:
         """What follows from all that wait is worked out."""
@@ -180,14 +199,8 @@ class Deferred:
         """What follows from what the layers have caught, one layer's samples after the other's."""
         recipe = kind.recipes.get(self._circumstances)
         if recipe is None:
-            first = queue.records[0]
-            factors = self._asked(first, a, b)
-            if first.rule is not None and first.rule.__module__.startswith("dpfast.rules."):
-                recipe = Recipe.learned(factors, a, b)
-            else:
-                self._by_shapes = False  # it may look at values
-            if recipe is not None:
-                kind.recipes[self._circumstances] = recipe
+            factors = self._asked(queue.records[0], a, b)
+            recipe = self._learn(kind, queue.records[0], factors, a, b)
         queue.recipe = recipe
         if recipe is not None:  # in the first step too, so that its bits are those of all
             queue.numbers, self._room = recipe.numbers(a, b, self._room)
@@ -202,6 +215,16 @@ class Deferred:
         factors = self._factors_of(first, activations, (b,))
         check_answer(first.tap.layer, first.parameters, factors, lambda p: f"its {tuple(p.shape)}")
         return [factors[parameter] for parameter in first.parameters]
+
+    def _learn(self, kind: Kind, first: Record, factors: Sequence[Factor], a: Tensor, b: Tensor) -> Recipe | None:
+        """From that answer."""
+        if first.rule is None or not first.rule.__module__.startswith("dpfast.rules."):
+            self._by_shapes = False  # it may look at values
+            return None
+        recipe = Recipe.learned(factors, a, b)
+        if recipe is not None:
+            kind.recipes[self._circumstances] = recipe
+        return recipe
 
     @property
     def order(self) -> object:
@@ -235,12 +258,15 @@ def _names(record: Record) -> tuple[str, ...]:
 
 
 def _kind(like: tuple[Any, ...], tap: TappedLayer, a: Tensor, b: Tensor) -> tuple[Kind, int] | None:
-    most = SMALL.get(b.device.type, 0)
-    if like[1] is None or tap.batch_dim or tap.folded or a.nbytes > most or b.nbytes > most:
+    if like[1] is None or tap.batch_dim or tap.folded:
         return None
     if a.device != b.device or not b.shape or a.shape[:1] != b.shape[:1] or not b.shape[0]:
         return None
     if len(_kinds) >= _MOST_KINDS:
         _kinds.clear()
-    kind = _kinds.setdefault(like, Kind())
-    return kind, max(1, AT_ONCE[a.device.type] // max(1, a.nbytes + b.nbytes))
+    small = max(a.nbytes, b.nbytes) <= _SMALL.get(b.device.type, 0)
+    if not small and b.device.type != "cpu":
+        return None
+    return _kinds.setdefault(like, Kind()), max(
+        1, AT_ONCE[a.device.type] // max(1, a.nbytes + b.nbytes)
+    ) if small else 0

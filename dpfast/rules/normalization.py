@@ -104,11 +104,10 @@ def _is_taken_in_fp64(inputs: Tensor, backprops: Tensor, eps: float) -> bool:
 def _factors_in_fp64(
     layer: Any, again: Again, inputs: Tensor, backprops: Tensor, width: int
 ) -> dict[nn.Parameter, Factor]:
-    of = (id(inputs), id(backprops)) if inputs.dim() == 3 and inputs.shape[2] == width else (0, 0)
+    of = (id(inputs), id(backprops)) if inputs.dim() in (2, 3) and inputs.shape[-1] == width else (0, 0)
+    as_given = backprops
     inputs, rows = (_as_rows(x, width, x.dtype) for x in (inputs, backprops))
-    if of[1]:
-        rows = backprops  # the very tensor
-    return _factors(layer, lambda: _weighted_in_fp64(again, inputs, rows, of), rows)
+    return _factors(layer, lambda: _weighted_in_fp64(again, inputs, rows, of), as_given if of[1] else rows)
 
 
 def _weighted_in_fp64(again: Again, inputs: Tensor, backprops: Tensor, of: tuple[int, int]) -> Dense:
