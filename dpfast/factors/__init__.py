@@ -10,7 +10,7 @@ from dpfast.factors.alike import Alike, Numbers
 from dpfast.factors.dense import Again, Dense, Factor, channel_sum, row_sum, row_sum_in_blocks
 from dpfast.factors.folded import folded
 from dpfast.factors.in_turn import InTurn
-from dpfast.factors.lookup import Lookup, is_small_table
+from dpfast.factors.lookup import Lookup
 from dpfast.factors.merge import merge
 from dpfast.factors.of_experts import OfExperts
 from dpfast.factors.outer_product import OuterProduct
@@ -48,7 +48,6 @@ __all__ = [
     "by_unit",
     "channel_sum",
     "folded",
-    "is_small_table",
     "is_standardised",
     "keeps_gradients",
     "merge",

@@ -101,21 +101,22 @@ class Lookup:
     def sq_norm(self) -> SquaredNorm:
         if ops.runs_kernels(self.backprops):
             return lookup_sq_norm(self.indices, self.backprops, self.padding_idx)
-        return finished(self._unfinished())
+        return finished(self.unfinished_of(self.error()))
 
     def unfinished(self) -> Unfinished | None:
         """What the norm follows from; None where a kernel takes it."""
-        return None if ops.runs_kernels(self.backprops) else self._unfinished()
+        return None if ops.runs_kernels(self.backprops) else self.unfinished_of(self.error())
 
-    def _unfinished(self) -> Unfinished:
+    def unfinished_of(self, error: SumError | None) -> Unfinished:
+        """The same with an error that is known."""
         if is_small_table(self.shape, self.dtype, self.device):
-            return unfinished_norm([self.table()], self.error())
+            return unfinished_norm([self.table()], error)
         values, sample = self.segments()
         total = values.new_zeros(self.num_samples, dtype=torch.float64)
         total.index_add_(0, sample, sums.row_sq_norm(values))
         numel = self.indices.shape[1] * self.shape[1]
         width = min(self.shape[1], sums.SUM_BLOCK) + bounds.summed_after(self.indices.shape[1], values.dtype)
-        return Unfinished(total.sqrt_(), width, numel, values.dtype, self.error())
+        return Unfinished(total.sqrt_(), width, numel, values.dtype, error)
 
     def error(self) -> SumError:
         """How far the summed rows may be from the exact ones, in L2 norm."""

@@ -4,6 +4,7 @@ once."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -37,7 +38,8 @@ class _Part(NamedTuple):
         again: what makes it; None for outer products and look-ups.
         table: of a look-up, its rows; else 0.
         swapped: of a product, with the gradient in the activations' place.
-        keeps: it is written out, whatever room there is. nbytes: of a sample's, where it is not a sum of rows.
+        keeps: it is written out, whatever room there is. nbytes: of a sample that is written, where it is no sum of
+            rows.
         at_once: up to how many samples the product is ``torch.bmm`` and nothing else.
         error: numbers of its ``SumError``, without the norms. norm: those of its ``Unfinished``, likewise.
     """
@@ -95,8 +97,9 @@ class Recipe:
                 kept, room = True, room - count * nbytes
             if table:
                 lookup = Lookup(a, b, table)
-                values = lookup.table()
-                found.append(Numbers(unfinished_norm([values]).norm, norms, values if kept else lookup))
+                table_of_all = lookup.table() if kept else None
+                unfinished = lookup.unfinished_of(None) if table_of_all is None else unfinished_norm([table_of_all])
+                found.append(Numbers(unfinished.norm, norms, lookup if table_of_all is None else table_of_all))
                 continue
             x, y = (b, a) if swapped else (a, b)
             if not kept:
@@ -141,11 +144,11 @@ def _part(factor: Factor, a: Tensor, b: Tensor) -> _Part | None:
     if isinstance(factor, Dense):
         return _made_again(factor, a, b) if factor.of in (of, (0, id(b))) else None
     if isinstance(factor, Lookup):
-        small = is_small_table(factor.shape, factor.dtype, factor.device)
-        if factor.of != of or b.dim() == 2 or factor.padding_idx is not None or not small:
+        if factor.of != of or b.dim() == 2 or factor.padding_idx is not None:
             return None
         error, norm = _known(factor.unfinished())
-        return _Part(None, factor.shape[0], False, False, _nbytes(factor), 0, error, norm)
+        most = _nbytes(factor) if is_small_table(factor.shape, factor.dtype, factor.device) else sys.maxsize
+        return _Part(None, factor.shape[0], False, False, most, 0, error, norm)
     if not isinstance(factor, OuterProduct) or a.dim() != b.dim() or factor.of not in (of, of[::-1]):
         return None
     x, y = factor.activations, factor.backprops

@@ -10,17 +10,14 @@ from torch import Tensor, nn
 
 from dpfast.arithmetic import accumulating_dtype
 from dpfast.errors import InputError, UnsupportedModuleError
-from dpfast.factors import Factor, Lookup, is_small_table
+from dpfast.factors import Factor, Lookup
 from dpfast.taps import Activations, register_node, register_rule
 
 
 def _likeness(layer: nn.Embedding) -> Hashable:
-    """Of those whose tables are small; the others are better taken by the rows that were looked up."""
-    weight = layer.weight
-    if layer.scale_grad_by_freq or layer.max_norm is not None:
-        return None
-    small = is_small_table(weight.shape, accumulating_dtype(weight), weight.device)
-    return (weight.shape, layer.padding_idx) if small else None
+    """None of a GPU's: kernels take them one by one."""
+    mixes = layer.scale_grad_by_freq or layer.max_norm is not None
+    return None if mixes or layer.weight.device.type != "cpu" else (layer.weight.shape, layer.padding_idx)
 
 
 @register_rule(nn.Embedding, fresh=True, alike=_likeness)
