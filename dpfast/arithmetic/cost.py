@@ -127,17 +127,22 @@ class Size(NamedTuple):
         return self.saves - (flops * self.gradient if self.gradient > cached else 0)
 
 
+def may_save_in_turn(size: Size) -> bool:
+    """Whether a factor on a CPU saves enough to be taken in turn, in some company."""
+    return size.saves_in_turn >= IN_TURN_SAVES[0]
+
+
 def waits(size: Size) -> bool:
     """Whether a factor on a CPU that would be kept waits for its turn, as its inputs: they are less."""
-    return size.gradient > size.inputs and size.saves_in_turn >= IN_TURN_SAVES[0]
+    return size.gradient > size.inputs and may_save_in_turn(size)
 
 
 def in_turn(sizes: Sequence[Size]) -> list[bool]:
     """Which factors are taken in turn: sample by sample, written once, for norm and clipped sum together, in the place
     of a norm without the gradient and a product for the sum. Those that save most for their bytes come first."""
     chosen, held, saved = [False] * len(sizes), 0, 0.0
-    each, all_together = IN_TURN_SAVES
-    saving = [i for i, size in enumerate(sizes) if size.saves_in_turn >= each]
+    _, all_together = IN_TURN_SAVES
+    saving = [i for i, size in enumerate(sizes) if may_save_in_turn(size)]
     for i in sorted(saving, key=lambda i: (-sizes[i].saves_in_turn / sizes[i].gradient, i)):
         chosen[i] = held + sizes[i].gradient <= IN_TURN
         held += chosen[i] * sizes[i].gradient

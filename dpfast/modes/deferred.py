@@ -19,9 +19,6 @@ from dpfast.modes.answers import check_answer
 from dpfast.modes.in_turn import SMALL, is_never_in_turn
 from dpfast.taps import Activations, Record, TappedLayer, find_likeness
 
-_SMALL = {"cpu": SMALL, "cuda": 2**20}
-"""Bytes of an input or a gradient up to which a layer waits; a GPU copies so many in less than a launch takes."""
-
 AT_ONCE = {"cpu": 2**19, "cuda": 2**26}
 """Bytes that wait for one call, at most, so that little is held longer than needed and what is made of it stays in the
 caches."""
@@ -264,7 +261,7 @@ def _kind(like: tuple[Any, ...], tap: TappedLayer, a: Tensor, b: Tensor) -> tupl
         return None
     if len(_kinds) >= _MOST_KINDS:
         _kinds.clear()
-    small = max(a.nbytes, b.nbytes) <= _SMALL.get(b.device.type, 0)
+    small = max(a.nbytes, b.nbytes) <= SMALL.get(b.device.type, 0)
     if not small and b.device.type != "cpu":
         return None
     return _kinds.setdefault(like, Kind()), max(

@@ -19,19 +19,18 @@ from dpfast.modes.clippers import AutomaticClipper, ConstantFlatClipper, NormCli
 from dpfast.modes.gathered import Gathered
 from dpfast.modes.memory_budget import size_of
 
-SMALL = 2**16
-"""Bytes of an input or a gradient up to which a layer waits for others alike: copies of more would not stay in the
-caches, and new memory costs page faults."""
+SMALL = {"cpu": 2**16, "cuda": 2**20}
+"""Bytes of an input or a gradient up to which a layer waits for others alike: on a CPU copies of more would not stay in
+the caches, and new memory costs page faults; a GPU copies so many in less than a launch takes."""
 
 
 def is_never_in_turn(factor: Factor) -> bool:
     """Whether, for all that is known of a sample's shapes, it goes the same way in whatever company."""
     product = may_be_taken_in_turn(factor)
-    if product is None:
-        return True
-    if product.activations.shape[1] == 1:
-        return True
-    return product.keep_ratio is None and product.keeps and not cost.waits(size_of(product))
+    if product is None or product.keep_ratio is not None:
+        return product is None
+    size = size_of(product)
+    return not cost.may_save_in_turn(size) or (product.keeps and not cost.waits(size))
 
 
 def waits_for_its_turn(factor: Factor) -> bool:
@@ -51,7 +50,7 @@ def may_be_taken_in_turn(factor: Factor) -> OuterProduct | None:
     if not isinstance(factor, OuterProduct) or factor.device.type != "cpu" or factor.dtype is not torch.float32:
         return None
     a, b, n = factor.activations, factor.backprops, factor.num_samples
-    large = max(a.nbytes, b.nbytes) > n * SMALL
+    large = max(a.nbytes, b.nbytes) > n * SMALL["cpu"]
     return factor if large and not ops.runs_kernels(a, b) else None
 
 
