@@ -134,7 +134,7 @@ STAGES = {
     "finish": ((_MODE, "on_finish"),),
     "norms and bounds": (
         (deferred, "Alike"),
-        (Recipe, "made"),
+        (Recipe, "numbers"),
         (fast_gradient_clipping, "take_norms"),
         (Remembered, "total_sq_norm"),
     ),
