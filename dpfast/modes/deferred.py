@@ -49,7 +49,8 @@ class Queue:
     """What layers of one kind have caught, and what follows from it.
 
     Attributes:
-        versions: of activations and backprops in turns, then.
+        activations, backprops: while something is still to be made of them.
+        versions: of both in turns, then.
         numbers, recipe: what has been worked out, by parameter, and by which recipe. alikes: the same where by none.
     """
 
@@ -148,10 +149,16 @@ class Deferred:
         return recipe is not None and b.shape[0] * recipe.held <= room
 
     def take(self) -> None:
-        """What follows from all that wait is worked out."""
+        """What follows from all that wait is worked out.
+
+        Raises:
+            StateError: something has written to what a layer has caught, of which sums are still to be made.
+        """
         with self._row_norms, exact_arithmetic():
             for kind in list(self._queues):
                 self._take(kind)
+        for queue in self._taken:
+            _check_unwritten(queue)
 
     def numbers(self) -> list[Numbers | None]:
         """What has been worked out, by parameter of layers alike."""
@@ -177,19 +184,14 @@ class Deferred:
 
     def _take(self, kind: Kind) -> None:
         queue = self._queues.pop(kind)
+        _check_unwritten(queue)
         a, b = queue.activations, queue.backprops
-        then, now = queue.versions, [version for ab in zip(a, b, strict=True) for version in map(_version, ab)]
-        if then != now:
-            changed = next(i for i, (one, other) in enumerate(zip(then, now, strict=True)) if one != other) // 2
-            raise StateError(
-                f"{queue.records[changed].tap.layer}: its input, or the gradient at its output, was written to while "
-                "the backward pass went on; write to a copy"
-            )
         if len(a) > 1:
             self._work_out(kind, queue, torch.cat(a), torch.cat(b))
         else:
             self._work_out(kind, queue, a[0], b[0])
-        queue.activations, queue.backprops = [], []
+        if len(a) > 1 or all(number is not None and _is_apart(number, b[0]) for number in queue.numbers):
+            queue.activations, queue.backprops, queue.versions = [], [], []
         self._taken.append(queue)
 
     def _work_out(self, kind: Kind, queue: Queue, a: Tensor, b: Tensor) -> None:
@@ -228,6 +230,23 @@ class Deferred:
         """What has waited, as it came, whose parameters by id, and what the arithmetic's ways depended on: where these
         are equal, so are the shapes and the order of what :meth:`numbers` gives. None where shapes do not tell."""
         return (self._came, self._numbers, self._circumstances) if self._by_shapes else None
+
+
+def _check_unwritten(queue: Queue) -> None:
+    a, b = queue.activations, queue.backprops
+    then, now = queue.versions, [version for ab in zip(a, b, strict=True) for version in map(_version, ab)]
+    if then != now:
+        changed = next(i for i, (one, other) in enumerate(zip(then, now, strict=True)) if one != other) // 2
+        raise StateError(
+            f"{queue.records[changed].tap.layer}: its input, or the gradient at its output, was written to while the "
+            "backward pass went on; write to a copy"
+        )
+
+
+def _is_apart(number: Numbers, backprops: Tensor) -> bool:
+    """Whether its sum is made of memory of its own."""
+    values = number.factor
+    return isinstance(values, Tensor) and values.data_ptr() != backprops.data_ptr()
 
 
 def _likeness(record: Record, a: Tensor, b: Tensor) -> tuple[Kind, int] | None:

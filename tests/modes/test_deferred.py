@@ -244,3 +244,35 @@ def test_a_second_backward_pass_through_one_graph_adds_the_same_once_more():
     loss.backward()
     assert torch.equal(norms, wrapped.get_norm_sample())
     assert all(torch.equal(p.grad, 2 * g) for p, g in zip(model.parameters(), once, strict=True))
+
+
+@pytest.mark.parametrize("bias_alone", [False, True])
+@pytest.mark.parametrize("shape", [(100, 300), (3, 5, 300)])
+def test_a_large_layer_is_written_to_after_its_norm(shape, bias_alone):
+    """Its sum is made at the end, of what the norm was taken of."""
+    model = nn.Sequential(nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 4000 if len(shape) > 2 else 300))
+    model[2].weight.requires_grad_(not bias_alone)
+    wrapped = dpfast.GradSampleModuleFastGradientClipping(model, max_grad_norm=1.0)
+    between = []
+
+    def hold(module, inputs, output):
+        inputs[0].register_hook(lambda grad: between.append((inputs[0], grad)))
+
+    def write(module, inputs, output):
+        def to_what_the_last_layer_saw(grad):
+            with torch.no_grad():
+                seen = kept[0] if bias_alone else between[0][0]
+                seen.mul_(3.0)
+
+        output.register_hook(to_what_the_last_layer_saw)
+
+    model[2].register_forward_hook(hold)
+    model[0].register_forward_hook(write)
+    output, kept = wrapped(torch.randn(shape)), []
+    output.register_hook(lambda grad: kept.append(grad))
+    losses = output.square().flatten(1).sum(1)
+    if bias_alone and len(shape) > 2:  # sums of rows are written afresh
+        losses.mean().backward()
+    else:
+        with pytest.raises(StateError, match="was written to while the"):
+            losses.mean().backward()
