@@ -144,8 +144,8 @@ def _in_parts(again: Again) -> Again:
     return in_parts
 
 
-_AT_ONCE = 2**16
-"""Entries."""
+_AT_ONCE = 2**15
+"""Entries: fp64 copies of more would be a part of what a small model holds at most."""
 
 
 def _layer_norm_again(width: int, eps: float) -> Again:
