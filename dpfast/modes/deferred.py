@@ -35,14 +35,16 @@ class Kind:
     """Layers that stand together: there is one of each likeness.
 
     Attributes:
-        recipes: by what the arithmetic's ways depend on beside. None: of large layers, which go the general way.
+        recipes: by what the arithmetic's ways depend on beside; of kinds that differ in the number of samples alone,
+            the same. None: of large layers, which go the general way.
     """
 
-    def __init__(self) -> None:
-        self.recipes: dict[Hashable, Recipe | None] = {}
+    def __init__(self, recipes: dict[Hashable, Recipe | None]) -> None:
+        self.recipes = recipes
 
 
 _kinds: dict[Hashable, Kind] = {}
+_recipes: dict[Hashable, dict[Hashable, Recipe | None]] = {}
 
 
 class Queue:
@@ -283,6 +285,10 @@ def _kind(like: tuple[Any, ...], tap: TappedLayer, a: Tensor, b: Tensor) -> tupl
     small = max(a.nbytes, b.nbytes) <= SMALL.get(b.device.type, 0)
     if not small and b.device.type != "cpu":
         return None
-    return _kinds.setdefault(like, Kind()), max(
-        1, AT_ONCE[a.device.type] // max(1, a.nbytes + b.nbytes)
-    ) if small else 0
+    known = _kinds.get(like)
+    if known is None:
+        alike = like[0], like[1], like[2], a.shape[1:], b.shape[1:], *like[5:], small
+        if len(_recipes) >= _MOST_KINDS:
+            _recipes.clear()
+        known = _kinds[like] = Kind(_recipes.setdefault(alike, {}))
+    return known, max(1, AT_ONCE[a.device.type] // max(1, a.nbytes + b.nbytes)) if small else 0

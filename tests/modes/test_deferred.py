@@ -276,3 +276,19 @@ def test_a_large_layer_is_written_to_after_its_norm(shape, bias_alone):
     else:
         with pytest.raises(StateError, match="was written to while the"):
             losses.mean().backward()
+
+
+def test_a_rule_is_asked_once_for_batches_of_any_size(monkeypatch):
+    """Poisson batches have another one at nearly every step."""
+    monkeypatch.setattr(deferred, "_kinds", {})
+    monkeypatch.setattr(deferred, "_recipes", {})
+    asked, ask = [], deferred.Deferred._asked
+    monkeypatch.setattr(deferred.Deferred, "_asked", lambda self, *of: asked.append(of) or ask(self, *of))
+    model = nn.Sequential(nn.Linear(D, 400), nn.LayerNorm(400), nn.Linear(400, D), nn.Linear(D, D))
+    wrapped = dpfast.GradSampleModuleFastGradientClipping(model, max_grad_norm=0.1)
+    for n in (5, 9, 1, 30, 31, 60):  # the last ones are large
+        wrapped.zero_grad()
+        losses(wrapped, torch.randn(n, T, D)).mean().backward()
+        if n == 30:
+            known = len(asked)
+    assert len(asked) <= 2 * 4 and len(asked) - known <= 4
