@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from torch import nn
 
@@ -32,3 +32,15 @@ def check_answer(
                 f"{layer}: its rule gives gradients {tuple(factor.shape)} of {name_of(parameter)}, which is "
                 f"{tuple(parameter.shape)}"
             )
+
+
+def check_own_layer(layer: str, parameters: Iterable[nn.Parameter], own: Collection[nn.Parameter]) -> None:
+    """Raises UnsupportedModuleError where a layer ran with parameters that are not the model's, and whose gradients
+    would be lost."""
+    other = next((p for p in parameters if p not in own), None)
+    if other is not None:
+        raise UnsupportedModuleError(
+            f"{layer} ran with a parameter {tuple(other.shape)} that is not the model's: where the model was called "
+            "with other parameters than its own (torch.func.functional_call), call it with these; where they were "
+            "swapped while it ran (fully_shard? a parametrization?), unshard the model, or use DistributedDataParallel"
+        )

@@ -6,7 +6,7 @@ have caught stands together as samples of one layer instead, up to :data:`AT_ONC
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dpfast.arithmetic import RowNorms, exact_arithmetic, ops, reference
 from dpfast.errors import StateError
 from dpfast.factors import Alike, Factor, Numbers, Recipe, wait_as_factors
-from dpfast.modes.answers import check_answer
+from dpfast.modes.answers import check_answer, check_own_layer
 from dpfast.modes.in_turn import SMALL, is_never_in_turn
 from dpfast.taps import Activations, Record, TappedLayer, find_likeness
 
@@ -161,6 +161,12 @@ class Deferred:
                 self._take(kind)
         for queue in self._taken:
             _check_unwritten(queue)
+
+    def check_own(self, own: Collection[nn.Parameter]) -> None:
+        """Raises UnsupportedModuleError where a layer's parameters are not the model's: a recipe does not tell."""
+        for queue in self._taken:
+            for record in queue.records:
+                check_own_layer(record.tap.layer, record.parameters, own)
 
     def numbers(self) -> list[Numbers | None]:
         """What has been worked out, by parameter of layers alike."""

@@ -242,8 +242,10 @@ class GradSampleModuleFastGradientClipping(LeavesSums, LastNorms, PerUnit, GradS
         order = step.deferred.order if step.deferred and alone and self._budget is None else None
         if order is not None and self._finish_as_before(step, step.deferred, order):
             return
+        check_own(self._places, step.gathered)
+        if step.deferred:
+            step.deferred.check_own(self._places)
         deferred = step.deferred.alikes() if step.deferred else []
-        check_own(self._places, step.gathered, *(parameters for parameters, _ in deferred))
         if step.waiting is not None:
             step.waiting.take()
         scale = self._scale(step)

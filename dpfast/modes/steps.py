@@ -232,10 +232,10 @@ class Steps:
         return True
 
 
-def check_own(own: Mapping[nn.Parameter, Any], *parameters: Iterable[nn.Parameter]) -> None:
+def check_own(own: Mapping[nn.Parameter, Any], parameters: Iterable[nn.Parameter]) -> None:
     """Raises StateError where taps have caught gradients of parameters that are not the model's (any more): something
     has taken other tensors' place for the time of the pass, and what was caught would be lost."""
-    others = [p for some in parameters for p in some if p not in own]
+    others = [p for p in parameters if p not in own]
     if others:
         raise StateError(
             f"{len(others)} parameters of this backward pass are not the model's, one {tuple(others[0].shape)}: "
