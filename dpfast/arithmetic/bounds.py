@@ -206,8 +206,7 @@ def gram(
     """
     t, d, p = shape
     if kernel_chain is None:
-        gamma_d = gamma_matmul(blocked_terms(d, DOT_BLOCK) + 1 + added, dtype)
-        gamma_p = gamma_matmul(blocked_terms(p, DOT_BLOCK) + 1, dtype)
+        gamma_d, gamma_p = _gram_gammas(d, p, dtype=dtype, added=added)
     else:
         gamma_d, gamma_p = (gamma(kernel_terms(k, kernel_chain) + 1, dtype) for k in (d, p))
     tiles = summed_after(GRAM_TILE + (t // GRAM_TILE + 1) ** 2, dtype)
@@ -217,3 +216,19 @@ def gram(
     # The exact value is no less than 0 even where the computed one is.
     upper = product.clamp(min=0.0) + _SLOP * (error + underflow)
     return SquaredNorm(product.clamp(min=0.0), upper)
+
+
+def gram_row_terms(d: int, p: int, *, dtype: torch.dtype, added: int = 0) -> tuple[float, float]:
+    """What a row's computed square, an entry of the reference's Gram matrices, is multiplied by and what is added, for an
+    upper bound of its exact one, whichever of the two rows it is."""
+    largest = max(_gram_gammas(d, p, dtype=dtype, added=added))
+    relative = (1.0 + 2.0**-40) / (1.0 - largest) if largest < 0.5 else float("inf")
+    return relative, 2.0 * (max(d, p) + added) * smallest_normal(dtype) * relative
+
+
+def _gram_gammas(d: int, p: int, *, dtype: torch.dtype, added: int) -> tuple[float, float]:
+    """Of an entry of each of the reference's Gram matrices."""
+    return (
+        gamma_matmul(blocked_terms(d, DOT_BLOCK) + 1 + added, dtype),
+        gamma_matmul(blocked_terms(p, DOT_BLOCK) + 1, dtype),
+    )

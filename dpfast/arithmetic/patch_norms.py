@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpfast.arithmetic import reference, sums
+from dpfast.arithmetic import reference
 from dpfast.arithmetic.bounds import SquaredNorm
 from dpfast.arithmetic.precision import accumulating_dtype, exact_arithmetic
-from dpfast.arithmetic.reference_norms import gram_from_tiles, gram_positions, gram_tile
+from dpfast.arithmetic.reference_norms import gram_from_tiles, gram_part, gram_positions, gram_tile
 
 
 def gram_sq_norm_of_patches(image: Tensor, rows: Tensor, kernel: Sequence[int], dilation: Sequence[int]) -> SquaredNorm:
@@ -30,35 +30,31 @@ def gram_sq_norm_of_patches(image: Tensor, rows: Tensor, kernel: Sequence[int], 
     t, p = positions.numel(), rows.shape[1]
     windows, every = list(_windows(kernel, dilation, positions)), (slice(None),)
     pixels, b = image.to(dtype).flatten(2), rows.to(dtype).flatten(2)
-    squares = sums.row_norm(pixels.mT).square_().view(n, *sizes)
-    norm_a = _added(squares, [every + window for window in windows]).flatten(1).sqrt_().mul_(1.0 + places * 2.0**-52)
-    norm_b = sums.row_norm(b.mT)
     missing, more = (gram_positions(x.shape[2]) - x.shape[2] for x in (b, pixels))
-    norm_a, norm_b, b = (F.pad(x, (0, missing)) if missing else x for x in (norm_a, norm_b, b))
-    pixels, b = (F.pad(pixels, (0, more)) if more else pixels).mT, b.mT
+    b = (F.pad(b, (0, missing)) if missing else b).mT
+    pixels = (F.pad(pixels, (0, more)) if more else pixels).mT
 
     whole: dict[int, Tensor] = {}
 
     def of_patches(samples: slice, r: slice, c: slice) -> Tensor:
         if samples.start not in whole:
             whole.clear()
-            gram = gram_tile(pixels[samples], pixels[samples])[:, : math.prod(sizes), : math.prod(sizes)]
+            gram = gram_tile(gram_part(pixels, samples))[:, : math.prod(sizes), : math.prod(sizes)]
             gram = gram.unflatten(2, sizes).unflatten(1, sizes)
             total = _added(gram, [every + window + window for window in windows]).view(-1, t, t)
             whole[samples.start] = F.pad(total, (0, missing, 0, missing)) if missing else total
-        return whole[samples.start][:, r, c].clone()
+        tiles = whole[samples.start]
+        return whole.pop(samples.start) if r.stop >= tiles.shape[1] and r.start == 0 else tiles[:, r, c].clone()
 
     def of_rows(samples: slice, r: slice, c: slice) -> Tensor:
-        return gram_tile(b[samples, r], b[samples, c])
+        return gram_tile(gram_part(b, samples, r), None if r == c else gram_part(b, samples, c))
 
     with exact_arithmetic():
         return gram_from_tiles(
             of_patches,
             of_rows,
-            norm_a,
-            norm_b,
-            shape=(channels * places, p),
-            dtype=dtype,
+            (n, t + missing, channels * places, p),
+            like=pixels,
             together=max(1, reference.WORKSPACE_BYTES // (dtype.itemsize * pixels.shape[1] ** 2)),
             added=places,
         )

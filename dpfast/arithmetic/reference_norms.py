@@ -85,23 +85,23 @@ def gram_sq_norm(activations: Tensor, backprops: Tensor) -> SquaredNorm:
     """‖G_n‖² = Σ_tt' (a_t·a_t')(b_t·b_t') over tiles of the lower triangle, with the sums its error bound needs."""
     dtype = accumulating_dtype(activations, backprops)
     activations, backprops = activations.to(dtype), backprops.to(dtype)
-    _, t, d = activations.shape
-    norm_a, norm_b = (taken_once(sums.raw_row_norm, x) for x in (activations, backprops))
+    n, t, d = activations.shape
     missing = gram_positions(t) - t
     if missing:  # rows of zeros, so that no tile is narrower than what products.batched needs
         activations, backprops = (F.pad(x, (0, 0, 0, missing)) for x in (activations, backprops))
-        norm_a, norm_b = (F.pad(x, (0, missing)) for x in (norm_a, norm_b))
-    norm_a, norm_b = (
-        sums.no_smaller(raw, sums.lost_to_underflow(x)) for raw, x in ((norm_a, activations), (norm_b, backprops))
-    )
     return gram_from_tiles(
-        lambda s, r, c: gram_tile(activations[s, r], None if r == c else activations[s, c]),
-        lambda s, r, c: gram_tile(backprops[s, r], None if r == c else backprops[s, c]),
-        norm_a,
-        norm_b,
-        shape=(d, backprops.shape[-1]),
-        dtype=dtype,
+        lambda s, r, c: gram_tile(gram_part(activations, s, r), None if r == c else gram_part(activations, s, c)),
+        lambda s, r, c: gram_tile(gram_part(backprops, s, r), None if r == c else gram_part(backprops, s, c)),
+        (n, t + missing, d, backprops.shape[-1]),
+        like=activations,
     )
+
+
+def gram_part(x: Tensor, samples: slice, rows: slice | None = None) -> Tensor:
+    """``x[samples, rows]``; the whole without a slice, which takes its time."""
+    if samples.start > 0 or samples.stop < x.shape[0]:
+        x = x[samples]
+    return x if rows is None or (rows.start == 0 and rows.stop >= x.shape[1]) else x[:, rows]
 
 
 GramTiles = Callable[[slice, slice, slice], Tensor]
@@ -111,43 +111,52 @@ GramTiles = Callable[[slice, slice, slice], Tensor]
 def gram_from_tiles(
     of_a: GramTiles,
     of_b: GramTiles,
-    norm_a: Tensor,
-    norm_b: Tensor,
+    sizes: tuple[int, int, int, int],
     *,
-    shape: tuple[int, int],
-    dtype: torch.dtype,
+    like: Tensor,
     together: int | None = None,
     added: int = 0,
 ) -> SquaredNorm:
     """‖G_n‖² from tiles of the two Gram matrices.
 
     Args:
-        norm_a, norm_b: upper bounds of ‖a_t‖ and ‖b_t‖, (N, T) fp64.
-        shape: (D, P).
+        sizes: (N, T, D, P).
+        like: of the tiles' dtype and device.
         together: samples whose tiles fit the workspace, if it is not their size that says so.
         added: of how many parts an entry of a's is the sum beyond its blocks (see bounds.gram).
     """
-    n, t = norm_a.shape
-    totals = norm_a.new_zeros(4, n)
+    n, t, d, p = sizes
+    dtype = like.dtype
     side = max(1, min(t, bounds.GRAM_TILE))
     samples = max(1, reference.WORKSPACE_BYTES // (3 * dtype.itemsize * side**2))
     samples = samples if together is None else min(samples, together)
-    for first in range(0, n, samples):
-        s = slice(first, first + samples)
+    of_norms = bounds.gram_row_terms(d, p, dtype=dtype, added=added)
+    found = []
+    for first in range(0, n if t else 0, samples):
+        s, norms, total = slice(first, first + samples), [], like.new_zeros(())
         for i in range(0, t, side):
-            for j in range(0, i + 1, side):
-                r, c = slice(i, i + side), slice(j, j + side)
-                tile_sums = _gram_tile_sums(
-                    of_a(s, r, c), of_b(s, r, c), norm_a[s, r], norm_a[s, c], norm_b[s, r], norm_b[s, c]
-                )
-                # A tile off the diagonal stands for its mirror image too.
-                totals[:, s] += tile_sums if i == j else 2 * tile_sums
+            r = slice(i, i + side)
+            a, b = of_a(s, r, r), of_b(s, r, r)
+            norms.append(_row_norms(a, b, *of_norms))
+            tile_sums = _gram_tile_sums(a, b, norms[-1], norms[-1], diagonal=True)
+            total = tile_sums if i == 0 else total + tile_sums
+        for i, of_rows in enumerate(norms):
+            for j, of_columns in enumerate(norms[:i]):
+                r, c = slice(i * side, (i + 1) * side), slice(j * side, (j + 1) * side)
+                # It stands for its mirror image too.
+                total[:4] += 2 * _gram_tile_sums(of_a(s, r, c), of_b(s, r, c), of_rows, of_columns)
+        found.append(total)
+    totals = torch.cat(found, 1) if len(found) > 1 else found[0] if found else like.new_zeros(7, n, dtype=torch.float64)
+    product, by_a, by_b, by_both, sum_a, sum_b, row_products = totals.unbind()
     return bounds.gram(
-        *totals,
-        sum_a=norm_a.sum(-1),
-        sum_b=norm_b.sum(-1),
-        row_products=(norm_a * norm_b).sum(-1),
-        shape=(t, *shape),
+        product,
+        by_a,
+        by_b,
+        by_both,
+        sum_a=sum_a,
+        sum_b=sum_b,
+        row_products=row_products,
+        shape=(t, d, p),
         row=side,
         dtype=dtype,
         added=added,
@@ -157,9 +166,11 @@ def gram_from_tiles(
 def gram_tile(x: Tensor, y: Tensor | None = None) -> Tensor:
     """x_n y_nᵀ, or x_n x_nᵀ, its inner products added in blocks (see bounds.gram)."""
     (_, r, d), c, block = x.shape, (x if y is None else y).shape[1], bounds.DOT_BLOCK
-    copied = d > block and products.by_onednn(r, block, c, x)  # of both, and of all samples, in one call
+    if d <= block:
+        return products.batched(x, (x if y is None else y).mT)
+    copied = products.by_onednn(r, block, c, x)  # of both, and of all samples, in one call
     out: Any = None
-    for start in range(0, max(1, d), block):
+    for start in range(0, d, block):
         features = slice(start, start + block)
         rows, columns = x[..., features], None if y is None else y[..., features]
         if copied:
@@ -169,14 +180,24 @@ def gram_tile(x: Tensor, y: Tensor | None = None) -> Tensor:
     return out
 
 
-def _gram_tile_sums(a: Tensor, b: Tensor, a_row: Tensor, a_col: Tensor, b_row: Tensor, b_col: Tensor) -> Tensor:
-    """(4, n): Σ a∘b, Σ ‖a‖‖a'‖|b|, Σ |a|‖b‖‖b'‖ and Σ |a||b| of one tile; rows in its dtype, their sums in fp64."""
-    product = (a * b).sum(-1).double().sum(-1)
+def _row_norms(a: Tensor, b: Tensor, relative: float, least: float) -> Tensor:
+    """Upper bounds of ‖a_t‖ and ‖b_t‖, (2, n, T) fp64, from the diagonals of their Gram matrices."""
+    squares = torch.stack([a.diagonal(dim1=1, dim2=2), b.diagonal(dim1=1, dim2=2)]).double()
+    return squares.mul_(relative).add_(least).sqrt_()
+
+
+def _gram_tile_sums(a: Tensor, b: Tensor, of_rows: Tensor, of_columns: Tensor, *, diagonal: bool = False) -> Tensor:
+    """(4, n): Σ a∘b, Σ ‖a‖‖a'‖|b|, Σ |a|‖b‖‖b'‖ and Σ |a||b| of one tile; rows in its dtype, their sums in fp64. On the
+    diagonal (7, n): also Σ ‖a‖, Σ ‖b‖ and Σ ‖a‖‖b‖. ``of_rows``, ``of_columns``: (2, n, ·) norms of a's and b's."""
+    norm_a, norm_b = of_columns.to(a.dtype).unsqueeze(2).unbind()
+    rows = [(a * b).sum(-1)]
     a, b = a.abs_(), b.abs_()
-    by_a = (b * a_col.to(b.dtype)[:, None, :]).sum(-1) * a_row
-    by_b = (a * b_col.to(a.dtype)[:, None, :]).sum(-1) * b_row
-    by_both = a.mul_(b).sum(-1).double()
-    return torch.stack([product, by_a.sum(-1), by_b.sum(-1), by_both.sum(-1)])
+    rows += [(b * norm_a).sum(-1), (a * norm_b).sum(-1), a.mul_(b).sum(-1)]
+    by_row = torch.stack(rows).double()
+    by_row[1:3] *= of_rows
+    if diagonal:
+        by_row = torch.cat([by_row, of_rows, of_rows.prod(0, keepdim=True)])
+    return by_row.sum(-1)
 
 
 SQ_NORMS = {"rank_one": rank_one_sq_norm, "gram": gram_sq_norm, "direct": direct_sq_norm}

@@ -91,17 +91,20 @@ def sums_of_blocks(x: Tensor, y: Tensor) -> list[Tensor]:
     """
     block = sum_block(x.shape[-1])
     rows = x.numel() // block
-    none, one = (x.new_zeros(1, 1), x.new_ones(1, 1)) if is_traced() else _none_and_one(x.dtype, x.device)
-    weight = one.view(1).expand(rows)  # of which nothing but the shape is used
+    none, one, weight = _none_and_ones(rows, x.dtype, x.device) if not is_traced() else _made(rows, x.dtype, x.device)
     _, *found = torch.ops.aten.native_group_norm_backward(
         *(y, x, none, one, weight, 1, rows, block, 1), [False, True, True]
     )
     return found
 
 
-@lru_cache(maxsize=16)
-def _none_and_one(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    return torch.zeros(1, 1, dtype=dtype, device=device), torch.ones(1, 1, dtype=dtype, device=device)
+def _made(rows: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, rstd and a weight of which nothing but the shape is used."""
+    one = torch.ones(1, 1, dtype=dtype, device=device)
+    return torch.zeros(1, 1, dtype=dtype, device=device), one, one.view(1).expand(rows)
+
+
+_none_and_ones = lru_cache(maxsize=256)(_made)
 
 
 def norm_of_rows(row_norms: Tensor) -> Tensor:

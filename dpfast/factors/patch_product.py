@@ -75,7 +75,9 @@ class PatchProduct(Patches):
 
     def _outer_product(self, first: int, last: int) -> OuterProduct:
         """Samples first to last, groups folded into samples."""
-        patches, rows = self._cut_out(self._padded(self.image[first:last]), self.rows[first:last])
+        whole = first == 0 and last >= self.num_samples
+        image, rows = (x if whole else x[first:last] for x in (self.image, self.rows))
+        patches, rows = self._cut_out(self._padded(image), rows)
         return OuterProduct(patches.mT, rows.mT)
 
     def _outer_products(self) -> list[tuple[int, int]]:
@@ -95,10 +97,14 @@ class PatchProduct(Patches):
             return SquaredNorm(*(self.rows.new_zeros(0, dtype=torch.float64) for _ in range(2)))
         if self._by_pixels:
             parts = (self._padded(self.image), self.rows)
-            image, rows = (x.reshape(-1, x.shape[1] // self.groups, *x.shape[2:]) for x in parts)
+            if self.groups > 1:
+                parts = tuple(x.reshape(-1, x.shape[1] // self.groups, *x.shape[2:]) for x in parts)
+            image, rows = parts
             norms = [gram_sq_norm_of_patches(image, rows, self.kernel, self.dilation)]
         else:
             norms = [self._outer_product(i, j).sq_norm() for i, j in self._outer_products()]
+        if self.groups == 1 and len(norms) == 1:
+            return norms[0]
         value, upper = (torch.cat(x).view(-1, self.groups).sum(1) for x in zip(*norms, strict=True))
         return SquaredNorm(value, upper * (1.0 + 2.0**-40))
 
@@ -325,10 +331,10 @@ class PatchProduct(Patches):
     def row_sums(self) -> Tensor:
         """The sum of the entries of each row of the gradients, (N, P); no gradient is written."""
         dtype, dims = accumulating_dtype(self.image, self.rows), len(self.kernel)
-        sums_of_pixels = self.image.to(dtype).unflatten(1, (self.groups, -1)).sum(2)
-        padded = self._padded(sums_of_pixels)
-        patches = self._windows(padded).flatten(2 + dims).sum(-1)
-        rows = self.rows.to(dtype).unflatten(1, (self.groups, -1))
+        image, rows = (x.to(dtype).unflatten(1, (self.groups, -1)) for x in (self.image, self.rows))
+        padded = self._padded(image.sum(2))
+        one = self.shape[2:].numel() == 1  # then a patch is a pixel
+        patches = self._pixels(padded) if one else self._windows(padded).flatten(2 + dims).sum(-1)
         return (rows * patches.unsqueeze(2)).flatten(3).sum(-1).flatten(1).double()
 
     def row_products(self, vectors: Tensor) -> Tensor:

@@ -83,9 +83,8 @@ class Patches:
         if self.shape[2:].numel() > 1:  # else a patch is a pixel
             # (n, D, *positions, *kernel) -> (n, D, *kernel, *positions)
             image = self._windows(image).movedim(tuple(range(2 + dims, 2 + 2 * dims)), tuple(range(2, 2 + dims)))
-        elif any(s > 1 for s in self.stride):
-            steps: Any = (..., *(slice(None, None, s) for s in self.stride))
-            image = image[steps]
+        else:
+            image = self._pixels(image)
         positions = rows.shape[2:].numel()
         patches = image.reshape(n * self.groups, self.shape[1:].numel(), positions)
         return patches, rows.reshape(n * self.groups, self._rows_a_group, positions)
@@ -93,8 +92,14 @@ class Patches:
     def _windows(self, image: Tensor) -> Tensor:
         """What the kernel sees of an image without padding, (n, D, *positions, *kernel), a view."""
         for i, (k, s, d) in enumerate(zip(self.kernel, self.stride, self.dilation, strict=True)):
-            image = image.unfold(2 + i, d * (k - 1) + 1, s)[..., ::d]
+            image = image.unfold(2 + i, d * (k - 1) + 1, s)
+            image = image[..., ::d] if d > 1 else image
         return image
+
+    def _pixels(self, image: Tensor) -> Tensor:
+        """The same of a kernel of one place, (n, D, *positions)."""
+        steps: Any = (..., *(slice(None, None, s) for s in self.stride))
+        return image[steps] if any(s > 1 for s in self.stride) else image
 
     def norms(self) -> tuple[Tensor, Tensor]:
         """Upper bounds of the L2 norms of a sample's patches, all together, and of its rows, (N,)."""

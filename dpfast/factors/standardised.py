@@ -93,23 +93,23 @@ class Standardised:
     ):
         self.factor, self.normal, self.shape, self._with_normal = factor, normal, factor.shape, with_normal
         self._norm = norm
+        self._off: float | None = None  # at most so far are the moments from x̂'s, where that is known
         self._block = max(1, sums.sum_block(normal.shape[1]))
 
     @cached_property
     def _moments(self) -> tuple[Tensor, Tensor]:
         """Means of x̂² and x̂, (P,) in fp64."""
-        square, mean = (
-            x.squeeze(0).div_(self.normal.shape[1]) for x in _two_sums(self.normal, self.normal.unsqueeze(0))
-        )
+        square, mean = _two_sums(self.normal, self.normal.unsqueeze(0)).div_(self.normal.shape[1])[0].unbind()
         return square, mean
 
     def is_of(self, rstd: Tensor, eps: float) -> bool:
         """Whether ``normal`` has the moments of x̂, mean 0 and mean square ``1 - eps · rstd²``: it may be x̂ and a number
         a row, or x̂ that something has written to past autograd (``.data``)."""
         square, mean = self._moments
-        off = torch.add(square, rstd.double().square(), alpha=eps).sub_(1.0)
-        largest = max(torch.linalg.vector_norm(x, torch.inf).item() for x in (off, mean))
-        return largest <= bounds.gamma(128, self.normal.dtype)  # not where one is NaN
+        rstd = rstd.double()
+        off = torch.addcmul(square, rstd, rstd, value=eps).sub_(1.0)
+        self._off = torch.linalg.vector_norm(torch.stack((off, mean)), torch.inf).item()
+        return self._off <= bounds.gamma(128, self.normal.dtype)  # not where one is NaN
 
     @property
     def num_samples(self) -> int:
@@ -148,10 +148,12 @@ class Standardised:
 
         norm = dense_sq_norm(watched())
         off = norm.upper.sqrt().mul_(bounds.gamma(self._block + 2, self.normal.dtype)).add_(self._underflow(1.0))
-        with_normal, plain = _added(sums_of, self.normal)
-        found = _Sums(plain, with_normal, off.mul_(self.normal.shape[1] ** 0.5).mul_(self._reach))
+        with_normal, plain = _added(sums_of, self.normal).unbind(1)
+        found = _Sums(plain, with_normal, off.mul_(self.normal.shape[1] ** 0.5 * self._reach))
         norm = self._without_means(norm, found, error)
-        return Standardised(InBlocks(held, error, norm), self.normal, norm)
+        kept = Standardised(InBlocks(held, error, norm), self.normal, norm)
+        kept._off = self._off
+        return kept
 
     @property
     def keeps(self) -> bool:
@@ -162,16 +164,18 @@ class Standardised:
         """``J values``, (..., *shape); overwrites them."""
         values = values.contiguous()  # of channels last they come in that order
         rows = values.view(-1, *self.normal.shape)
-        with_normal, means = (x.div_(rows.shape[-1]).to(rows.dtype).unsqueeze(-1) for x in _two_sums(self.normal, rows))
-        rows.sub_(means).addcmul_(self.normal, with_normal, value=-1.0)
+        means = _two_sums(self.normal, rows).div_(rows.shape[-1]).to(rows.dtype).unsqueeze(-1)
+        with_normal, plain = means.unbind(1)
+        rows.sub_(plain).addcmul_(self.normal, with_normal, value=-1.0)
         return values
 
     def _sums_of(self, product: PatchProduct) -> _Sums:
         """M and Q of gradients that are not written: ``Σ_t b_t (Σ a_t)`` and ``Σ_t b_t (a_t · x̂)``."""
         patches_norm, rows_norm = product.norms()
         positions, width = product.rows.shape[2:].numel(), self.normal.shape[1]
-        off = bounds.gamma_matmul(width + positions + 2, self.normal.dtype) * patches_norm * rows_norm
-        off = (width**0.5 * off).add_(rows_norm + 1.0, alpha=self._underflow(width * positions))
+        relative = width**0.5 * bounds.gamma_matmul(width + positions + 2, self.normal.dtype)
+        off = (patches_norm * rows_norm).mul_(relative)
+        off.add_(rows_norm + 1.0, alpha=self._underflow(width * positions))
         with_normal = product.row_products(self.normal) if self._with_normal is None else self._with_normal
         return _Sums(product.row_sums(), with_normal, off.mul_(self._reach))
 
@@ -191,35 +195,36 @@ class Standardised:
         off = both.square().mul_(self._largest * delta + delta)
         off.addcmul_(both + e, e * (self._largest + self._lean + 2.0), value=2.0)
         upper = (norm.upper - taken).clamp_(min=0.0).add_(off, alpha=1.01 / width).add_(norm.upper, alpha=2.0**-40)
-        upper = upper.sqrt_().addcmul_(norm.upper.sqrt(), self._rounding)
+        upper = upper.sqrt_().add_(norm.upper.sqrt().mul_(self._rounding))
         if isinstance(error, Tensor):
-            upper.addcmul_(self._stretch, error)
+            upper.add_(error * self._stretch)
         value = (norm.value - taken).clamp_(min=0.0)
         return SquaredNorm(value, upper.square_().mul_(1.0 + 2.0**-40))
 
     @cached_property
-    def _largest(self) -> Tensor:
+    def _largest(self) -> Any:
         """No row's mean square of x̂ is larger."""
-        off = bounds.gamma(self._block + 4, self.normal.dtype)
-        return self._moments[0].amax().mul_(1.0 + 2.0 * off).add_(smallest_normal(self.normal.dtype))
+        off, least = bounds.gamma(self._block + 4, self.normal.dtype), smallest_normal(self.normal.dtype)
+        found = self._moments[0].amax() if self._off is None else 1.0 + self._off
+        return found * (1.0 + 2.0 * off) + least
 
     @cached_property
-    def _lean(self) -> Tensor:
+    def _lean(self) -> Any:
         """No row's mean of x̂, as computed, is farther from 0."""
-        return torch.linalg.vector_norm(self._moments[1], torch.inf)
+        return torch.linalg.vector_norm(self._moments[1], torch.inf) if self._off is None else self._off
 
     @property
-    def _reach(self) -> Tensor:
+    def _reach(self) -> Any:
         """An upper bound of 1 and of ``‖x̂‖ / √D`` of any row."""
-        return self._largest.sqrt().clamp_(min=1.0)
+        return _at_least_one(self._largest**0.5)
 
     @property
-    def _stretch(self) -> Tensor:
+    def _stretch(self) -> Any:
         """An upper bound of ``‖J‖``: 1 where x̂ has mean 0 and mean square 1 or less, up to rounding."""
-        return torch.add(self._largest, self._lean, alpha=1.01).add_(1e-3 - 1.0).clamp_(min=1.0)
+        return _at_least_one(self._largest + 1.01 * self._lean + (1e-3 - 1.0))
 
     @property
-    def _rounding(self) -> Tensor:
+    def _rounding(self) -> Any:
         """What :meth:`_applied` rounds, relative to ``‖h‖``."""
         dtype = self.normal.dtype
         gamma = 1.01 * (bounds.gamma(self._block + 2, dtype) + bounds.gamma(12, dtype))
@@ -229,20 +234,23 @@ class Standardised:
         return terms * self.normal.numel() * smallest_normal(self.normal.dtype)
 
 
-def _two_sums(normal: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Q and M of gradients (n, P, D), (n, P) each in fp64, added in blocks, a sample at a time: x̂ is not copied."""
+def _at_least_one(x: Any) -> Any:
+    return x.clamp(min=1.0) if isinstance(x, Tensor) else max(1.0, x)
+
+
+def _two_sums(normal: Tensor, rows: Tensor) -> Tensor:
+    """Q and M of gradients (n, P, D), (n, 2, P) in fp64, added in blocks, a sample at a time: x̂ is not copied."""
     if rows.numel() == 0:
-        none = rows.new_zeros(rows.shape[:2], dtype=torch.float64)
-        return none, none
+        return rows.new_zeros(rows.shape[0], 2, rows.shape[1], dtype=torch.float64)
     return _added(_sums_by_block(normal, rows), normal)
 
 
 def _sums_by_block(normal: Tensor, rows: Tensor) -> list[list[Tensor]]:
     """Of each sample, one after the other."""
-    return [sums.sums_of_blocks(normal, x) for x in rows.contiguous().view(len(rows), *normal.shape)]
+    rows = rows.contiguous()
+    return [sums.sums_of_blocks(normal, x) for x in (rows if len(rows) > 1 else [rows])]
 
 
-def _added(blocks: Sequence[Sequence[Tensor]], normal: Tensor) -> tuple[Tensor, Tensor]:
-    n, p = len(blocks), len(normal)
-    with_normal, plain = (torch.cat(x).view(n, p, -1).sum(-1, dtype=torch.float64) for x in zip(*blocks, strict=True))
-    return with_normal, plain
+def _added(blocks: Sequence[Sequence[Tensor]], normal: Tensor) -> Tensor:
+    together = torch.stack([of_blocks for both in blocks for of_blocks in both])
+    return together.view(len(blocks), 2, len(normal), -1).sum(-1, dtype=torch.float64)
