@@ -8,8 +8,9 @@ of the proofs (docs/bounds.md), ``cost`` those of the choice of way.
 from dpfast.arithmetic import bounds, buffers, cost, ops, products, reference, sums, unit_runs
 from dpfast.arithmetic.backends import backend_report
 from dpfast.arithmetic.bounds import SquaredNorm
+from dpfast.arithmetic.finishing import AnyNorm, dense_sq_norm, finish, finished, rows_in_order
 from dpfast.arithmetic.kernel_norms import UnitRuns, lookup_sq_norm, lookup_unit_sq_norm
-from dpfast.arithmetic.patch_norms import gram_sq_norm_of_patches
+from dpfast.arithmetic.patch_norms import unfinished_gram_of_patches
 from dpfast.arithmetic.precision import (
     accumulating_dtype,
     exact_arithmetic,
@@ -22,25 +23,29 @@ from dpfast.arithmetic.precision import (
 from dpfast.arithmetic.products import product_report
 from dpfast.arithmetic.reference_norms import gram_positions, gram_tile, rank_one_norm, unfinished_of_products
 from dpfast.arithmetic.row_norms import RowNorms, taken_once
+from dpfast.arithmetic.stacked_grams import UnfinishedGram
 from dpfast.arithmetic.stacked_norms import (
     SumError,
     Unfinished,
-    dense_sq_norm,
     finish_norms,
-    finished,
     norm_of_layers,
     norm_terms,
     sum_error_columns,
     sum_errors,
     unfinished_norm,
 )
+from dpfast.arithmetic.standardised_norms import StandardisedTerms, UnfinishedStandardised
 from dpfast.arithmetic.tracing import capturing, is_traced, leave_pins_to_inductor, pinned
 
 __all__ = [
+    "AnyNorm",
     "RowNorms",
     "SquaredNorm",
+    "StandardisedTerms",
     "SumError",
     "Unfinished",
+    "UnfinishedGram",
+    "UnfinishedStandardised",
     "UnitRuns",
     "accumulating_dtype",
     "backend_report",
@@ -51,10 +56,10 @@ __all__ = [
     "dense_sq_norm",
     "exact_arithmetic",
     "exact_convolutions",
+    "finish",
     "finish_norms",
     "finished",
     "gram_positions",
-    "gram_sq_norm_of_patches",
     "gram_tile",
     "is_traced",
     "leave_pins_to_inductor",
@@ -70,12 +75,14 @@ __all__ = [
     "reduced_convolutions",
     "reduced_products",
     "reference",
+    "rows_in_order",
     "smallest_normal",
     "sum_error_columns",
     "sum_errors",
     "sums",
     "taken_once",
     "towards_zero",
+    "unfinished_gram_of_patches",
     "unfinished_norm",
     "unfinished_of_products",
     "unit_runs",

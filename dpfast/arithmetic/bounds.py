@@ -204,23 +204,34 @@ def gram(
         kernel_chain: the Gram matrices come from tensor cores, in chains of so many features; None for the reference.
         added: an entry of Â is the sum of so many that came from fewer features, of the reference alone.
     """
+    of_a, of_b, of_both, of_products, by_b_alone, by_a_alone, least = gram_terms(
+        shape, row=row, dtype=dtype, kernel_chain=kernel_chain, added=added
+    )
+    error = of_a * by_a + of_b * by_b + of_both * by_both + of_products * row_products.square()
+    error = error + (by_a_alone * sum_a.square() + by_b_alone * sum_b.square() + least)
+    # The exact value is no less than 0 even where the computed one is.
+    return SquaredNorm(product.clamp(min=0.0), product.clamp(min=0.0) + error)
+
+
+def gram_terms(
+    shape: tuple[Any, int, int], *, row: int, dtype: torch.dtype, kernel_chain: int | None = None, added: int = 0
+) -> tuple[Any, ...]:
+    """The numbers of :func:`gram`: what its three sums, S², (Σ‖b_t‖)² and (Σ‖a_t‖)² are multiplied by, and what is
+    added."""
     t, d, p = shape
     if kernel_chain is None:
         gamma_d, gamma_p = _gram_gammas(d, p, dtype=dtype, added=added)
     else:
         gamma_d, gamma_p = (gamma(kernel_terms(k, kernel_chain) + 1, dtype) for k in (d, p))
     tiles = summed_after(GRAM_TILE + (t // GRAM_TILE + 1) ** 2, dtype)
-    error = gamma_d * by_a + gamma_p * by_b + gamma(row + 3 + tiles, dtype) * by_both
-    error = error + gamma_d * gamma_p * row_products.square()
-    underflow = 2.0 * smallest_normal(dtype) * (d * sum_b.square() + p * sum_a.square() + 4.0 * t * t)
-    # The exact value is no less than 0 even where the computed one is.
-    upper = product.clamp(min=0.0) + _SLOP * (error + underflow)
-    return SquaredNorm(product.clamp(min=0.0), upper)
+    lost = 2.0 * _SLOP * smallest_normal(dtype)
+    terms = gamma_d, gamma_p, gamma(row + 3 + tiles, dtype), gamma_d * gamma_p
+    return *(_SLOP * x for x in terms), d * lost, p * lost, 4.0 * t * t * lost
 
 
 def gram_row_terms(d: int, p: int, *, dtype: torch.dtype, added: int = 0) -> tuple[float, float]:
-    """What a row's computed square, an entry of the reference's Gram matrices, is multiplied by and what is added, for an
-    upper bound of its exact one, whichever of the two rows it is."""
+    """What a row's computed square, an entry of one of the reference's Gram matrices, is multiplied by and what is
+    added for an upper bound of the exact one."""
     largest = max(_gram_gammas(d, p, dtype=dtype, added=added))
     relative = (1.0 + 2.0**-40) / (1.0 - largest) if largest < 0.5 else float("inf")
     return relative, 2.0 * (max(d, p) + added) * smallest_normal(dtype) * relative

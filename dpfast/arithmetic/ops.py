@@ -19,6 +19,7 @@ from dpfast.arithmetic.custom_ops import unit_last_stride
 from dpfast.arithmetic.kernel_norms import Direct
 from dpfast.arithmetic.precision import accumulating_dtype, exact_arithmetic, reduced_products
 from dpfast.arithmetic.row_norms import taken_once
+from dpfast.arithmetic.stacked_grams import UnfinishedGram
 from dpfast.arithmetic.stacked_norms import SumError, Unfinished
 from dpfast.arithmetic.tracing import is_traced
 from dpfast.errors import InputError
@@ -168,15 +169,14 @@ def norm_ways(activations: Tensor, backprops: Tensor, lengths: Sequence[int]) ->
     return ["direct" if small and t > 1 else cost.norm_way(t, d, p, activations.device) for t in lengths]
 
 
-def unfinished_norm(activations: Tensor, backprops: Tensor) -> Unfinished | None:
-    """What the norm of (N, T, ·) inputs follows from; None where it goes neither the reference's direct way nor that of
-    rank one."""
+def unfinished_norm(activations: Tensor, backprops: Tensor) -> Unfinished | UnfinishedGram | None:
+    """What the norm of (N, T, ·) inputs follows from; None where kernels take it, or it is traced."""
     if is_traced() or runs_kernels(activations, backprops):
         return None
     way = norm_way(activations, backprops)
-    if way == "gram":
-        return None
     with exact_arithmetic():
+        if way == "gram":
+            return reference_norms.unfinished_gram(activations, backprops)
         if way == "rank_one":
             return reference_norms.unfinished_rank_one(activations, backprops)
         return reference_norms.unfinished_direct(activations, backprops)

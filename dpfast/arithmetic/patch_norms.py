@@ -12,13 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dpfast.arithmetic import reference
-from dpfast.arithmetic.bounds import SquaredNorm
 from dpfast.arithmetic.precision import accumulating_dtype, exact_arithmetic
 from dpfast.arithmetic.reference_norms import gram_from_tiles, gram_part, gram_positions, gram_tile
+from dpfast.arithmetic.stacked_grams import UnfinishedGram
 
 
-def gram_sq_norm_of_patches(image: Tensor, rows: Tensor, kernel: Sequence[int], dilation: Sequence[int]) -> SquaredNorm:
-    """‖Σ_t b_t a_tᵀ‖² for the patches a_t of an image, (N,) fp64 each.
+def unfinished_gram_of_patches(
+    image: Tensor, rows: Tensor, kernel: Sequence[int], dilation: Sequence[int]
+) -> UnfinishedGram:
+    """What ‖Σ_t b_t a_tᵀ‖² follows from, for the patches a_t of an image.
 
     Args:
         image: (N, C, *spatial), with its zeros around it.

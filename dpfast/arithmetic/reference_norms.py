@@ -11,9 +11,11 @@ from torch import Tensor
 
 from dpfast.arithmetic import bounds, products, reference, sums
 from dpfast.arithmetic.bounds import SquaredNorm
+from dpfast.arithmetic.finishing import finished
 from dpfast.arithmetic.precision import accumulating_dtype, smallest_normal
 from dpfast.arithmetic.row_norms import taken_once
-from dpfast.arithmetic.stacked_norms import SumError, Unfinished, finished
+from dpfast.arithmetic.stacked_grams import UnfinishedGram
+from dpfast.arithmetic.stacked_norms import SumError, Unfinished
 
 
 def rank_one_sq_norm(activations: Tensor, backprops: Tensor) -> SquaredNorm:
@@ -82,7 +84,12 @@ def gram_positions(t: int) -> int:
 
 
 def gram_sq_norm(activations: Tensor, backprops: Tensor) -> SquaredNorm:
-    """‖G_n‖² = Σ_tt' (a_t·a_t')(b_t·b_t') over tiles of the lower triangle, with the sums its error bound needs."""
+    """‖G_n‖² = Σ_tt' (a_t·a_t')(b_t·b_t')."""
+    return finished(unfinished_gram(activations, backprops))
+
+
+def unfinished_gram(activations: Tensor, backprops: Tensor) -> UnfinishedGram:
+    """What that follows from: tiles of the lower triangle, with the sums its error bound needs."""
     dtype = accumulating_dtype(activations, backprops)
     activations, backprops = activations.to(dtype), backprops.to(dtype)
     n, t, d = activations.shape
@@ -116,8 +123,8 @@ def gram_from_tiles(
     like: Tensor,
     together: int | None = None,
     added: int = 0,
-) -> SquaredNorm:
-    """‖G_n‖² from tiles of the two Gram matrices.
+) -> UnfinishedGram:
+    """What ‖G_n‖² follows from, from tiles of the two Gram matrices.
 
     Args:
         sizes: (N, T, D, P).
@@ -146,21 +153,8 @@ def gram_from_tiles(
                 # It stands for its mirror image too.
                 total[:4] += 2 * _gram_tile_sums(of_a(s, r, c), of_b(s, r, c), of_rows, of_columns)
         found.append(total)
-    totals = torch.cat(found, 1) if len(found) > 1 else found[0] if found else like.new_zeros(7, n, dtype=torch.float64)
-    product, by_a, by_b, by_both, sum_a, sum_b, row_products = totals.unbind()
-    return bounds.gram(
-        product,
-        by_a,
-        by_b,
-        by_both,
-        sum_a=sum_a,
-        sum_b=sum_b,
-        row_products=row_products,
-        shape=(t, d, p),
-        row=side,
-        dtype=dtype,
-        added=added,
-    )
+    totals = torch.cat(found, 1) if len(found) > 1 else found[0] if found else like.new_zeros(9, n, dtype=torch.float64)
+    return UnfinishedGram(totals, bounds.gram_terms((t, d, p), row=side, dtype=dtype, added=added))
 
 
 def gram_tile(x: Tensor, y: Tensor | None = None) -> Tensor:
@@ -188,7 +182,7 @@ def _row_norms(a: Tensor, b: Tensor, relative: float, least: float) -> Tensor:
 
 def _gram_tile_sums(a: Tensor, b: Tensor, of_rows: Tensor, of_columns: Tensor, *, diagonal: bool = False) -> Tensor:
     """(4, n): Σ a∘b, Σ ‖a‖‖a'‖|b|, Σ |a|‖b‖‖b'‖ and Σ |a||b| of one tile; rows in its dtype, their sums in fp64. On the
-    diagonal (7, n): also Σ ‖a‖, Σ ‖b‖ and Σ ‖a‖‖b‖. ``of_rows``, ``of_columns``: (2, n, ·) norms of a's and b's."""
+    diagonal (9, n), as in ``UnfinishedGram``. ``of_rows``, ``of_columns``: (2, n, ·) norms of a's and b's."""
     norm_a, norm_b = of_columns.to(a.dtype).unsqueeze(2).unbind()
     rows = [(a * b).sum(-1)]
     a, b = a.abs_(), b.abs_()
@@ -196,7 +190,7 @@ def _gram_tile_sums(a: Tensor, b: Tensor, of_rows: Tensor, of_columns: Tensor, *
     by_row = torch.stack(rows).double()
     by_row[1:3] *= of_rows
     if diagonal:
-        by_row = torch.cat([by_row, of_rows, of_rows.prod(0, keepdim=True)])
+        by_row = torch.cat([by_row, of_rows, of_rows.prod(0, keepdim=True), of_rows.square()])
     return by_row.sum(-1)
 
 

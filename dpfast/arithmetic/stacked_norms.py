@@ -74,6 +74,10 @@ class Unfinished(NamedTuple):
     error: Tensor | SumError | None
 
     @property
+    def device(self) -> torch.device:
+        return self.norm.device
+
+    @property
     def kind(self) -> tuple[int, int] | None:
         """Errors of one kind are worked out together, in fewest calls where they stand together; None: it is known."""
         error = self.error
@@ -131,19 +135,6 @@ def norm_of_layers(values: Sequence[Tensor], errors: Tensor) -> Unfinished:
         norm = torch.stack([sums.norm_of_rows(rows) for rows in row_norms])
     width = min(max(v.shape[1] for v in values), sums.SUM_BLOCK)
     return Unfinished(norm, width, max(v.numel() for v in values), values[0].dtype, errors)
-
-
-def dense_sq_norm(blocks: Iterable[Tensor], error: Tensor | SumError | None = None) -> SquaredNorm:
-    """‖v_n‖² of values (N, ...) as :func:`unfinished_norm` takes them."""
-    return finished(unfinished_norm(blocks, error))
-
-
-def finished(part: Unfinished) -> SquaredNorm:
-    """Alone, (M,)."""
-    if not len(part.norm):
-        return SquaredNorm(part.norm, part.norm)
-    value, upper = finish_norms([part], len(part.norm))
-    return SquaredNorm(value[0], upper[0])
 
 
 def _errors(parts: Sequence[Unfinished], n: int) -> Tensor:
@@ -204,14 +195,27 @@ def sum_errors(of: Sequence[Sequence[Tensor]], n: int, columns: Sequence[Tensor]
 def _columns(terms: Sequence[tuple[float, ...]], layers: Sequence[int], like: Tensor) -> Sequence[Tensor]:
     """The numbers of each part as columns (F, 1), fp64, as often as it has layers."""
     if type(like) is not Tensor:  # traced: nothing of it may stay
-        return _made(tuple(terms), tuple(layers), like.device)
-    return _kept(tuple(terms), tuple(layers), like.device)
+        return _made(tuple(terms), tuple(layers), like.device).unbind()
+    return _kept_columns(tuple(terms), tuple(layers), like.device)
 
 
-def _made(terms: tuple[tuple[float, ...], ...], layers: tuple[int, ...], device: torch.device) -> Sequence[Tensor]:
+def table(terms: Sequence[tuple[float, ...]], layers: Sequence[int], like: Tensor) -> Tensor:
+    """The same as one tensor, (numbers, F, 1)."""
+    make = _kept if type(like) is Tensor else _made
+    return make(tuple(terms), tuple(layers), like.device)
+
+
+def _made(terms: tuple[tuple[float, ...], ...], layers: tuple[int, ...], device: torch.device) -> Tensor:
     rows = [numbers for numbers, times in zip(terms, layers, strict=True) for _ in range(times)]
-    return torch.tensor(rows, dtype=torch.float64, device=device).t().unsqueeze(-1).unbind()
+    return torch.tensor(rows, dtype=torch.float64, device=device).t().unsqueeze(-1)
 
 
 _kept = lru_cache(maxsize=256)(_made)
 """A GPU would be waited for each time that numbers go there."""
+
+
+@lru_cache(maxsize=256)
+def _kept_columns(
+    terms: tuple[tuple[float, ...], ...], layers: tuple[int, ...], device: torch.device
+) -> Sequence[Tensor]:
+    return _made(terms, layers, device).unbind()

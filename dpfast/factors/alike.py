@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from dpfast.arithmetic import SquaredNorm, SumError, Unfinished, ops, reference
+from dpfast.arithmetic import AnyNorm, SumError, Unfinished, ops, reference
 from dpfast.factors.dense import Dense, Factor
 from dpfast.factors.lookup import Lookup
 from dpfast.factors.outer_product import OuterProduct
@@ -42,7 +42,7 @@ class Alike:
         self.layers = layers
         if norm is not None:
             self.factor: Dense | OuterProduct | Lookup = factor  # type: ignore[assignment]  # by who knows the norm
-            self.norm: SquaredNorm | Unfinished = norm
+            self.norm: AnyNorm = norm
             return
         kept = isinstance(factor, OuterProduct) and factor.keeps
         if kept or not isinstance(factor, (Dense, OuterProduct, Lookup)):

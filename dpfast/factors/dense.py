@@ -133,10 +133,10 @@ class InBlocks:
     Args:
         blocks: (n, *shape) each, at least one.
         error: how far they may be from the exact gradients, in L2 norm, (N,) fp64 or what it follows from.
-        norm: their norms, where these are known already.
+        unfinished: what their norms follow from, where that is known already.
     """
 
-    def __init__(self, blocks: Iterable[Tensor], error: Tensor | SumError, norm: SquaredNorm | None = None):
+    def __init__(self, blocks: Iterable[Tensor], error: Tensor | SumError, unfinished: Unfinished | None = None):
         self.blocks: list[Tensor] = []
 
         def keeping() -> Iterator[Tensor]:
@@ -144,9 +144,9 @@ class InBlocks:
                 self.blocks.append(block)
                 yield block
 
-        self._error, self._norm = error, norm
-        self._unfinished = unfinished_norm(keeping(), error) if norm is None else None
-        if norm is not None:
+        self._error = error
+        self._unfinished = unfinished_norm(keeping(), error) if unfinished is None else unfinished
+        if unfinished is not None:
             self.blocks = list(blocks)
         self.shape = self.blocks[0].shape[1:]
 
@@ -159,17 +159,17 @@ class InBlocks:
         return values.mul_(scale) if scale != 1.0 else values
 
     def sq_norm(self) -> SquaredNorm:
-        return self._norm or finished(self._unfinished)  # type: ignore[arg-type]  # there is one of them
+        return finished(self._unfinished)
 
-    def unfinished(self) -> Unfinished | None:
-        """What the norm follows from; None where that is known."""
+    def unfinished(self) -> Unfinished:
+        """What the norm follows from."""
         return self._unfinished
 
     def weighted_sum(self, coefficients: Tensor) -> Tensor:
         return reference.weighted_rows(self.blocks, coefficients)
 
     def materialized(self) -> Dense:
-        return Dense(self.materialize(), error=self._error, norm=self._norm)
+        return Dense(self.materialize(), error=self._error)
 
     def kept(self) -> Factor:
         return self

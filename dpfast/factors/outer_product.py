@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dpfast.arithmetic import SquaredNorm, Unfinished, accumulating_dtype, cost, ops
+from dpfast.arithmetic import SquaredNorm, Unfinished, UnfinishedGram, accumulating_dtype, cost, ops
 from dpfast.factors.dense import Dense, Factor, InBlocks
 from dpfast.factors.runs import take
 
@@ -56,8 +56,8 @@ class OuterProduct:
     def sq_norm(self) -> SquaredNorm:
         return ops.certified_sq_norm(self.activations, self.backprops)
 
-    def unfinished(self) -> Unfinished | None:
-        """What the norm follows from; None where the reference does not take it from one sum over all positions."""
+    def unfinished(self) -> Unfinished | UnfinishedGram | None:
+        """What the norm follows from; None where the reference does not take it."""
         return ops.unfinished_norm(self.activations, self.backprops)
 
     def weighted_sum(self, coefficients: Tensor) -> Tensor:

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from dpfast.arithmetic import (
     SquaredNorm,
+    Unfinished,
+    UnfinishedGram,
     accumulating_dtype,
     bounds,
     buffers,
     cost,
-    dense_sq_norm,
     exact_convolutions,
-    gram_sq_norm_of_patches,
+    finished,
     is_traced,
     products,
     reduced_convolutions,
@@ -25,6 +26,8 @@ from dpfast.arithmetic import (
     reference,
     sums,
     towards_zero,
+    unfinished_gram_of_patches,
+    unfinished_norm,
 )
 from dpfast.factors.dense import Dense, Factor, InBlocks
 from dpfast.factors.outer_product import OuterProduct
@@ -91,22 +94,30 @@ class PatchProduct(Patches):
         return values.mul_(scale) if scale != 1.0 else values
 
     def sq_norm(self) -> SquaredNorm:
-        if self._by_convolution and self._goes_direct:
-            return dense_sq_norm(self._convolved(), self._error())
         if self.num_samples == 0:
             return SquaredNorm(*(self.rows.new_zeros(0, dtype=torch.float64) for _ in range(2)))
+        found = self.unfinished()
+        if found is not None:
+            return finished(found)
         if self._by_pixels:
             parts = (self._padded(self.image), self.rows)
-            if self.groups > 1:
-                parts = tuple(x.reshape(-1, x.shape[1] // self.groups, *x.shape[2:]) for x in parts)
-            image, rows = parts
-            norms = [gram_sq_norm_of_patches(image, rows, self.kernel, self.dilation)]
+            image, rows = (x.reshape(-1, x.shape[1] // self.groups, *x.shape[2:]) for x in parts)
+            norms = [finished(unfinished_gram_of_patches(image, rows, self.kernel, self.dilation))]
         else:
             norms = [self._outer_product(i, j).sq_norm() for i, j in self._outer_products()]
-        if self.groups == 1 and len(norms) == 1:
-            return norms[0]
         value, upper = (torch.cat(x).view(-1, self.groups).sum(1) for x in zip(*norms, strict=True))
         return SquaredNorm(value, upper * (1.0 + 2.0**-40))
+
+    def unfinished(self) -> Unfinished | UnfinishedGram | None:
+        """What the norm follows from; None where that is not taken at once, of all samples and groups."""
+        if self._by_convolution and self._goes_direct:
+            return unfinished_norm(self._convolved(), self._error())
+        if self.groups > 1:
+            return None
+        if self._by_pixels:
+            return unfinished_gram_of_patches(self._padded(self.image), self.rows, self.kernel, self.dilation)
+        ranges = self._outer_products()
+        return self._outer_product(*ranges[0]).unfinished() if len(ranges) == 1 else None
 
     @property
     def _goes_direct(self) -> bool:

@@ -154,7 +154,7 @@ def _part(factor: Factor, a: Tensor, b: Tensor) -> _Part | None:
     x, y = factor.activations, factor.backprops
     made = factor.materialized() if factor.keeps else factor
     unfinished = made.unfinished()
-    if unfinished is None:
+    if not isinstance(unfinished, Unfinished):
         return None
     plain = x.dtype is y.dtype is torch.float32 and x.shape[1] <= bounds.CHAIN_BLOCK
     at_once = products.at_once(y.shape[2], y.shape[1], x.shape[2], x) if plain else 0

@@ -11,12 +11,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dpfast.arithmetic import SquaredNorm, bounds, dense_sq_norm, is_traced, smallest_normal, sums
+from dpfast.arithmetic import (
+    AnyNorm,
+    SquaredNorm,
+    StandardisedTerms,
+    UnfinishedGram,
+    UnfinishedStandardised,
+    bounds,
+    finished,
+    is_traced,
+    smallest_normal,
+    sums,
+    unfinished_norm,
+)
 from dpfast.factors.dense import Dense, Factor, InBlocks
 from dpfast.factors.patch_product import PatchProduct
 
@@ -66,34 +78,27 @@ def _before(node: Any) -> Any:
     return node
 
 
-class _Sums(NamedTuple):
-    """M and Q of a sample's channels, (N, P) in fp64, and how far either may be off, in L2 norm over channels, (N,)."""
-
-    plain: Tensor
-    with_normal: Tensor
-    error: Tensor
-
-
 class Standardised:
     """``J h`` for the gradients h of another factor.
 
     Args:
         factor: of h, with as many rows as ``normal``.
         normal: x̂, (P, D).
-        norm: of ``J h``, where it is known.
+        unfinished: what the norm of ``J h`` follows from, where it is known.
         with_normal: Q by sample and channel, (N, P) in fp64, where that is.
+        off: at most so far are the moments from x̂'s, where that is.
     """
 
     def __init__(
         self,
         factor: PatchProduct | InBlocks,
         normal: Tensor,
-        norm: SquaredNorm | None = None,
+        unfinished: UnfinishedStandardised | None = None,
         with_normal: Tensor | None = None,
+        off: float | None = None,
     ):
         self.factor, self.normal, self.shape, self._with_normal = factor, normal, factor.shape, with_normal
-        self._norm = norm
-        self._off: float | None = None  # at most so far are the moments from x̂'s, where that is known
+        self._unfinished, self._off = unfinished, off
         self._block = max(1, sums.sum_block(normal.shape[1]))
 
     @cached_property
@@ -128,10 +133,14 @@ class Standardised:
         return Dense(self._applied(dense.values), error=error)
 
     def sq_norm(self) -> SquaredNorm:
-        if self._norm is None:
+        return finished(self.unfinished())
+
+    def unfinished(self) -> UnfinishedStandardised:
+        """What the norm follows from."""
+        if self._unfinished is None:
             product: Any = self.factor
-            self._norm = self._without_means(product.sq_norm(), self._sums_of(product), 0.0)
-        return self._norm
+            self._unfinished = self._from_inputs(product, product.unfinished() or product.sq_norm())
+        return self._unfinished
 
     def kept(self) -> Factor:
         if isinstance(self.factor, InBlocks) or not self.keeps:
@@ -146,14 +155,12 @@ class Standardised:
                 held.append(block)
                 yield block
 
-        norm = dense_sq_norm(watched())
-        off = norm.upper.sqrt().mul_(bounds.gamma(self._block + 2, self.normal.dtype)).add_(self._underflow(1.0))
+        norm = unfinished_norm(watched())
         with_normal, plain = _added(sums_of, self.normal).unbind(1)
-        found = _Sums(plain, with_normal, off.mul_(self.normal.shape[1] ** 0.5 * self._reach))
-        norm = self._without_means(norm, found, error)
-        kept = Standardised(InBlocks(held, error, norm), self.normal, norm)
-        kept._off = self._off
-        return kept
+        far = self.normal.shape[1] ** 0.5 * self._reach
+        relative = far * bounds.gamma(self._block + 2, self.normal.dtype)
+        found = self._without_means(norm, plain, with_normal, None, (relative, far * self._underflow(1.0)), error=error)
+        return Standardised(InBlocks(held, error, norm._replace(error=error)), self.normal, found, off=self._off)
 
     @property
     def keeps(self) -> bool:
@@ -169,37 +176,49 @@ class Standardised:
         rows.sub_(plain).addcmul_(self.normal, with_normal, value=-1.0)
         return values
 
-    def _sums_of(self, product: PatchProduct) -> _Sums:
-        """M and Q of gradients that are not written: ``Σ_t b_t (Σ a_t)`` and ``Σ_t b_t (a_t · x̂)``."""
-        patches_norm, rows_norm = product.norms()
+    def _from_inputs(self, product: PatchProduct, norm: AnyNorm) -> UnfinishedStandardised:
+        """Of gradients that are not written: M is ``Σ_t b_t (Σ a_t)`` and Q is ``Σ_t b_t (a_t · x̂)``."""
+        if isinstance(norm, UnfinishedGram):
+            patches_norm, rows_norm = norm.totals[7:].sqrt().unbind()
+        else:
+            patches_norm, rows_norm = product.norms()
         positions, width = product.rows.shape[2:].numel(), self.normal.shape[1]
-        relative = width**0.5 * bounds.gamma_matmul(width + positions + 2, self.normal.dtype)
-        off = (patches_norm * rows_norm).mul_(relative)
-        off.add_(rows_norm + 1.0, alpha=self._underflow(width * positions))
+        relative = width**0.5 * bounds.gamma_matmul(width + positions + 2, self.normal.dtype) * self._reach
         with_normal = product.row_products(self.normal) if self._with_normal is None else self._with_normal
-        return _Sums(product.row_sums(), with_normal, off.mul_(self._reach))
+        inputs, lost = (patches_norm * rows_norm, rows_norm), self._reach * self._underflow(width * positions)
+        return self._without_means(norm, product.row_sums(), with_normal, inputs, (relative, lost))
 
-    def _without_means(self, norm: SquaredNorm, found: _Sums, error: Tensor | float) -> SquaredNorm:
-        """``‖J h‖²`` from ``‖h‖²``; derived in docs/bounds.md. Its numbers are few and its calls are what takes time.
+    def _without_means(
+        self,
+        norm: AnyNorm,
+        m: Tensor,
+        q: Tensor,
+        inputs: tuple[Tensor, Tensor] | None,
+        off: tuple[Any, Any],
+        error: Tensor | None = None,
+    ) -> UnfinishedStandardised:
+        """What ``‖J h‖²`` follows from, with M and Q by sample and channel, (N, P) in fp64.
 
         Args:
+            norm: ``‖h‖²``. inputs: ‖a‖‖b‖ and ‖b‖, of gradients that are not written.
+            off: how far M and Q may be, relative to that or to ``‖h‖``, and by underflow.
             error: how far h itself may be off, where ``norm`` does not say it.
         """
-        m, q, e = found
         (square, mean), width, dtype = self._moments, self.normal.shape[1], self.normal.dtype
         sq_q = q.square()
         taken = torch.addcmul(m, mean, q, value=-2.0).mul_(m).add_(sq_q, alpha=2.0).addcmul_(sq_q, square, value=-1.0)
-        taken = taken.sum(-1).div_(width)
-        delta = bounds.gamma(self._block + 1, dtype) + bounds.gamma(self._block + 4, dtype)
-        both = m.norm(dim=-1).add_(q.norm(dim=-1)).add_(e, alpha=2.0)
-        off = both.square().mul_(self._largest * delta + delta)
-        off.addcmul_(both + e, e * (self._largest + self._lean + 2.0), value=2.0)
-        upper = (norm.upper - taken).clamp_(min=0.0).add_(off, alpha=1.01 / width).add_(norm.upper, alpha=2.0**-40)
-        upper = upper.sqrt_().add_(norm.upper.sqrt().mul_(self._rounding))
-        if isinstance(error, Tensor):
-            upper.add_(error * self._stretch)
-        value = (norm.value - taken).clamp_(min=0.0)
-        return SquaredNorm(value, upper.square_().mul_(1.0 + 2.0**-40))
+        none = taken.new_zeros(len(taken))
+        products, of_rows = (None, none) if inputs is None else inputs
+        numbers = (taken.sum(-1).div_(width), m.norm(dim=-1), q.norm(dim=-1), none if error is None else error, of_rows)
+        delta, slop = bounds.gamma(self._block + 1, dtype) + bounds.gamma(self._block + 4, dtype), 1.01 / width
+        terms = StandardisedTerms(
+            *off,
+            moments=(self._largest + 1.0) * (delta * slop),
+            sums=(self._largest + self._lean + 2.0) * (2.0 * slop),
+            rounding=self._rounding,
+            stretch=self._stretch,
+        )
+        return UnfinishedStandardised(norm, torch.stack(numbers), products, terms)
 
     @cached_property
     def _largest(self) -> Any:

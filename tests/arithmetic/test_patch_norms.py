@@ -6,8 +6,12 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dpfast.arithmetic.patch_norms import gram_sq_norm_of_patches
+from dpfast.arithmetic import finished, unfinished_gram_of_patches
 from dpfast.factors.patch_product import PatchProduct
+
+
+def finished_of_patches(*inputs):
+    return finished(unfinished_gram_of_patches(*inputs))
 
 
 def exact(image, rows, kernel, dilation):
@@ -35,7 +39,7 @@ def test_the_bound_is_above_the_exact_norm_and_near_it(n, channels, p, sides, dt
     generator = torch.Generator().manual_seed(seed)
     image = (scale * torch.randn(n, channels, *sizes, generator=generator, dtype=torch.float64)).to(dtype)
     rows = torch.randn(n, p, *positions, generator=generator, dtype=torch.float64).to(dtype)
-    norm, truth = gram_sq_norm_of_patches(image, rows, kernel, dilation), exact(image, rows, kernel, dilation)
+    norm, truth = finished_of_patches(image, rows, kernel, dilation), exact(image, rows, kernel, dilation)
     assert (norm.upper >= truth * (1 - 1e-12)).all()
     # Beside what is added up: terms may cancel.
     most = image.double().flatten(1).norm(dim=1) * rows.double().flatten(1).norm(dim=1)
@@ -49,7 +53,7 @@ def test_cancelling_positions_stay_below_the_bound():
     image = torch.randn(4, 16, 6, 6).repeat(1, 1, 1, 2)
     rows = torch.randn(4, 8, 4, 4)
     rows = torch.cat([rows, rows.new_zeros(4, 8, 4, 2), -rows * (1 + 1e-5)], dim=3)
-    norm = gram_sq_norm_of_patches(image, rows, (3, 3), (1, 1))
+    norm = finished_of_patches(image, rows, (3, 3), (1, 1))
     assert (norm.upper >= exact(image, rows, (3, 3), (1, 1))).all()
 
 
@@ -58,9 +62,9 @@ def test_cancelling_positions_stay_below_the_bound():
 def test_a_sample_has_the_same_bits_in_any_batch(size, dtype):
     torch.manual_seed(0)
     image, rows = torch.randn(19, 64, size + 2, size + 2, dtype=dtype), torch.randn(19, 32, size, size, dtype=dtype)
-    whole = gram_sq_norm_of_patches(image, rows, (3, 3), (1, 1))
+    whole = finished_of_patches(image, rows, (3, 3), (1, 1))
     for samples in (slice(0, 1), slice(18, 19), slice(3, 8)):
-        part = gram_sq_norm_of_patches(image[samples], rows[samples], (3, 3), (1, 1))
+        part = finished_of_patches(image[samples], rows[samples], (3, 3), (1, 1))
         assert torch.equal(part.value, whole.value[samples]) and torch.equal(part.upper, whole.upper[samples])
 
 

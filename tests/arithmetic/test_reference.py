@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from dpfast.arithmetic import bounds, products, reference, reference_norms, stacked_norms, sums
+from dpfast.arithmetic import bounds, finishing, products, reference, reference_norms, sums
 from dpfast.testing import relative_error
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -110,7 +110,7 @@ def test_a_samples_numbers_do_not_depend_on_its_batch(t, d, p, dtype):
         "bias": lambda a, b: reference.bias_grad_sample(b),
         "direct": lambda a, b: torch.stack(reference_norms.direct_sq_norm(a, b), 1),
         "gram": lambda a, b: torch.stack(reference_norms.gram_sq_norm(a, b), 1),
-        "dense": lambda a, b: torch.stack(stacked_norms.dense_sq_norm([b]), 1),
+        "dense": lambda a, b: torch.stack(finishing.dense_sq_norm([b]), 1),
     }
     if t == 1:
         verbs["rank_one"] = lambda a, b: torch.stack(reference_norms.rank_one_sq_norm(a, b), 1)
