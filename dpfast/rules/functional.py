@@ -19,7 +19,7 @@ from dpfast.errors import UnsupportedModuleError
 from dpfast.factors import OuterProduct, is_standardised, keeps_gradients
 from dpfast.rules.attention import attended, mask_of_scores
 from dpfast.rules.convolution import convolution, transposed_convolution
-from dpfast.rules.copies import can_be_one, group_norm_as_one, of_copies
+from dpfast.rules.copies import can_be_one, group_norm_as_one, in_a_row, of_copies
 from dpfast.rules.embedding import embedding as embedding_rule
 from dpfast.rules.linear import linear as linear_rule
 from dpfast.rules.normalization import group_norm as group_norm_rule
@@ -305,10 +305,10 @@ def _in_a_row(meeting: Meeting, parameters: Sequence[Tensor | None]) -> list[Ten
     shared = [x for x in parameters if isinstance(x, Shared)]
 
     def copies(*values: Tensor) -> tuple[Tensor, ...]:
-        return tuple(x.repeat(meeting.n) for x in values)
+        return tuple(in_a_row(x, meeting.n) for x in values)
 
     of = iter(meeting(copies, of_copies, [], shared))
-    return [next(of) if isinstance(x, Shared) else x if x is None else x.repeat(meeting.n) for x in parameters]
+    return [next(of) if isinstance(x, Shared) else x if x is None else in_a_row(x, meeting.n) for x in parameters]
 
 
 def _geometry(meeting: Meeting, input: Tensor, weight: Tensor, stride: Any, dilation: Any) -> dict[str, Any]:
