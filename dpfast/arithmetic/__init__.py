@@ -27,7 +27,6 @@ from dpfast.arithmetic.stacked_grams import UnfinishedGram
 from dpfast.arithmetic.stacked_norms import (
     SumError,
     Unfinished,
-    finish_norms,
     norm_of_layers,
     norm_terms,
     sum_error_columns,
@@ -57,7 +56,6 @@ __all__ = [
     "exact_arithmetic",
     "exact_convolutions",
     "finish",
-    "finish_norms",
     "finished",
     "gram_positions",
     "gram_tile",
