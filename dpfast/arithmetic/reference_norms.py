@@ -140,13 +140,14 @@ def gram_from_tiles(
     of_norms = bounds.gram_row_terms(d, p, dtype=dtype, added=added)
     found = []
     for first in range(0, n if t else 0, samples):
-        s, norms, total = slice(first, first + samples), [], like.new_zeros(())
+        s, norms = slice(first, first + samples), []
+        total: Any = None
         for i in range(0, t, side):
             r = slice(i, i + side)
             a, b = of_a(s, r, r), of_b(s, r, r)
             norms.append(_row_norms(a, b, *of_norms))
             tile_sums = _gram_tile_sums(a, b, norms[-1], norms[-1], diagonal=True)
-            total = tile_sums if i == 0 else total + tile_sums
+            total = tile_sums if total is None else total + tile_sums
         for i, of_rows in enumerate(norms):
             for j, of_columns in enumerate(norms[:i]):
                 r, c = slice(i * side, (i + 1) * side), slice(j * side, (j + 1) * side)
@@ -188,7 +189,7 @@ def _gram_tile_sums(a: Tensor, b: Tensor, of_rows: Tensor, of_columns: Tensor, *
     a, b = a.abs_(), b.abs_()
     rows += [(b * norm_a).sum(-1), (a * norm_b).sum(-1), a.mul_(b).sum(-1)]
     by_row = torch.stack(rows).double()
-    by_row[1:3] *= of_rows
+    by_row[1:3].mul_(of_rows)
     if diagonal:
         by_row = torch.cat([by_row, of_rows, of_rows.prod(0, keepdim=True), of_rows.square()])
     return by_row.sum(-1)
