@@ -178,7 +178,13 @@ def _made_again(factor: Dense, a: Tensor, b: Tensor) -> _Part | None:
         return None
     a, b = (a.unsqueeze(1), b.unsqueeze(1)) if b.dim() == 2 else (a, b)
     values, _ = factor.again(a, b, taken_once(sums.raw_row_norm, b))
-    if not torch.equal(values, factor.values):  # as where there is a NaN
+    if not _are_the_same(values, factor.values):
         return None
     error, norm = _known(factor.unfinished())
     return _Part(factor.again, 0, False, True, 0, 0, error, norm)
+
+
+def _are_the_same(x: Tensor, y: Tensor) -> bool:
+    """To the last bit; NaN stands where NaN does."""
+    alike = x.shape == y.shape and x.dtype is y.dtype
+    return alike and torch.allclose(x, y, rtol=0.0, atol=0.0, equal_nan=True)

@@ -79,6 +79,16 @@ def test_of_one_position(dtype, layer):
         check_same_bits(recipe, answer_of(layer, a, b), a, b)
 
 
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
+def test_is_learned_where_a_sample_is_not_finite(poison):
+    layer = nn.LayerNorm(20)
+    a, b = torch.randn(N, 5, 20), torch.randn(N, 5, 20)
+    a[1, 2, 3] = b[2, 0, 1] = poison
+    recipe = Recipe.learned(answer_of(layer, a, b), a, b)
+    a, b = torch.randn(LAYERS * N, 5, 20), torch.randn(LAYERS * N, 5, 20)
+    check_same_bits(recipe, answer_of(layer, a, b), a, b)
+
+
 @pytest.mark.parametrize("table", [11, 5000])
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
 def test_of_look_ups(index, table):
