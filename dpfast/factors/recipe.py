@@ -158,8 +158,10 @@ def _part(factor: Factor, a: Tensor, b: Tensor) -> _Part | None:
         return None
     plain = x.dtype is y.dtype is torch.float32 and x.shape[1] <= bounds.CHAIN_BLOCK
     at_once = products.at_once(y.shape[2], y.shape[1], x.shape[2], x) if plain else 0
-    error, norm = _known(unfinished)
-    return _Part(None, 0, factor.of != of, factor.keeps, _nbytes(factor), at_once, error, norm)
+    swapped, (error, norm) = factor.of != of, _known(unfinished)
+    if swapped and error is not None:  # what norms may lack stands as they do in ``numbers``
+        error = error[0][::-1], *error[1:]
+    return _Part(None, 0, swapped, factor.keeps, _nbytes(factor), at_once, error, norm)
 
 
 def _nbytes(factor: OuterProduct | Lookup) -> int:

@@ -47,8 +47,10 @@ class Before:
 
     def leave(self, numbers: Sequence[Numbers], coefficients: Tensor, left: Left) -> bool:
         """Leaves the clipped sums in ``p.grad``, with the note; False, and nothing is done, where there is something
-        already, or a sample is dropped."""
-        if any(p.grad is not None for p in self._places) or 0.0 in coefficients.tolist():
+        already, a sample is dropped, or a parameter has been given another dtype, which autocast may not let be seen."""
+        if any(p.grad is not None or p.dtype is not torch.float32 for p in self._places):
+            return False
+        if 0.0 in coefficients.tolist():
             return False
         sums = self.remembered.sums(numbers, coefficients)
         for p, total in zip(self._parameters, sums, strict=True):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import dpfast
-from dpfast.arithmetic import finished
+from dpfast.arithmetic import SumError, finished
 from dpfast.factors import Alike, Dense, Lookup, OuterProduct, Recipe, row_sum
 from dpfast.modes import deferred
 from dpfast.taps import Activations, find_rule
@@ -28,11 +28,26 @@ def check_same_bits(recipe, factors, a, b, room=0):
     for one, seen, factor in zip(made, numbers, factors, strict=True):
         other = Alike(factor, LAYERS)
         assert torch.equal(seen.norm, other.numbers().norm)
+        check_same_errors(one.norm.error, other.norm.error)
         for x, y in zip(finished(one.norm), finished(other.norm), strict=True):
             assert torch.equal(x, y)
         for x, y in zip(one.weighted_sums(coefficients), other.weighted_sums(coefficients), strict=True):
             assert torch.equal(x, y)
     assert left == room
+
+
+def check_same_errors(one, other):
+    """What norms may lack to underflow is too little for any bit of ordinary data, and stands with its own norms."""
+    assert type(one) is type(other)
+    if not isinstance(one, SumError):
+        return
+    assert (one.relative, one.least) == (other.relative, other.least)
+    pairs, expected = list(zip(one.lost, one.norms, strict=True)), list(zip(other.lost, other.norms, strict=True))
+    for lost, norms in pairs:
+        found = [i for i, (x, y) in enumerate(expected) if x == lost and torch.equal(y, norms)]
+        assert found, f"of {lost}, norms {tuple(norms.shape)}"
+        del expected[found[0]]
+    assert not expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

@@ -154,6 +154,24 @@ def test_sums_are_added_to_what_is_there_and_noted(as_before):
         step(wrapped, batch())
 
 
+def test_parameters_of_another_dtype_whose_layers_autocast_runs_the_same(as_before):
+    def run(wrapped):
+        wrapped.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            output = wrapped(x)
+        output.float().square().sum().backward()
+        return [p.grad.clone() for p in wrapped.parameters()]
+
+    x, wrapped = torch.randn(N, D), dpfast.GradSampleModuleFastGradientClipping(nn.Linear(D, 5), max_grad_norm=C)
+    for _ in range(2):
+        run(wrapped)
+    assert as_before
+    other = dpfast.GradSampleModuleFastGradientClipping(nn.Linear(D, 5), max_grad_norm=C)
+    other._module.load_state_dict(wrapped._module.state_dict())
+    for one, expected in zip(run(wrapped.bfloat16()), run(other.bfloat16()), strict=True):
+        assert one.dtype is torch.bfloat16 and torch.equal(one, expected)
+
+
 def test_a_sample_that_is_not_finite_is_dropped(as_before):
     wrapped = wrap()
     for _ in range(2):
