@@ -42,15 +42,14 @@ class Before:
 
     def fits(self, places: Mapping[nn.Parameter, int], n: int, order: object) -> bool:
         """Whether a step is of the same parameters, layers, shapes and numbers of samples. Ids tell parameters apart,
-        because ``places`` keeps them alive."""
-        return places is self._places and n == self._n and order == self._order
+        because ``places`` keeps them alive; their dtype may be another by now, which autocast hides."""
+        as_then = places is self._places and n == self._n and order == self._order
+        return as_then and all(p.dtype is torch.float32 for p in places)
 
     def leave(self, numbers: Sequence[Numbers], coefficients: Tensor, left: Left) -> bool:
         """Leaves the clipped sums in ``p.grad``, with the note; False, and nothing is done, where there is something
-        already, a sample is dropped, or a parameter has been given another dtype, which autocast may not let be seen."""
-        if any(p.grad is not None or p.dtype is not torch.float32 for p in self._places):
-            return False
-        if 0.0 in coefficients.tolist():
+        already, or a sample is dropped."""
+        if any(p.grad is not None for p in self._places) or 0.0 in coefficients.tolist():
             return False
         sums = self.remembered.sums(numbers, coefficients)
         for p, total in zip(self._parameters, sums, strict=True):
