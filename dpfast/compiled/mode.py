@@ -55,7 +55,7 @@ class GraphMode(GradSampleModuleFastGradientClipping):
         assert self._tapped is not None
         with torch.random.fork_rng(), torch.enable_grad():
             losses(self, *batch)
-        return self._tapped._probe.is_settled
+        return self._tapped.probe.is_settled
 
     def places(self) -> list[Any]:
         """What has been learned."""
@@ -65,7 +65,7 @@ class GraphMode(GradSampleModuleFastGradientClipping):
     def knows(self, other: GraphMode) -> None:
         """What the other has learned of another copy of the same model."""
         assert self._tapped is not None and other._tapped is not None
-        self._tapped._probe.knows(other._tapped._probe)
+        self._tapped.probe.knows(other._tapped.probe)
         expect_loss(self._tapped)
 
     def drop_guards(self) -> None:
@@ -183,7 +183,7 @@ def mixed_in(mode: GraphMode) -> tuple[Mapping[int | str, str], list[tuple[str, 
         for place in tap.places.values():
             there = place.values() if isinstance(place, dict) else [place]
             layers += [(tap.layer, x) for x in there if isinstance(x, Mixed)]
-    return mode._tapped._probe.mixed_outputs(), layers
+    return mode._tapped.probe.mixed_outputs(), layers
 
 
 class _Running(threading.local):

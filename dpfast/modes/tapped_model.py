@@ -55,7 +55,7 @@ from dpfast.taps import (
     suspended,
 )
 
-_OF_THIS_PROCESS = ("_guards", "_steps", "_probe", "_documents", "_swapped")
+_OF_THIS_PROCESS = ("_guards", "_steps", "probe", "_documents", "_swapped")
 """Attributes of a tapped model that copies and pickles leave out."""
 
 
@@ -99,7 +99,7 @@ class TappedModel:
         self._guards = Guards(self.model, self._is_fine, hooks=self.mode.gives_gradients)
         self._swapped = SwappedParameters(self._guards.guard)
         self._steps = Steps()
-        self._probe = Probe(self, self._taps)
+        self.probe = Probe(self, self._taps)
         self._documents = Documents(self, self._taps)
 
     def add(self, *, never_run: bool = False) -> None:
@@ -189,7 +189,7 @@ class TappedModel:
             self.mode.on_forward(tensors, (args, kwargs))
         trainable = self.guard_parameters()
         size = num_samples(leaves, self.batch_dim)
-        if self._probe.look((args, kwargs), leaves, size, trainable):
+        if self.probe.look((args, kwargs), leaves, size, trainable):
             expect_loss(self)
         units = units_of_forward(self)
         if units is not None and self.enabled and torch.is_grad_enabled():
@@ -207,10 +207,10 @@ class TappedModel:
             return
         ended = running.pop(self)
         end_model(self)
-        self._probe.forward_ended(output)
+        self.probe.forward_ended(output)
         if ended is None or not (self.enabled and torch.is_grad_enabled()) or in_backward() is not None:
             return
-        units, mixed, leaves = units_here(self), self._probe.mixed_outputs(), results_in(output)
+        units, mixed, leaves = units_here(self), self.probe.mixed_outputs(), results_in(output)
         if units is not None:
             mixed = {**mixed, **units.start(ended.size, ended.valid, leaves)}
         refuse_mixed(self.model, leaves, mixed)
@@ -218,7 +218,7 @@ class TappedModel:
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 found = Output(leaf, ended.size, self.batch_dim, ended.valid, units, ended.graph)
                 leaf.register_hook(partial(self._on_output_grad, found))
-        note_forward(self, leaves, ended.size, self._probe.parted_outputs())
+        note_forward(self, leaves, ended.size, self.probe.parted_outputs())
 
     def batch_size(self) -> int | None:
         """How many samples the first tensor of the model's input has; None where the model's own forward is not

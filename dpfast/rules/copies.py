@@ -44,16 +44,17 @@ def in_a_row(x: Tensor, n: int) -> Tensor:
 
 
 def can_be_one(input: Tensor, num_groups: int, parameters: Sequence[Tensor | None]) -> bool:
-    """Whether :func:`group_norm_as_one` gives what the samples' own group norm gives."""
+    """Whether :func:`group_norm_as_one` gives what the samples' own group norm gives; never a question of how many
+    there are, so that one alone has the bits that it has among others."""
     exact = all(p is None or p.dtype in (torch.float32, torch.float64) for p in parameters)
     values_a_group = input[0].numel() // num_groups if len(input) else 0
-    return exact and values_a_group >= 2 and input.is_contiguous()
+    return exact and values_a_group >= 2 and input[0].is_contiguous()
 
 
 def group_norm_as_one(input: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """The group norm of (N, C, *spatial) with weights and biases (N·C,)."""
     n, channels = input.shape[:2]
-    as_one = input.view(1, n * channels, *input.shape[2:])
+    as_one = input.contiguous().view(1, n * channels, *input.shape[2:])  # a copy of part of the channels
     output = F.group_norm(as_one, n * num_groups, weight, bias, eps)
     # No view to autograd, which would copy the gradient three times where an operation in place follows.
     return torch.ops.aten._unsafe_view.default(output, input.shape)

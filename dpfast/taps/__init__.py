@@ -34,6 +34,7 @@ from dpfast.taps.own_node import register_node
 from dpfast.taps.passes import forget_compiled_code, in_backward, never_compiled, suspended, taps_suspended
 from dpfast.taps.pieces import Pieces
 from dpfast.taps.probe import Probe, looks_again_at
+from dpfast.taps.random_numbers import same_random_numbers
 from dpfast.taps.registry import (
     Activations,
     Rule,
@@ -57,7 +58,7 @@ from dpfast.taps.registry import (
 )
 from dpfast.taps.shared import Meeting, Shared
 from dpfast.taps.tap import Tap, TappedForward, has_hooks
-from dpfast.taps.witness import noise_like, same_random_numbers
+from dpfast.taps.witness import noise_like
 
 __all__ = [
     "Activations",

@@ -25,9 +25,10 @@ from dpfast.taps.gathered import following_model, picked_here
 from dpfast.taps.inputs import Structure, leaves_of, results_in
 from dpfast.taps.layout import Place, Rows, kind_here, tokens_in
 from dpfast.taps.passes import in_backward
+from dpfast.taps.random_numbers import same_random_numbers
 from dpfast.taps.registry import find_by_row, find_forward
 from dpfast.taps.tap import Tap
-from dpfast.taps.witness import copied, same_random_numbers, stand_ins
+from dpfast.taps.witness import copied, stand_ins
 
 _SAME = 0.02
 """How far, in norm, a layer's rows may be from those of its tokens in another order: rounding, in 16 bits too."""

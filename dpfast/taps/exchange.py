@@ -9,17 +9,19 @@ is not so (sums whose order changes from run to run), nothing is told.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dpfast.taps.carried import carried
 from dpfast.taps.layout import NO_SAMPLES, Call, Mixed, Place, Rows
-from dpfast.taps.picks import NO_ROUTES, Routes
+from dpfast.taps.picks import NO_ROUTES
+from dpfast.taps.random_numbers import RandomNumbers, same_random_numbers
 from dpfast.taps.tap import Tap
-from dpfast.taps.witness import Key, Run, first_samples, run_on, same_random_numbers, stand_ins, whose_rows
+from dpfast.taps.told import NOTHING, Told, together
+from dpfast.taps.witness import Key, Run, first_samples, run_on, stand_ins, whose_rows
 
 _IN_BACKWARD = (
     "the gradient at its output changes with a sample that is not its own, and what the forward pass gives does not; "
@@ -37,35 +39,13 @@ _FAILS = "with a sample in another one's place it fails, {}"
 _NO_BACKWARD = "more than one backward pass through it fails, {}"
 _DIFFERS = "two runs on the same samples differ (random numbers of a generator of its own?)"
 
+_MOST_DRAWS = 12
+"""Times that other random numbers are tried: of layers that each batch drops with a probability of one half, one in
+8,192 is still out then."""
+
 Grads = dict[Key, list[Tensor]]
 Which = list[tuple[int, ...]]
 """The samples that are exchanged in each run."""
-
-
-class Told(NamedTuple):
-    """What the runs tell.
-
-    Attributes:
-        places: of taps, where they correct what shapes tell.
-        outputs: of the model's outputs, by number, and of what its modules keep in attributes, by name, why a loss made
-            of one has no gradients by sample.
-        changed: whether anything has changed at all.
-        routes: where rows are picked. why: nothing is told. carried: of :func:`carried.carried`.
-        parted: of the model's outputs, by number, the dimensions in which samples stay apart; None: not run.
-    """
-
-    places: dict[Key, Place]
-    outputs: dict[int | str, str]
-    changed: bool
-    routes: Routes = NO_ROUTES
-    why: str | None = None
-    carried: Sequence[str] = ()
-    parted: Mapping[int, list[int]] | None = None
-
-    @property
-    def is_wrong(self) -> bool:
-        """Whether it says of anything that its samples do not part."""
-        return bool(self.outputs) or any(isinstance(place, str) for place in self.places.values())
 
 
 def told_by_exchange(
@@ -97,7 +77,7 @@ def told_by_exchange(
             try:
                 with same_random_numbers() as again:
                     exchange = _Exchange(model, taps, leaves, structure, dims, places, size, numbers, again)
-                    told = exchange.told_with_noise(at_once) if noisy else exchange.told()
+                    told = exchange.all_told(noisy, at_once)
                     return told._replace(routes=exchange.routes, carried=exchange.carried(told))
             except Exception as error:  # whatever a model raises that wants its batch, or its values, otherwise
                 first = first or error
@@ -112,9 +92,6 @@ def calls_on_data(
         some = [first_samples(x, dim, size) for x, dim in zip(leaves, dims, strict=True)]
         _, witnesses = run_on(model, taps, structure, some, {}, size, {})
     return [witness.took_and_gave for witness in witnesses]
-
-
-NOTHING = Told({}, {}, changed=True)
 
 
 def said_by(error: Exception) -> str:
@@ -134,7 +111,7 @@ class _Exchange:
         places: dict[Key, Place],
         size: int,
         others: dict[int, Any],
-        again: Callable[[], None],
+        again: RandomNumbers,
     ):
         self.others, self.again = others, again
         self.model, self.taps, self.structure, self.dims, self.size = model, taps, structure, dims, size
@@ -145,7 +122,18 @@ class _Exchange:
         self.also_alone = {(number, way[1]) for number, way in places if isinstance(way, tuple) and way[2:] == ("too",)}
         self.leaves = leaves
         self.packed = self.keeps = False
+        self.draws = 0
         self.routes = NO_ROUTES
+
+    def all_told(self, noisy: bool, at_once: bool) -> Told:
+        """What is told with noise or without; where random numbers let taps out, with others too."""
+        all_of_it: Told | None = None
+        while True:
+            told = self.told_with_noise(at_once) if noisy else self.told()
+            all_of_it = told if all_of_it is None else together(all_of_it, told)
+            self.draws += 1
+            if not all_of_it.not_run or self.draws > _MOST_DRAWS or not self.again.go_on():
+                return all_of_it
 
     def told_with_noise(self, at_once: bool = False) -> Told:
         """As :meth:`told`, where nothing is hidden by what is zero or alike now. Whose rows are whose must be known for
@@ -172,8 +160,12 @@ class _Exchange:
         runs = [self._run(j, noisy) for j in which]
         found: dict[Key, Place] = {}
         wrong: list[Key] = []
+        not_run: set[Key] = set()
         for key, place in self.places.items():
             calls = [base.calls.get(key), *(run.calls.get(key) for run in runs)]
+            if not any(calls):
+                not_run.add(key)
+                continue
             if key in self.also_alone:
                 calls = [some and [x for x in some if isinstance(x, Tensor)] for some in calls]
             told = self._place(place, calls[0], calls[1:], which)
@@ -214,7 +206,7 @@ class _Exchange:
         named = {i if i < own else base.held[i - own]: message for i, message in outputs.items()}
         why = _NO_BACKWARD.format(said_by(base.failed[0])) if base.failed and not (wrong or outputs) else None
         of_samples = {i: dims for i, dims in parted.items() if dims and i < own}
-        return Told(found, named, changed, why=why, parted=of_samples)
+        return Told(found, named, changed, why=why, parted=of_samples, not_run=frozenset(not_run))
 
     def carried(self, told: Told) -> Sequence[str]:
         """What of a sample changes the forward after its own; not asked where something is wrong already."""

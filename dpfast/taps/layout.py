@@ -40,6 +40,7 @@ Given = int | Rows | str | None
 """What the user says of a layer."""
 
 NO_SAMPLES = "its output is the same whatever the batch, one for all samples"
+NOT_RUN = "it runs now, and did not when the model was looked at"
 SHARED = "shared"
 _TOGETHER, _OVER_AND_OVER = "N*k", "k*N"
 
@@ -160,6 +161,26 @@ def check_given(layer: str, given: Given, learned: Place, shape: Sequence[int], 
     if isinstance(learned, (int, Rows)) and not _may_be(given, learned, size == n):
         raise InputError(f"{seen} was found to have {_in_words(learned)}; leave that line out")
     return given
+
+
+def place_in(tap: Any, place: Place, shape: tuple[int, ...] | None, n: int) -> Place:
+    """Where a tap's samples are, of which this has been learned, in an output of a batch of n; None: of pieces.
+
+    Raises:
+        InputError: it is not what the user says, or it is not known and another dimension is as long as the batch.
+    """
+    if shape is None:
+        return place
+    if tap.given is not None:
+        return check_given(tap.layer, tap.given, place, shape, n)
+    dim = tap.batch_dim
+    if place is None and n > 1 and n in (shape[:dim] + shape[dim + 1 :])[:-1]:
+        raise InputError(
+            f"{tap.layer}: are samples in dimension {dim} of its output {shape}? Another is as long as the batch of "
+            f"{n}, and the model could not be run on fake tensors, nor on a few samples, to find out; say where they "
+            f"are, {layout_line(tap.name)}"
+        )
+    return place
 
 
 def _may_be(given: Given | None, learned: int | Rows, no_positions: bool) -> bool:

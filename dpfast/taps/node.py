@@ -23,6 +23,7 @@ class Receiver(Protocol):
     """Where taps hand what they catch: the tapped model."""
 
     batch_dim: int
+    probe: Any  # what has been learned of the model by running it
     force_functorch: bool
     picks_rows: bool  # whether the model's own forward picks rows of all samples
 

@@ -18,9 +18,12 @@ from dpfast.arithmetic import buffers
 from dpfast.errors import DpfastWarning, InputError, UnsupportedModuleError
 from dpfast.taps.exchange import told_by_exchange
 from dpfast.taps.inputs import Structure
-from dpfast.taps.layout import Place, Places, Rows, kind_here, note_kind
+from dpfast.taps.layout import NOT_RUN, Place, Places, Rows, kind_here, note_kind, place_in
 from dpfast.taps.learned import NOTHING, SAMPLES, Found, Learned, learned, with_own
+from dpfast.taps.node import Record
 from dpfast.taps.passes import in_backward
+from dpfast.taps.random_numbers import same_random_numbers
+from dpfast.taps.registry import find_forward
 from dpfast.taps.routes import add_routes, routes_of
 from dpfast.taps.tap import Tap
 
@@ -30,6 +33,7 @@ _LATER = frozenset({1, *(8**k - 1 for k in range(1, 9))})
 """Forwards after the first that are looked at, for what that did not show: a branch, random numbers, a weight that was
 zero."""
 
+_MOST_DRAWS = 12  # of random numbers that may let run what has run now
 _AGAIN = 4  # looks at batches that tell too little (empty ones)
 _MOST_LOOKS = 64  # a model that takes lists of tensors might see ever new ones
 _CALLER = 9  # frames from a warning to who called the model
@@ -87,6 +91,9 @@ class Probe:
         self._asks_no_more = self._is_full = False
         self._dims: dict[tuple[Any, ...], list[set[int]]] = {}  # of each input, those that may follow the batch
         self._called: tuple[Any, ...] | None = None  # what is to be noted if the forward runs
+        self._inputs: tuple[Any, ...] | None = None  # that it runs with
+        self._seen: dict[Any, set[Any]] = {}  # what has been told of, by kind: numbers of taps, and ranks
+        self._new: list[tuple[Tap, Record, tuple[int, ...] | None]] = []  # what runs beside
         self._modules: list[nn.Module] = []
 
     def _modes(self, model: nn.Module) -> bytes:
@@ -109,6 +116,7 @@ class Probe:
                 samples.
         """
         receiver: Any = self._receiver()
+        self._inputs, self._new = None, []
         if receiver.enabled and any(isinstance(x, Tensor) and x.is_nested for x in leaves):
             raise InputError(
                 f"{type(receiver.model).__name__} is called with a nested tensor, whose samples have no dimension of "
@@ -139,7 +147,7 @@ class Probe:
         like, kind = kind[1:], (*kind, *by_accident)
         note_kind(receiver, kind)
         look = (*kind, *map(frozenset, dims))
-        self._called = like, dims, look, None
+        self._called, self._inputs = (like, dims, look, None), (inputs, leaves, dims, n)
         if not (receiver.enabled and torch.is_grad_enabled()):
             return False
         looks = self._looks.get(look)
@@ -159,10 +167,9 @@ class Probe:
         elif in_backward() is None:
             if not self._looks:
                 _warn_of_lists(receiver, inputs, leaves, n)
-            follow = [receiver.batch_dim if receiver.batch_dim in some else min(some, default=None) for some in dims]
-            found = learned(receiver.model, self._taps, inputs, leaves, follow, n)
+            found = self._learned()
             if add_routes(receiver, self._taps, found.told.routes):
-                found = learned(receiver.model, self._taps, inputs, leaves, follow, n)
+                found = self._learned()
             self._refuse_carried(found.told.carried)
             if found.told.why is None:
                 due = _AGAIN if looks is None else looks.due
@@ -170,6 +177,10 @@ class Probe:
             else:  # it may be a batch that the model cannot take, which says nothing of the next
                 self._called = like, dims, look, found.told.why
             self.outputs[kind], self._parted[kind] = found.told.outputs, found.told.parted
+            if found.dims and found.told.why is None:
+                self._seen[kind] = set(found.places)
+            else:  # on trust
+                self._seen.pop(kind, None)
             for i, tap in enumerate(self._taps):
                 for rank in {*tap.places, *(rank for number, rank in found.places if number == i)}:
                     self._note(tap.places, rank, kind, found.places.get((i, rank)))
@@ -208,6 +219,55 @@ class Probe:
                 "Keep nothing of samples in training (take it from public data, and leave it as it is)"
             )
 
+    def is_new(self, tap: Tap, record: Record, shape: tuple[int, ...] | None) -> bool:
+        """Whether the tap runs and has not when the model was looked at: a branch, or a layer that random numbers, or a
+        switch of the model's own, let out. Then that is done when the forward has ended."""
+        seen = None if self._asks_no_more else self._seen.get(kind_here(self._receiver()))
+        if shape is None and find_forward(tap.module) is None:  # of an operation, which has its way
+            return False
+        if seen is None or tap not in self._taps or (self._taps.index(tap), shape and len(shape)) in seen:
+            return False
+        if record.created_in is None:
+            self._new.append((tap, record, shape))
+        return True
+
+    def _look_at_new(self, looks: _Looks | None) -> None:
+        """What has just run for the first time is looked at, as it is now."""
+        kind = kind_here(self._receiver())
+        seen, where = self._seen[kind], [(self._taps.index(tap), shape and len(shape)) for tap, _, shape in self._new]
+        with same_random_numbers() as again:
+            for _ in range(_MOST_DRAWS):
+                found = self._learned()
+                self._refuse_carried(found.told.carried)
+                if found.told.why is None:
+                    self._add(kind, found, looks)
+                if seen.issuperset(where):
+                    break
+                again.draw()
+        for (tap, record, shape), (_, rank) in zip(self._new, where, strict=True):
+            place = tap.places.get(rank, NOT_RUN)
+            place = place.get(kind, NOT_RUN) if isinstance(place, dict) else place
+            record.place = place_in(tap, place, shape, record.batch_size or 0)
+
+    def _add(self, kind: Any, found: Learned, looks: _Looks | None) -> None:
+        """What another look has told of what is new, or wrong."""
+        seen = self._seen[kind]
+        for (number, rank), place in found.places.items():
+            if (number, rank) not in seen or isinstance(place, str):
+                self._note(self._taps[number].places, rank, kind, place)
+                self._taps[number].note_uses()
+        seen.update(found.places)
+        self.outputs[kind] = {**self.outputs[kind], **found.told.outputs}
+        if looks is not None:
+            looks.first = looks.first._replace(by_shapes={**found.by_shapes, **looks.first.by_shapes})
+
+    def _learned(self) -> Learned:
+        """Of the forward that runs, or has."""
+        assert self._inputs is not None  # while one does
+        receiver, (inputs, leaves, dims, n) = cast(Any, self._receiver()), self._inputs
+        follow = [receiver.batch_dim if receiver.batch_dim in some else min(some, default=None) for some in dims]
+        return learned(receiver.model, self._taps, inputs, leaves, follow, n)
+
     @property
     def is_settled(self) -> bool:
         """Whether another look would tell no more."""
@@ -227,7 +287,11 @@ class Probe:
     def forward_ended(self, output: Any) -> None:
         """Where it ran and could not be looked at, this is said, once; what it failed with is as if it never came."""
         called, self._called = self._called, None
-        if called is None or (output is None and sys.exc_info()[0] is not None):
+        failed = called is None or (output is None and sys.exc_info()[0] is not None)
+        if self._new and called is not None and not failed:
+            self._look_at_new(self._looks.get(called[2]))
+        self._inputs, self._new = None, []
+        if called is None or failed:
             return
         kind, dims, look, why = called
         self._dims[kind] = dims
@@ -249,7 +313,7 @@ class Probe:
         return self._parted.get(kind_here(self._receiver()))
 
     def _note(self, places: dict[Any, Places], rank: Any, kind: Any, place: Place) -> None:
-        before = places.get(rank, place)
+        before = places.get(rank)
         if isinstance(before, dict):
             before[kind] = place
         elif before == place or self.outputs.keys() == {kind}:

@@ -21,7 +21,7 @@ from dpfast.errors import InputError, StateError, UnsupportedModuleError
 from dpfast.taps.around import is_around, sees_its_own_heads, with_inner, without_its_own_sums
 from dpfast.taps.detached import DetachableParameters, detached_parameters
 from dpfast.taps.gathered import RoutedLayer, picked_here
-from dpfast.taps.layout import NO_SAMPLES, SHARED, Place, Rows, check_given, kind_here, layout_line
+from dpfast.taps.layout import NO_SAMPLES, NOT_RUN, SHARED, Place, Rows, kind_here, place_in
 from dpfast.taps.leaves import leaf
 from dpfast.taps.node import Record, TapFunction
 from dpfast.taps.passes import in_backward, in_function, never_compiled, suspended
@@ -344,26 +344,16 @@ class Tap(RoutedLayer):
         n = record.batch_size
         if n is None:  # the model's own forward does not run
             return None
-        place = self.places.get(None if output is None else output.dim())
-        kind = kind_here(self.taps)
+        shape = None if output is None else tuple(output.shape)
+        rank = None if shape is None else len(shape)
+        place, kind = self.places.get(rank), kind_here(self.taps)
         if isinstance(place, dict):
             place = place.get(kind, _NOT_TOLD) if record.created_in is None else _NOT_TOLD
         elif kind is None and record.created_in is None:
             place = None  # one of too many kinds, which has not been looked at
-        if output is None:
-            return place
-        shape = tuple(output.shape)
-        if self.given is not None:
-            return check_given(self.layer, self.given, place, shape, n)
-        if place is None and n > 1:
-            dim = self.batch_dim
-            if n in (shape[:dim] + shape[dim + 1 :])[:-1]:
-                raise InputError(
-                    f"{self.layer}: are samples in dimension {dim} of its output {shape}? Another is as long as the "
-                    f"batch of {n}, and the model could not be run on fake tensors, nor on a few samples, to find out; "
-                    f"say where they are, {layout_line(self.name)}"
-                )
-        return place
+        if place is None and self.given is None and self.taps.probe.is_new(self, record, shape):
+            return NOT_RUN  # until it has been looked at
+        return place_in(self, place, shape, n)
 
 
 def _ready_for_change(tensors: list[Tensor], not_its_own: Sequence[object]) -> list[Tensor]:

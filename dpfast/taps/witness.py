@@ -8,10 +8,7 @@ are zeros have other numbers in the copy, and each tap's output is given noise, 
 from __future__ import annotations
 
 import functools
-import random
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from dpfast.errors import InputError
 from dpfast.taps import kept
 from dpfast.taps.copies import OfCopy, copy_of, without_graphs
-from dpfast.taps.fake_run import Nobody, nothing_left_behind
+from dpfast.taps.fake_run import Nobody
 from dpfast.taps.fingerprints import Prints, fingerprints
 from dpfast.taps.gathered import following_model
 from dpfast.taps.inputs import results_in, tensors_in
@@ -346,29 +343,6 @@ def stand_ins(model: nn.Module) -> dict[int, Any]:
             elif 2 * int((p.abs() > _ZERO).sum()) <= p.numel() > 0:
                 found[id(p)] = nn.Parameter(p + noise_like(p, len(found)), requires_grad=p.requires_grad)
     return found
-
-
-@contextmanager
-def same_random_numbers() -> Iterator[Callable[[], None]]:
-    """Nothing is left of what runs within it; what it gives starts all random numbers again."""
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    numpy: Any = sys.modules.get("numpy")
-    with nothing_left_behind(), torch.random.fork_rng(devices=devices):
-        states = torch.get_rng_state(), [torch.cuda.get_rng_state(d) for d in devices], random.getstate()
-        of_numpy = None if numpy is None else numpy.random.get_state()
-
-        def again() -> None:
-            torch.set_rng_state(states[0])
-            for device, state in zip(devices, states[1], strict=True):
-                torch.cuda.set_rng_state(state, device)
-            random.setstate(states[2])
-            if numpy is not None:
-                numpy.random.set_state(of_numpy)
-
-        try:
-            yield again
-        finally:
-            again()
 
 
 def first_samples(x: Any, dim: int | None, size: int) -> Any:

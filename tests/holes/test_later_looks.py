@@ -194,7 +194,7 @@ def test_numbers_in_lists_are_no_kinds():
     wrapped = clipping(Lists())
     for i in range(4):
         step(wrapped, torch.randn(N, D), [0, i, i // 2])
-    assert len(wrapped._tapped._probe._looks) == 1
+    assert len(wrapped._tapped.probe._looks) == 1
 
 
 def test_looks_are_few():

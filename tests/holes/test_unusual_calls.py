@@ -214,7 +214,7 @@ def test_texts_of_a_batch_are_no_kind_of_their_own():
     model = clipping(Mixes(centres=False))
     for i in range(3):
         model(torch.randn(2, 4), [f"a{i}", f"b{i}"])
-    assert len(model._tapped._probe._looks) == 1
+    assert len(model._tapped.probe._looks) == 1
 
 
 class Loops(nn.Module):

@@ -12,6 +12,7 @@ from dpfast.arithmetic import products
 from dpfast.factors.patch_product import CHAIN, TOGETHER
 from dpfast.rules import copies, functional
 from dpfast.taps import Activations, find_rule
+from dpfast.testing import loop_over_samples
 
 CONVOLUTIONS = {
     "3x3": (lambda: nn.Conv2d(3, 32, 3, padding=1), (3, 12, 12)),
@@ -229,6 +230,43 @@ def test_a_group_norm_used_as_a_function_has_the_bits_of_the_layer(shape, frozen
         found.append([own_x.grad, wrapped.get_norm_sample(), *gradients])
     for of_function, of_layer in zip(*found, strict=True):
         assert torch.equal(of_function, of_layer)
+
+
+class OfHalfTheChannels(nn.Module):
+    """What comes to the layer is contiguous where there is one sample."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x.chunk(2, dim=1)[0])
+
+
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("cls", [nn.GroupNorm, OwnGroupNorm])
+def test_a_group_norm_of_half_the_channels_has_the_same_bits_in_every_batch(cls, large):
+    torch.manual_seed(0)
+    layer, x, weights = cls(2, 6), torch.randn(9, 12, 7, 7) * (1e20 if large else 1.0), torch.randn(9, 6, 7, 7)
+
+    def norms(some):
+        wrapped = dpfast.GradSampleModuleFastGradientClipping(
+            OfHalfTheChannels(copy.deepcopy(layer)), max_grad_norm=1e-3, loss_reduction="sum"
+        )
+        (wrapped(x[some]) * weights[some]).sum().backward()
+        assert wrapped.get_norm_sample().isfinite().all()
+        return torch.stack([wrapped.get_norm_sample(), wrapped.get_clipping_coef()])
+
+    whole = norms(slice(None))
+    for i in range(9):
+        assert torch.equal(norms(slice(i, i + 1)), whole[:, i : i + 1])
+    if large:  # variances are inf in fp32
+        return
+    exact = loop_over_samples(
+        OfHalfTheChannels(layer).double(), lambda m, x, w: (m(x) * w).sum(), x.double(), weights.double()
+    )
+    squares = sum(g.flatten(1).square().sum(1) for g in exact.values())
+    torch.testing.assert_close(whole[0].double(), squares.sqrt(), rtol=1e-5, atol=0.0)
 
 
 @pytest.mark.parametrize("case", ["1x1", "1x1, more positions than one call adds", "depthwise"])

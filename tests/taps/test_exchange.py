@@ -135,7 +135,7 @@ def test_nothing_is_left_behind():
     torch.manual_seed(1)
     random.seed(1)
     before = torch.get_rng_state(), random.getstate(), x.clone(), copy.deepcopy(model.state_dict())
-    wrapped._tapped._probe.look(((x,), {}), [x], 4, b"")
+    wrapped._tapped.probe.look(((x,), {}), [x], 4, b"")
     assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
     assert torch.equal(x, before[2]) and all(torch.equal(v, before[3][k]) for k, v in model.state_dict().items())
     assert not seen and model.kept is None and float(model.calls) == 0.0 and model.training

@@ -309,7 +309,7 @@ def test_nothing_is_left_behind():
     torch.manual_seed(1)
     random.seed(1)
     state = torch.get_rng_state(), random.getstate()
-    wrapped._tapped._probe.look(((torch.randn(0, T, D),), {}), [torch.randn(0, T, D)], 0, b"")
+    wrapped._tapped.probe.look(((torch.randn(0, T, D),), {}), [torch.randn(0, T, D)], 0, b"")
     assert torch.equal(torch.get_rng_state(), state[0]) and random.getstate() == state[1]
     assert not seen and model.kept is None and float(model.calls) == 0.0
     assert not any(isinstance(x, FakeTensor) for x in (*model.parameters(), *model.buffers()))

@@ -1,0 +1,59 @@
+"""The same random numbers in several runs of a model, or others; when these have ended, none is gone."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from dpfast.taps.fake_run import nothing_left_behind
+
+
+class RandomNumbers:
+    """Torch's own, Python's and NumPy's. Called, they start again."""
+
+    def __init__(self) -> None:
+        self._devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+        self._numpy: Any = sys.modules.get("numpy")
+        self._start = self._next()
+
+    def __call__(self) -> None:
+        of_torch, of_python, of_numpy = self._start
+        torch.set_rng_state(of_torch[0])
+        for device, state in zip(self._devices, of_torch[1:], strict=True):
+            torch.cuda.set_rng_state(state, device)
+        random.setstate(of_python)
+        if self._numpy is not None:
+            self._numpy.random.set_state(of_numpy)
+
+    def draw(self) -> None:
+        """From here on they are others."""
+        self()
+        for device in ("cpu", *map("cuda:{}".format, self._devices)):
+            torch.rand(1, device=device)
+        random.random()
+        if self._numpy is not None:
+            self._numpy.random.random()
+        self._start = self._next()
+
+    def go_on(self) -> bool:
+        """From here on they start with those that come next. Returns whether these are others."""
+        (of_torch, of_python, of_numpy), self._start = self._start, self._next()
+        same = all(map(torch.equal, of_torch, self._start[0])) and of_python == self._start[1]
+        return not (same and str(of_numpy) == str(self._start[2]))
+
+    def _next(self) -> tuple[list[torch.Tensor], Any, Any]:
+        of_torch = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._devices)]
+        return of_torch, random.getstate(), None if self._numpy is None else self._numpy.random.get_state()
+
+
+@contextmanager
+def same_random_numbers() -> Iterator[RandomNumbers]:
+    """Nothing is left of what runs within it; what it gives starts all random numbers again."""
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    with nothing_left_behind(), torch.random.fork_rng(devices=devices):
+        yield RandomNumbers()

@@ -1,0 +1,57 @@
+"""What is told by runs of a model in which samples are exchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from dpfast.taps.layout import Place
+from dpfast.taps.picks import NO_ROUTES, Routes
+from dpfast.taps.witness import Key
+
+
+class Told(NamedTuple):
+    """What the runs tell.
+
+    Attributes:
+        places: of taps, where they correct what shapes tell.
+        outputs: of the model's outputs, by number, and of what its modules keep in attributes, by name, why a loss made
+            of one has no gradients by sample.
+        changed: whether anything has changed at all.
+        routes: where rows are picked. why: nothing is told. carried: of :func:`carried.carried`.
+        parted: of the model's outputs, by number, the dimensions in which samples stay apart; None: not run.
+        not_run: taps that ran in no run.
+    """
+
+    places: dict[Key, Place]
+    outputs: dict[int | str, str]
+    changed: bool
+    routes: Routes = NO_ROUTES
+    why: str | None = None
+    carried: Sequence[str] = ()
+    parted: Mapping[int, list[int]] | None = None
+    not_run: frozenset[Key] = frozenset()
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether it says of anything that its samples do not part."""
+        return bool(self.outputs) or any(isinstance(place, str) for place in self.places.values())
+
+
+NOTHING = Told({}, {}, changed=True)
+
+
+def together(one: Told, two: Told) -> Told:
+    """What runs with some random numbers and with others tell; what one says is wrong is wrong."""
+    more = {key: place for key, place in two.places.items() if key not in one.places or isinstance(place, str)}
+    parted = None
+    if one.parted is not None and two.parted is not None:
+        parted = {i: [d for d in dims if d in two.parted.get(i, dims)] for i, dims in one.parted.items()}
+    return one._replace(
+        places={**one.places, **more},
+        outputs={**two.outputs, **one.outputs},
+        changed=one.changed or two.changed,
+        why=one.why or two.why,
+        parted=parted,
+        not_run=one.not_run & two.not_run,
+    )

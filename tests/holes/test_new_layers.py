@@ -1,0 +1,199 @@
+"""Layers that do not run in every forward, by a switch of the model's own or by random numbers, are looked at when they
+run: none is taken on trust, and none is refused for having been out."""
+
+import copy
+import random
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+import dpfast
+from dpfast.errors import InputError, UnsupportedModuleError
+from dpfast.testing import clipped_sum, loop_over_samples, relative_error
+
+pytestmark = pytest.mark.filterwarnings("error::dpfast.errors.DpfastWarning")
+
+D, C = 4, 0.3
+SIZES = [(5, 3), (5, 5), (3, 5)]
+
+
+class Block(nn.Module):
+    def __init__(self, time_first=False):
+        super().__init__()
+        self.lin, self.norm, self.time_first = nn.Linear(D, D), nn.LayerNorm(D), time_first
+
+    def forward(self, x):
+        if self.time_first:
+            return self.norm(self.lin(x.transpose(0, 1))).transpose(0, 1)
+        return self.norm(self.lin(x))
+
+
+class Switched(nn.Module):
+    """``on``: which blocks run."""
+
+    def __init__(self, *, time_first=False, mixing=False):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(time_first) for _ in range(3))
+        self.head, self.on, self.mixing = nn.Linear(D, D), set(), mixing
+
+    def forward(self, x):
+        for i, block in enumerate(self.blocks):
+            if i in self.on:
+                x = x + block(x + x.roll(1, 0) if self.mixing else x)
+        return self.head(x)
+
+
+def losses(model, x):
+    return model(x).square().flatten(1).sum(1)
+
+
+def clipping(model):
+    return dpfast.GradSampleModuleFastGradientClipping(model, max_grad_norm=C, loss_reduction="sum")
+
+
+def check_step(wrapped, model, x):
+    wrapped.zero_grad()
+    losses(wrapped, x).sum().backward()
+    exact = clipped_sum(loop_over_samples(model, lambda m, x: losses(m, x).sum(), x), C)
+    for name, total in exact.items():
+        assert relative_error(wrapped._module.get_parameter(name).grad, total) <= 1e-4, name
+
+
+@pytest.mark.parametrize("time_first", [False, True])
+@pytest.mark.parametrize("n, t", SIZES)
+def test_a_layer_that_is_switched_on_later(n, t, time_first):
+    model = Switched(time_first=time_first)
+    wrapped = clipping(copy.deepcopy(model))
+    for on in ({0}, {0}, {0, 1}, {0}, {2}, {0, 1, 2}, set(), {1, 2}, {0}, {0, 1, 2}):
+        model.on = wrapped._module.on = on
+        check_step(wrapped, model, torch.randn(n, t, D))
+
+
+@pytest.mark.parametrize("passed", [2, 3])  # forwards: the second is looked at anyway, the fourth is not
+@pytest.mark.parametrize("n, t", SIZES)
+def test_samples_that_meet_in_a_layer_that_is_switched_on_later(n, t, passed):
+    wrapped = clipping(Switched(mixing=True))
+    for _ in range(passed):
+        losses(wrapped, torch.randn(n, t, D)).sum().backward()
+        wrapped.zero_grad()
+    wrapped._module.on = {1}
+    for _ in range(2):
+        with pytest.raises(UnsupportedModuleError, match="depends on several samples"):
+            losses(wrapped, torch.randn(n, t, D)).sum().backward()
+        assert all(p.grad is None for p in wrapped.parameters())
+    wrapped._module.on = set()
+
+
+def test_what_is_looked_at_once_is_not_looked_at_again(monkeypatch):
+    looks, learned = [], dpfast.taps.probe.learned
+    monkeypatch.setattr(dpfast.taps.probe, "learned", lambda *args: looks.append(1) or learned(*args))
+    wrapped = clipping(Switched())
+    for on in ({0}, {0, 1}, {0}, {0, 1}, {1}):
+        wrapped._module.on = on
+        losses(wrapped, torch.randn(5, 3, D)).sum().backward()
+        wrapped.zero_grad()
+    assert len(looks) == 2
+
+
+def test_the_layer_named_in_a_layout_is_not_looked_at(monkeypatch):
+    model = Switched(time_first=True)
+    names = [f"blocks.1.{name}" for name in ("lin", "norm")]
+    wrapped = dpfast.GradSampleModuleFastGradientClipping(
+        copy.deepcopy(model), max_grad_norm=C, loss_reduction="sum", layout=dict.fromkeys(names, 1)
+    )
+    for on in ({0}, {0, 1}):
+        model.on = wrapped._module.on = on
+        check_step(wrapped, model, torch.randn(5, 5, D))
+
+
+def _of_torch():
+    return torch.rand([])
+
+
+@pytest.mark.parametrize("draw", [_of_torch, random.random, numpy.random.random])
+@pytest.mark.parametrize("dropped", [0.2, 0.6])
+def test_layer_drop(draw, dropped):
+    """As encoders of speech drop layers, a batch at a time (Fan et al. 2020, "LayerDrop")."""
+
+    class Dropping(Switched):
+        def forward(self, x):
+            for block in self.blocks:
+                keeps = not (self.training and draw() < dropped)
+                if keeps:
+                    x = x + block(x)
+            return self.head(x)
+
+    model = Dropping(time_first=True)
+    wrapped, ran = clipping(copy.deepcopy(model)), set()
+    for block in wrapped._module.blocks:
+        block.register_forward_hook(lambda block, *_: ran.add(block))
+    for step in range(20):
+        x = torch.randn(5, 5, D)
+        wrapped.zero_grad()
+        ran.clear()
+        losses(wrapped, x).sum().backward()
+        on = {i for i, block in enumerate(wrapped._module.blocks) if block in ran}
+        plain = Switched(time_first=True)
+        plain.load_state_dict(wrapped._module.state_dict())
+        plain.on = on
+        exact = clipped_sum(loop_over_samples(plain, lambda m, x: losses(m, x).sum(), x), C)
+        for name, total in exact.items():
+            assert relative_error(wrapped._module.get_parameter(name).grad, total) <= 1e-4, (step, name)
+
+
+class OnValues(Switched):
+    """Runs a block where this batch says so, which no other will."""
+
+    def forward(self, x):
+        return self.head(self.blocks[0](x) if float(x.detach().sum()) == self.key else x)
+
+
+def test_a_branch_that_no_trial_takes_is_refused():
+    wrapped = clipping(OnValues())
+    wrapped._module.key = None
+    x = torch.randn(5, 3, D)
+    losses(wrapped, x).sum().backward()
+    wrapped._module.key = float(x.sum())
+    before = [p.grad.clone() for p in wrapped.parameters()]
+    with pytest.raises(InputError, match=r"blocks\.0\.norm .*it runs now, and did not when the model was looked at"):
+        losses(wrapped, x).sum().backward()
+    assert all(map(torch.equal, before, (p.grad for p in wrapped.parameters())))
+
+
+def test_random_numbers_are_those_of_the_model_alone():
+    """A look draws none of them."""
+
+    class Drawing(Switched):
+        def forward(self, x):
+            self.drawn.append((float(torch.rand([])), random.random(), float(numpy.random.random())))
+            return super().forward(x)
+
+    drawn = []
+    for wraps in (False, True):
+        torch.manual_seed(0)
+        model = Drawing()
+        model.drawn = []
+        wrapped = clipping(model) if wraps else model
+        torch.manual_seed(1)
+        random.seed(1)
+        numpy.random.seed(1)
+        for on in ({0}, {1}, {0, 2}):
+            model.on = on
+            losses(wrapped, torch.ones(5, 3, D)).sum().backward()
+        drawn.append(model.drawn)
+    assert drawn[0] == drawn[1]
+
+
+def test_a_layer_that_runs_for_the_first_time_in_a_checkpoint():
+    class Checkpointed(Switched):
+        def forward(self, x):
+            return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
+
+    model = Checkpointed(time_first=True)
+    wrapped = clipping(copy.deepcopy(model))
+    for on in ({0}, {0, 1}, {1, 2}, {0}):
+        model.on = wrapped._module.on = on
+        x = torch.randn(5, 5, D)
+        check_step(wrapped, model, x)
