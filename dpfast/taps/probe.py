@@ -223,7 +223,8 @@ class Probe:
         """Whether the tap runs and has not when the model was looked at: a branch, or a layer that random numbers, or a
         switch of the model's own, let out. Then that is done when the forward has ended."""
         seen = None if self._asks_no_more else self._seen.get(kind_here(self._receiver()))
-        if shape is None and find_forward(tap.module) is None:  # of an operation, which has its way
+        # Operations have their way, and where rows are picked they are followed.
+        if tap.sends or tap.receives or (shape is None and find_forward(tap.module) is None):
             return False
         if seen is None or tap not in self._taps or (self._taps.index(tap), shape and len(shape)) in seen:
             return False
