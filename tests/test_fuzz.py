@@ -61,7 +61,7 @@ def test_no_clipped_sample_exceeds_c(t, d, p, exponents, dtype, constant_side, c
 
 def in_turn_upper(product):
     found = InTurn([product])
-    return torch.cat([finished(found.write(i)).upper for i in range(found.num_samples)])
+    return torch.cat([finished(found.write(some)).upper for some in found.samples()])
 
 
 MAGNITUDES = st.floats(-4, 4).map(lambda e: 10.0**e)

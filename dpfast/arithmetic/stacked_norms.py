@@ -125,16 +125,20 @@ def unfinished_norm(blocks: Iterable[Tensor], error: Tensor | SumError | None = 
     return Unfinished(norm, width, numel, accumulating_dtype(rows), error)
 
 
-def norm_of_layers(values: Sequence[Tensor], errors: Tensor) -> Unfinished:
-    """Of one sample's gradients of some layers (R, C) each, of one dtype, and how far each of them may be off, in L2
-    norm, (layers,) fp64: all together, with the terms of the largest."""
-    row_norms = [_row_norm(v) for v in values]
-    if len({len(rows) for rows in row_norms}) == 1:
-        norm = sums.norm_of_rows(torch.stack(row_norms))
-    else:
-        norm = torch.stack([sums.norm_of_rows(rows) for rows in row_norms])
-    width = min(max(v.shape[1] for v in values), sums.SUM_BLOCK)
-    return Unfinished(norm, width, max(v.numel() for v in values), values[0].dtype, errors)
+def norms_of_layers(values: Sequence[Sequence[Tensor]], errors: Tensor) -> Unfinished:
+    """Of some samples' gradients of some layers (R, C) each, of one dtype, and how far each of them may be off, in L2
+    norm, (layers, samples) fp64: all together, with the terms of the largest."""
+    layers = values[0]
+    norms = []
+    for of_sample in values:
+        row_norms = [_row_norm(v) for v in of_sample]
+        if len({len(rows) for rows in row_norms}) == 1:
+            norms.append(sums.norm_of_rows(torch.stack(row_norms)))
+        else:
+            norms.append(torch.stack([sums.norm_of_rows(rows) for rows in row_norms]))
+    norm = torch.stack(norms, dim=1) if len(norms) > 1 else norms[0]
+    width = min(max(v.shape[1] for v in layers), sums.SUM_BLOCK)
+    return Unfinished(norm.flatten(), width, max(v.numel() for v in layers), layers[0].dtype, errors.flatten())
 
 
 def _errors(parts: Sequence[Unfinished], n: int) -> Tensor:

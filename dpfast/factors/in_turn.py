@@ -1,20 +1,24 @@
-"""Outer products whose gradients are written sample by sample, for norm and clipped sum at once."""
+"""Outer products whose gradients are written a few samples at a time, for norm and clipped sum at once."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dpfast.arithmetic import SumError, Unfinished, buffers, norm_of_layers, reference
+from dpfast.arithmetic import SumError, Unfinished, buffers, norms_of_layers, reference
 from dpfast.factors.outer_product import OuterProduct
+
+AT_A_TIME = 4 * 2**20
+"""Bytes of gradients that are written before they are added, at most, or those of one sample: what is done with their
+norms takes as long for one sample as for some."""
 
 
 class InTurn:
-    """What outer products on a CPU can be once all other norms are known: one sample's gradients are written, their
-    norms taken while they are in the cache, and times the factor that follows they are added to the sums from there.
+    """What outer products on a CPU can be once all other norms are known: gradients of a few samples are written, their
+    norms taken while they are in the cache, and times the factors that follow they are added to the sums from there.
     Nothing is kept, and the sums need no products of their own.
 
     Args:
@@ -24,22 +28,25 @@ class InTurn:
     def __init__(self, factors: Sequence[OuterProduct]):
         self.dtype = factors[0].dtype
         self._layers = [_Layer(factor) for factor in factors]
+        self._at_a_time = max(1, AT_A_TIME // sum(f.shape.numel() * f.dtype.itemsize for f in factors))
         errors = [SumError.of_products(f.activations, f.backprops).bound() for f in factors]
-        self._errors = torch.stack(errors, dim=1)  # how far each gradient may be from the exact one: (N, layers)
+        self._errors = torch.stack(errors)  # how far each gradient may be from the exact one: (layers, N)
 
-    @property
-    def num_samples(self) -> int:
-        return len(self._errors)
+    def samples(self) -> Iterator[slice]:
+        """Those that are written, and added, at a time."""
+        n = self._errors.shape[1]
+        for start in range(0, n, self._at_a_time):
+            yield slice(start, min(start + self._at_a_time, n))
 
-    def write(self, n: int) -> Unfinished:
-        """The gradients of sample n; gives what their norms follow from, a layer's after the other's."""
-        values = [layer.write(n, self.dtype) for layer in self._layers]
-        return norm_of_layers(values, self._errors[n])
+    def write(self, samples: slice) -> Unfinished:
+        """The gradients of these; gives what their norms follow from, a layer's after the other's."""
+        values = [[layer.write(n, self.dtype) for layer in self._layers] for n in range(samples.start, samples.stop)]
+        return norms_of_layers(values, self._errors[:, samples])
 
-    def add(self, factor: float) -> None:
-        """Adds the gradients that have been written, times ``factor``: with 0 exactly nothing, whatever they hold."""
+    def add(self, factors: Sequence[float]) -> None:
+        """Adds the gradients that have been written, times the factors: with 0 exactly nothing, whatever they hold."""
         for layer in self._layers:
-            layer.add(factor)
+            layer.add(factors)
 
     def totals(self) -> list[Tensor]:
         """The clipped sums, (P, D) each; asked once."""
@@ -56,23 +63,29 @@ class _Layer:
         if self._transposed:  # rows of the smaller matrix are what costs less: see products.onednn
             rows, columns = columns, rows
         self._rows, self._columns = rows.unbind(), columns.unbind()
-        # The gradient of a sample, until the next one's is written: glibc would give the memory of all layers' back in
-        # between, and fault it in again for each sample.
-        self._values: Any = None
+        # Gradients of samples, until the next ones are written: glibc would give the memory of all layers' back in
+        # between, and fault it in again each time.
+        self._values: list[Tensor] = []
+        self._are_added = True
         self._total: Any = None
 
     def write(self, n: int, dtype: torch.dtype) -> Tensor:
-        self._values = reference.gradient(self._rows[n], self._columns[n], dtype)
-        return self._values
+        values = reference.gradient(self._rows[n], self._columns[n], dtype)
+        if self._are_added:
+            self._values, self._are_added = [], False
+        self._values.append(values)
+        return values
 
-    def add(self, factor: float) -> None:
-        if factor == 0.0:
-            return
-        if self._total is None:
-            out = buffers.empty(self._values.shape, self._values.dtype, self._values.device)
-            self._total = torch.mul(self._values, factor, out=out)
-        else:
-            self._total.add_(self._values, alpha=factor)
+    def add(self, factors: Sequence[float]) -> None:
+        self._are_added = True
+        for values, factor in zip(self._values, factors, strict=True):
+            if factor == 0.0:
+                continue
+            if self._total is None:
+                out = buffers.empty(values.shape, values.dtype, values.device)
+                self._total = torch.mul(values, factor, out=out)
+            else:
+                self._total.add_(values, alpha=factor)
 
     def total(self, dtype: torch.dtype) -> Tensor:
         if self._total is None:  # all were dropped

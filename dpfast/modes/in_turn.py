@@ -1,4 +1,4 @@
-"""Large linear layers on a CPU: norm, factor and clipped sum of one sample after the other.
+"""Large linear layers on a CPU: norm, factor and clipped sum of a few samples after the others.
 
 A norm without the gradient costs products of its own, and a gradient that is kept costs memory, because factors need
 the norms of all layers. When all other norms are known, one sample's gradients of the remaining layers give its factor,
@@ -93,16 +93,15 @@ def clip_in_turn(
     """
     known = [norm for norm in norms if norm is not None]
     found = []
-    for n in range(in_turn.num_samples):
-        one = slice(n, n + 1)
-        written = in_turn.write(n)
-        places = [[0] for _ in known] + [list(range(1, 1 + len(written.norm)))]
-        norm = total_sq_norm([*(SquaredNorm(k.value[one], k.upper[one]) for k in known), written], 1, places)
-        own = scale[one] if isinstance(scale, Tensor) else scale
-        mask = None if valid is None else valid[one]
+    for some in in_turn.samples():
+        n, written = some.stop - some.start, in_turn.write(some)
+        places = [[0] for _ in known] + [list(range(1, 1 + len(written.norm) // n))]
+        norm = total_sq_norm([*(SquaredNorm(k.value[some], k.upper[some]) for k in known), written], n, places)
+        own = scale[some] if isinstance(scale, Tensor) else scale
+        mask = None if valid is None else valid[some]
         if type(clipper) is ConstantFlatClipper and not excess:
             found.append(clip_to(clipper.sensitivity, norm, own, valid=mask))
         else:
             found.append(clip(clipper, [norm], scale=own, rounding=[excess], valid=mask))
-        in_turn.add(float(found[-1].coefficients(0, in_turn.dtype)))
+        in_turn.add(found[-1].coefficients(0, in_turn.dtype).tolist())
     return Clipped(*(torch.cat(parts, dim=-1) for parts in zip(*found, strict=True)))

@@ -203,11 +203,11 @@ class Takes(Caught):
 
     def _in_turn_alone(self, in_turn: InTurn) -> tuple[float, float]:
         norms = sums = 0.0
-        for n in range(in_turn.num_samples):
+        for some in in_turn.samples():
             start = self._now()
-            finished(in_turn.write(n))
+            finished(in_turn.write(some))
             between = self._now()
-            in_turn.add(1.0)
+            in_turn.add([1.0] * (some.stop - some.start))
             norms, sums = norms + between - start, sums + self._now() - between
         start = self._now()
         in_turn.totals()

@@ -13,8 +13,8 @@ from workloads import WORKLOADS
 
 import dpfast
 from dpfast.arithmetic import cost, products
-from dpfast.errors import StateError
-from dpfast.factors import InTurn, OuterProduct
+from dpfast.errors import DpfastWarning, StateError
+from dpfast.factors import InTurn, OuterProduct, in_turn
 from dpfast.modes.clippers import NormClipper
 from dpfast.testing import clipped_sum, loop_over_samples, norms_of, relative_error
 
@@ -103,10 +103,10 @@ def test_the_bits_of_a_sample_in_any_batch_and_with_any_threads(monkeypatch, thr
     def written(n):
         found = InTurn([OuterProduct(f.activations[n], f.backprops[n]) for f in pairs])
         norms = []
-        for i in range(found.num_samples):
-            norms.append(found.write(i).norm)
-            found.add(0.5)
-        return torch.stack(norms), found.totals()
+        for some in found.samples():
+            norms.append(found.write(some).norm.view(len(pairs), -1).T)
+            found.add([0.5] * len(norms[-1]))
+        return torch.cat(norms), found.totals()
 
     threads(1)
     norms, totals = written(slice(None))
@@ -116,9 +116,37 @@ def test_the_bits_of_a_sample_in_any_batch_and_with_any_threads(monkeypatch, thr
         assert torch.equal(again, norms) and all(map(torch.equal, same, totals))
         for i in range(5):
             assert torch.equal(written(slice(i, i + 1))[0][0], norms[i])
+        with monkeypatch.context() as patched:
+            patched.setattr(in_turn, "AT_A_TIME", 2 * 2 * 130 * 200 * a.itemsize)
+            assert len(list(InTurn(pairs).samples())) == 3
+            again, same = written(slice(None))
+            assert torch.equal(again, norms) and all(map(torch.equal, same, totals))
     exact = torch.einsum("ntp,ntd->pd", b.double(), a.double()) * 0.5
     assert relative_error(totals[0], exact) <= 1e-6 and relative_error(totals[1], exact.T) <= 1e-6
     assert all(total.is_contiguous() for total in totals)
+
+
+@pytest.mark.parametrize("at_a_time", [1, 3, 100])
+@pytest.mark.parametrize("clipper", [dpfast.AutomaticClipper(0.3), dpfast.ConstantFlatClipper(0.3)])
+def test_how_many_are_written_at_a_time_changes_no_bit(monkeypatch, at_a_time, clipper):
+    model, (x, y) = Model(), batch(7, 20)
+    x[4] = float("nan")
+    valid = torch.arange(7) != 1
+    found, made = [], InTurn.__init__
+    for number in (2, at_a_time):
+
+        def of_so_many(self, factors, number=number):
+            monkeypatch.setattr(in_turn, "AT_A_TIME", number * sum(4 * f.shape.numel() for f in factors))
+            made(self, factors)
+
+        monkeypatch.setattr(InTurn, "__init__", of_so_many)
+        with everything_in_turn() as taken, pytest.warns(DpfastWarning):
+            wrapped = wrap(model, norm_clipper=clipper)
+            step(wrapped, x, y, valid=valid, reduction="sum")
+        assert taken == [4]
+        found.append([wrapped.get_clipping_coef(), *gradients(wrapped).values()])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("clipper", [None, dpfast.AutomaticClipper(0.3), dpfast.ConstantFlatClipper(0.3)])
