@@ -28,7 +28,7 @@ from dpfast.taps.passes import in_backward
 from dpfast.taps.random_numbers import same_random_numbers
 from dpfast.taps.registry import find_by_row, find_forward
 from dpfast.taps.tap import Tap
-from dpfast.taps.witness import copied, stand_ins
+from dpfast.taps.witness import Key, copied, stand_ins
 
 _SAME = 0.02
 """How far, in norm, a layer's rows may be from those of its tokens in another order: rounding, in 16 bits too."""
@@ -50,9 +50,6 @@ _IN_BACKWARD = (
     "gives does not; units meet in the backward pass, behind it (a hook on a tensor or module, or a function with a "
     "backward of its own, that looks at whole rows: make it look at each token)"
 )
-
-Key = tuple[int, Any]
-"""The number of a tap and the rank of its output; None: of pieces."""
 
 _Prints = dict[Key, list[Tensor | None]]
 
