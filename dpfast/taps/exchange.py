@@ -132,8 +132,9 @@ class _Exchange:
             told = self.told_with_noise(at_once) if noisy else self.told()
             all_of_it = told if all_of_it is None else together(all_of_it, told)
             self.draws += 1
-            if not all_of_it.not_run or self.draws > _MOST_DRAWS or not self.again.go_on():
+            if not (told.draws and all_of_it.not_run) or self.draws > _MOST_DRAWS:
                 return all_of_it
+            self.again.go_on()
 
     def told_with_noise(self, at_once: bool = False) -> Told:
         """As :meth:`told`, where nothing is hidden by what is zero or alike now. Whose rows are whose must be known for
@@ -206,7 +207,16 @@ class _Exchange:
         named = {i if i < own else base.held[i - own]: message for i, message in outputs.items()}
         why = _NO_BACKWARD.format(said_by(base.failed[0])) if base.failed and not (wrong or outputs) else None
         of_samples = {i: dims for i, dims in parted.items() if dims and i < own}
-        return Told(found, named, changed, why=why, parted=of_samples, not_run=frozenset(not_run))
+        return Told(
+            found,
+            named,
+            changed,
+            why=why,
+            parted=of_samples,
+            not_run=frozenset(not_run),
+            packed=frozenset(base.packed),
+            draws=self.again.are_drawn(),
+        )
 
     def carried(self, told: Told) -> Sequence[str]:
         """What of a sample changes the forward after its own; not asked where something is wrong already."""

@@ -40,7 +40,7 @@ Given = int | Rows | str | None
 """What the user says of a layer."""
 
 NO_SAMPLES = "its output is the same whatever the batch, one for all samples"
-NOT_RUN = "it runs now, and did not when the model was looked at"
+NOT_RUN = "it runs for the first time, and has not been looked at yet"
 SHARED = "shared"
 _TOGETHER, _OVER_AND_OVER = "N*k", "k*N"
 

@@ -18,7 +18,7 @@ from dpfast.arithmetic import buffers
 from dpfast.errors import DpfastWarning, InputError, UnsupportedModuleError
 from dpfast.taps.exchange import told_by_exchange
 from dpfast.taps.inputs import Structure
-from dpfast.taps.layout import NOT_RUN, Place, Places, Rows, kind_here, note_kind, place_in
+from dpfast.taps.layout import NOT_RUN, Mixed, Place, Places, Rows, kind_here, note_kind, place_in
 from dpfast.taps.learned import NOTHING, SAMPLES, Found, Learned, learned, with_own
 from dpfast.taps.node import Record
 from dpfast.taps.passes import in_backward
@@ -44,6 +44,12 @@ _NOT_LOOKED_AT = (
     "(docs/layouts.md)"
 )
 
+_NOT_SEEN = (
+    "{} runs now and in no trial of the model (a branch that this batch alone takes? a count that the forward keeps? a "
+    "hook?). That it has samples in the batch's order and dimension and does not mix them is taken on trust: if it is "
+    "not so, clipping bounds nothing (docs/layouts.md)"
+)
+
 _LISTED = (
     "{} is called with a list of {} tensors: dimension {} of each, {}, is taken for the samples. Where each is a "
     "sample, make one of them all (torch.stack, torch.nn.utils.rnn.pad_sequence): as it is, clipping would bound parts "
@@ -56,6 +62,10 @@ _TOO_MANY = f"this is another kind of input than the {_MOST_LOOKS} that were loo
 def looks_again_at(forward: int) -> bool:
     """Whether that forward after the first is one to look at."""
     return forward in _LATER
+
+
+New = tuple[Tap, Record, tuple[int, ...] | None]
+"""What runs for the first time, and the shape of its output; None: of pieces."""
 
 
 class _Looks:
@@ -93,7 +103,7 @@ class Probe:
         self._called: tuple[Any, ...] | None = None  # what is to be noted if the forward runs
         self._inputs: tuple[Any, ...] | None = None  # that it runs with
         self._seen: dict[Any, set[Any]] = {}  # what has been told of, by kind: numbers of taps, and ranks
-        self._new: list[tuple[Tap, Record, tuple[int, ...] | None]] = []  # what runs beside
+        self._new: list[New] = []  # what runs beside
         self._modules: list[nn.Module] = []
 
     def _modes(self, model: nn.Module) -> bytes:
@@ -178,7 +188,7 @@ class Probe:
                 self._called = like, dims, look, found.told.why
             self.outputs[kind], self._parted[kind] = found.told.outputs, found.told.parted
             if found.dims and found.told.why is None:
-                self._seen[kind] = set(found.places)
+                self._seen[kind] = {*found.places, *found.told.packed}
             else:  # on trust
                 self._seen.pop(kind, None)
             for i, tap in enumerate(self._taps):
@@ -223,32 +233,51 @@ class Probe:
         """Whether the tap runs and has not when the model was looked at: a branch, or a layer that random numbers, or a
         switch of the model's own, let out. Then that is done when the forward has ended."""
         seen = None if self._asks_no_more else self._seen.get(kind_here(self._receiver()))
-        # Operations have their way, and where rows are picked they are followed.
-        if tap.sends or tap.receives or (shape is None and find_forward(tap.module) is None):
+        # Where rows are picked they are followed, and operations have their way. What a backward pass repeats has run
+        # without taps before.
+        otherwise = tap.sends or tap.receives or (shape is None and find_forward(tap.module) is None)
+        if seen is None or otherwise or not record.batch_size or record.created_in is not None or tap not in self._taps:
             return False
-        if seen is None or tap not in self._taps or (self._taps.index(tap), shape and len(shape)) in seen:
+        if tap.layer in seen or (self._taps.index(tap), _rank(shape)) in seen:
             return False
-        if record.created_in is None:
-            self._new.append((tap, record, shape))
+        self._new.append((tap, record, shape))
         return True
 
-    def _look_at_new(self, looks: _Looks | None) -> None:
-        """What has just run for the first time is looked at, as it is now."""
-        kind = kind_here(self._receiver())
-        seen, where = self._seen[kind], [(self._taps.index(tap), shape and len(shape)) for tap, _, shape in self._new]
+    def _look_at_new(self, new: Sequence[New], looks: _Looks | None) -> list[str]:
+        """What has just run for the first time is looked at, as it is now, once. Returns the layers that no trial has
+        run: those are taken on trust.
+
+        Raises:
+            UnsupportedModuleError: samples meet, in a layer that has been looked at before too.
+            InputError: a layer that no trial has run may have its samples in several dimensions.
+        """
+        kind, receiver = kind_here(self._receiver()), cast(Any, self._receiver())
+        seen, where = self._seen[kind], [(self._taps.index(tap), _rank(shape)) for tap, _, shape in new]
+        picks, mixed, (inputs, *_, n) = False, self._mixed(kind), cast(Any, self._inputs)
         with same_random_numbers() as again:
             for _ in range(_MOST_DRAWS):
                 found = self._learned()
+                if add_routes(receiver, self._taps, found.told.routes):
+                    picks, found = True, self._learned()
                 self._refuse_carried(found.told.carried)
                 if found.told.why is None:
                     self._add(kind, found, looks)
-                if seen.issuperset(where):
+                if seen.issuperset(where) or not found.told.draws:
                     break
                 again.draw()
-        for (tap, record, shape), (_, rank) in zip(self._new, where, strict=True):
-            place = tap.places.get(rank, NOT_RUN)
-            place = place.get(kind, NOT_RUN) if isinstance(place, dict) else place
-            record.place = place_in(tap, place, shape, record.batch_size or 0)
+        if found.told.why is None and found.dims and n > SAMPLES:
+            self._look_again(kind, inputs, found, n)
+        for key, why in self._mixed(kind).items():
+            if key not in mixed and key not in where:  # whose place this forward has taken already
+                raise UnsupportedModuleError(f"{self._taps[key[0]].layer}: {why}")
+        unseen = [tap.layer for (tap, _, _), key in zip(new, where, strict=True) if key not in seen]
+        seen.update(where)
+        for tap, record, shape in new:
+            place = tap.places.get(_rank(shape))
+            place = place.get(kind) if isinstance(place, dict) else place
+            # Rows that were picked in this forward have not been followed.
+            record.place = NOT_RUN if picks else place_in(tap, place, shape, record.batch_size or 0)
+        return [] if picks else unseen
 
     def _add(self, kind: Any, found: Learned, looks: _Looks | None) -> None:
         """What another look has told of what is new, or wrong."""
@@ -257,10 +286,16 @@ class Probe:
             if (number, rank) not in seen or isinstance(place, str):
                 self._note(self._taps[number].places, rank, kind, place)
                 self._taps[number].note_uses()
-        seen.update(found.places)
         self.outputs[kind] = {**self.outputs[kind], **found.told.outputs}
+        seen.update(found.places)
         if looks is not None:
             looks.first = looks.first._replace(by_shapes={**found.by_shapes, **looks.first.by_shapes})
+
+    def _mixed(self, kind: Any) -> dict[Any, str]:
+        """Numbers of taps and ranks where samples meet, and why."""
+        places = {(i, rank): place for i, tap in enumerate(self._taps) for rank, place in tap.places.items()}
+        of_kind = {key: place.get(kind) if isinstance(place, dict) else place for key, place in places.items()}
+        return {key: place for key, place in of_kind.items() if isinstance(place, Mixed)}
 
     def _learned(self) -> Learned:
         """Of the forward that runs, or has."""
@@ -287,14 +322,14 @@ class Probe:
 
     def forward_ended(self, output: Any) -> None:
         """Where it ran and could not be looked at, this is said, once; what it failed with is as if it never came."""
-        called, self._called = self._called, None
-        failed = called is None or (output is None and sys.exc_info()[0] is not None)
-        if self._new and called is not None and not failed:
-            self._look_at_new(self._looks.get(called[2]))
-        self._inputs, self._new = None, []
-        if called is None or failed:
+        (called, self._called), (new, self._new) = (self._called, None), (self._new, [])
+        if called is None or (output is None and sys.exc_info()[0] is not None):
             return
         kind, dims, look, why = called
+        unseen = self._look_at_new(new, self._looks.get(look)) if new and self._inputs else []
+        self._inputs = None
+        if unseen:
+            warnings.warn(_NOT_SEEN.format(", ".join(unseen)), DpfastWarning, stacklevel=_CALLER)
         self._dims[kind] = dims
         self._is_full = self._is_full or why is _TOO_MANY
         if why is not None:
@@ -321,6 +356,10 @@ class Probe:
             places[rank] = place
         else:
             places[rank] = {**dict.fromkeys(self.outputs, before), kind: place}
+
+
+def _rank(shape: tuple[int, ...] | None) -> int | None:
+    return None if shape is None else len(shape)
 
 
 def _warn_of_lists(receiver: Any, inputs: Any, leaves: Sequence[Any], n: int) -> None:

@@ -40,11 +40,15 @@ class RandomNumbers:
             self._numpy.random.random()
         self._start = self._next()
 
-    def go_on(self) -> bool:
-        """From here on they start with those that come next. Returns whether these are others."""
-        (of_torch, of_python, of_numpy), self._start = self._start, self._next()
-        same = all(map(torch.equal, of_torch, self._start[0])) and of_python == self._start[1]
-        return not (same and str(of_numpy) == str(self._start[2]))
+    def go_on(self) -> None:
+        """From here on they start with those that come next."""
+        self._start = self._next()
+
+    def are_drawn(self) -> bool:
+        """Whether any have been drawn since they started."""
+        (of_torch, of_python, of_numpy), (now, of_python_now, of_numpy_now) = self._start, self._next()
+        same = all(map(torch.equal, of_torch, now)) and of_python == of_python_now
+        return not (same and str(of_numpy) == str(of_numpy_now))
 
     def _next(self) -> tuple[list[torch.Tensor], Any, Any]:
         of_torch = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._devices)]

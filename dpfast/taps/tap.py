@@ -351,9 +351,13 @@ class Tap(RoutedLayer):
             place = place.get(kind, _NOT_TOLD) if record.created_in is None else _NOT_TOLD
         elif kind is None and record.created_in is None:
             place = None  # one of too many kinds, which has not been looked at
-        if place is None and self.given is None and self.taps.probe.is_new(self, record, shape):
-            return NOT_RUN  # until it has been looked at
-        return place_in(self, place, shape, n)
+        new = place is None and self.given is None and self.taps.probe.is_new(self, record, shape)
+        try:
+            return place_in(self, place, shape, n)
+        except InputError:
+            if new:
+                return NOT_RUN  # until it has been looked at
+            raise
 
 
 def _ready_for_change(tensors: list[Tensor], not_its_own: Sequence[object]) -> list[Tensor]:

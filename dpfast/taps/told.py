@@ -20,7 +20,8 @@ class Told(NamedTuple):
         changed: whether anything has changed at all.
         routes: where rows are picked. why: nothing is told. carried: of :func:`carried.carried`.
         parted: of the model's outputs, by number, the dimensions in which samples stay apart; None: not run.
-        not_run: taps that ran in no run.
+        draws: whether random numbers were drawn. not_run: taps that ran in no run. packed: layers that took packed
+            sequences, of which nothing is told.
     """
 
     places: dict[Key, Place]
@@ -31,6 +32,8 @@ class Told(NamedTuple):
     carried: Sequence[str] = ()
     parted: Mapping[int, list[int]] | None = None
     not_run: frozenset[Key] = frozenset()
+    packed: frozenset[str] = frozenset()
+    draws: bool = False
 
     @property
     def is_wrong(self) -> bool:
@@ -54,4 +57,6 @@ def together(one: Told, two: Told) -> Told:
         why=one.why or two.why,
         parted=parted,
         not_run=one.not_run & two.not_run,
+        packed=one.packed | two.packed,
+        draws=one.draws or two.draws,
     )
