@@ -323,11 +323,15 @@ class Probe:
     def forward_ended(self, output: Any) -> None:
         """Where it ran and could not be looked at, this is said, once; what it failed with is as if it never came."""
         (called, self._called), (new, self._new) = (self._called, None), (self._new, [])
-        if called is None or (output is None and sys.exc_info()[0] is not None):
-            return
-        kind, dims, look, why = called
-        unseen = self._look_at_new(new, self._looks.get(look)) if new and self._inputs else []
-        self._inputs = None
+        unseen: list[str] = []
+        try:
+            if called is None or (output is None and sys.exc_info()[0] is not None):
+                return
+            kind, dims, look, why = called
+            if new and self._inputs:
+                unseen = self._look_at_new(new, self._looks.get(look))
+        finally:
+            self._inputs = None
         if unseen:
             warnings.warn(_NOT_SEEN.format(", ".join(unseen)), DpfastWarning, stacklevel=_CALLER)
         self._dims[kind] = dims

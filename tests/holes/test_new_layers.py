@@ -2,7 +2,9 @@
 run: none is taken on trust, and none is refused for having been out."""
 
 import copy
+import gc
 import random
+import weakref
 
 import numpy
 import pytest
@@ -260,6 +262,33 @@ def test_samples_that_meet_behind_a_layer_that_is_known():
         with pytest.raises(UnsupportedModuleError, match="changes with a sample that is not its own"):
             losses(wrapped, torch.randn(8, 3, D)).sum().backward()
         assert all(p.grad is None for p in wrapped.parameters())
+
+
+class Failing(Switched):
+    def forward(self, x):
+        output = super().forward(x)
+        if self.mixing:
+            raise ValueError("midway")
+        return output
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_is_held_of_a_forward(fails):
+    model = Failing()
+    wrapped = clipping(model)
+    for on in ({0}, {0, 1}):
+        model.on, model.mixing, x = on, False, torch.randn(5, 3, D)
+        losses(wrapped, x).sum().backward()
+    model.on, model.mixing = {2}, fails
+    gone = weakref.ref(x := torch.randn(5, 3, D))
+    if fails:
+        with pytest.raises(ValueError, match="midway"):
+            wrapped(x)
+    else:
+        wrapped(x)
+    del x
+    gc.collect()
+    assert gone() is None
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
