@@ -264,7 +264,7 @@ def _likeness(record: Record, a: Tensor, b: Tensor) -> tuple[Kind, int] | None:
     if rule is None or record.as_is or record.place or record.picked or record.uses is None:
         return None
     names = _names(record) if record.names is None else record.names
-    if not (all(map(_trained, record.parameters)) and a.is_contiguous() and b.is_contiguous()):
+    if not (all(map(_trained, record.parameters)) and (record.unread or a.is_contiguous()) and b.is_contiguous()):
         return None
     stream = torch.cuda.current_stream(b.device) if b.is_cuda else b.device
     like = rule, find_likeness(rule, tap.module), names, a.shape, b.shape, a.dtype, b.dtype, a.device, stream

@@ -82,7 +82,8 @@ class Sketches:
         """
         dim = _dim(record)
         if whole:
-            for x in map(local, tree_leaves((tuple(activations), activations.kwargs, backprops))):
+            inputs = () if record.unread else (tuple(activations), activations.kwargs)
+            for x in map(local, tree_leaves((inputs, backprops))):
                 if _has_samples(x, dim):
                     exact = x.is_cpu and x.itemsize >= 4
                     x = x if x.is_floating_point() else x.double()  # rows of a table, masks

@@ -15,7 +15,12 @@ from dpfast.factors import Factor, OuterProduct, Reshaped, row_sum
 from dpfast.taps import Activations, register_node, register_rule
 
 
-@register_rule(nn.Linear, fresh=True, alike=lambda layer: (layer.in_features, layer.out_features))
+@register_rule(
+    nn.Linear,
+    fresh=True,
+    alike=lambda layer: (layer.in_features, layer.out_features),
+    without_input=["bias"],
+)
 def linear(layer: nn.Linear, activations: Activations, backprops: Tensor) -> dict[nn.Parameter, Factor]:
     """activations[0] (N, ..., D), backprops (N, ..., P)."""
     factors: dict[nn.Parameter, Factor] = {}
@@ -107,7 +112,7 @@ def _check_widths(layer: nn.Linear, activations: Tensor, backprops: Tensor) -> N
         )
 
 
-@register_rule("transformers.pytorch_utils.Conv1D", fresh=True, alike=lambda layer: ())
+@register_rule("transformers.pytorch_utils.Conv1D", fresh=True, alike=lambda layer: (), without_input=["bias"])
 def transposed_linear(layer: Any, activations: Activations, backprops: Tensor) -> dict[nn.Parameter, Factor]:
     """Hugging Face's Conv1D, a Linear whose weight is (D, P): G_n = Σ_t a_nt b_ntᵀ."""
     factors: dict[nn.Parameter, Factor] = {}

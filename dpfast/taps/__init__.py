@@ -31,6 +31,7 @@ from dpfast.taps.left_behind import LeftBehind, taking_back
 from dpfast.taps.node import Record, TappedLayer
 from dpfast.taps.nodes import is_of_tap, nodes_behind
 from dpfast.taps.own_node import register_node
+from dpfast.taps.owned import has_something_to_tap, owned_modules, owned_parameters
 from dpfast.taps.passes import forget_compiled_code, in_backward, never_compiled, suspended, taps_suspended
 from dpfast.taps.pieces import Pieces
 from dpfast.taps.probe import Probe, looks_again_at
@@ -42,9 +43,6 @@ from dpfast.taps.registry import (
     find_forward,
     find_likeness,
     find_rule,
-    has_something_to_tap,
-    owned_modules,
-    owned_parameters,
     register_batch_dim,
     register_broadcast,
     register_by_row,

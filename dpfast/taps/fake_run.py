@@ -30,9 +30,10 @@ from dpfast.taps.detached import detached_parameters
 from dpfast.taps.inputs import tensors_in
 from dpfast.taps.layout import Call
 from dpfast.taps.left_behind import ONE_AT_A_TIME, LeftBehind, say_what_was_guessed, taking_back
+from dpfast.taps.owned import owned_modules
 from dpfast.taps.passes import taps_suspended
 from dpfast.taps.pieces import Pieces
-from dpfast.taps.registry import find_forward, find_function, find_rule, owned_modules
+from dpfast.taps.registry import find_forward, find_function, find_rule
 from dpfast.taps.shared import Meeting, Operation, Shared, without_samples
 from dpfast.taps.tap import ALONE, ELSEWHERE, OWN, Tap
 from dpfast.taps.unsharded import copied_whole

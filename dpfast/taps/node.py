@@ -126,6 +126,7 @@ class Record:
     seen_by: object = None  # what the receiver notes of the backward pass that came by
     picked: Any = None  # the rows that it saw, within an expert
     names: tuple[str, ...] | None = None  # of its parameters in the module, where that is a plain layer
+    unread = False  # whether NaNs stand for its input, which no rule reads
 
     def __init__(
         self,

@@ -27,7 +27,8 @@ class OwnNode(NamedTuple):
         rank: how many dimensions its output has more than its input.
         names: the parameters that they read.
         forward: ``(parameters, layer, x) -> (output, what the backward pass takes)``; nothing is recorded in it.
-        backward: ``(gradient, x, *what it takes) -> gradient of x``; None where no gradient goes through x.
+        backward: ``(gradient, x, *what it takes) -> gradient of x``; None where no gradient goes through x. Of x it
+            reads no more than the shape where the class's rule does not (``register_rule``, without_input).
     """
 
     plain: Callable[..., Any]
@@ -65,11 +66,12 @@ class LayerTap(torch.autograd.Function):
         ctx.record, ctx.node = record, node
         module = record.tap.module
         output, taken = node.forward(module._parameters, module, x)
+        kept = record.leaves[0].detach()
         record.leaves[0] = None
         if node.backward is not None and x.requires_grad:
-            ctx.save_for_backward(x.detach(), *taken)
+            ctx.save_for_backward(kept, *taken)
         else:
-            ctx.save_for_backward(x.detach())
+            ctx.save_for_backward(kept)
         ctx.set_materialize_grads(False)
         # No view to autograd, so operations in place may follow.
         return output.detach() if output._is_view() else output

@@ -18,7 +18,7 @@ from dpfast.taps.inherited import has_helpers, methods_of
 from dpfast.taps.node import Record, TapFunction
 from dpfast.taps.own_node import OwnNode, find_node, tapped_layer
 from dpfast.taps.passes import in_backward, suspended
-from dpfast.taps.registry import Rule, find_fault, makes_fresh_output, plain_rule, registered
+from dpfast.taps.registry import Rule, find_fault, makes_fresh_output, plain_rule, reads_input, registered
 
 _will_run = torch._C._will_engine_execute_node
 _trained: Any = Tensor.requires_grad.__get__  # type: ignore[attr-defined]  # of a tensor, without a line of Python
@@ -61,6 +61,7 @@ class Own(NamedTuple):
     Attributes:
         numbers: their ids, None's too. values: without None. flags: which of these are trained.
         trained, names: those.
+        reads: whether their gradients follow from more than the backprops.
         fits: the class's own node may run: what it reads are parameters, not buffers or attributes in the place of
             some, and all are torch's, and no subclass.
     """
@@ -70,15 +71,17 @@ class Own(NamedTuple):
     flags: list[bool]
     trained: list[nn.Parameter]
     names: tuple[str, ...]
+    reads: bool
     fits: bool
 
     @classmethod
-    def of(cls, parameters: Mapping[str, Any], node: OwnNode | None) -> Own:
+    def of(cls, parameters: Mapping[str, Any], known: Known) -> Own:
         values = [p for p in parameters.values() if p is not None]
         trained = {name: p for name, p in parameters.items() if p is not None and p.requires_grad}
+        node, reads = known.node, reads_input(known.rule, trained.keys())
         fits = node is not None and node.names <= parameters.keys() and all(type(p) is nn.Parameter for p in values)
         numbers, flags = list(map(id, parameters.values())), [p.requires_grad for p in values]
-        return cls(numbers, values, flags, list(trained.values()), tuple(trained), fits)
+        return cls(numbers, values, flags, list(trained.values()), tuple(trained), reads, fits)
 
 
 def caught_plainly(tap: Any, own: object, x: object) -> Any:
@@ -114,13 +117,15 @@ def caught_plainly(tap: Any, own: object, x: object) -> Any:
     values = module._parameters.values()
     of: Own | None = tap.own_parameters
     if of is None or of.numbers != list(map(id, values)) or of.flags != list(map(_trained, of.values)):
-        of = tap.own_parameters = Own.of(module._parameters, known.node)
+        of = tap.own_parameters = Own.of(module._parameters, known)
     parameters, node = of.trained, known.node
     if not parameters:
         return None
     record = Record.__new__(Record)
     record.tap, record.rule, record.parameters, record.names = tap, known.rule, parameters, of.names
     record.batch_size, record.leaves, record.followed = n, [x], [x.requires_grad]
+    if not of.reads and not taps.force_functorch:
+        record.unread, record.leaves = True, [x.new_full((), torch.nan).expand(x.shape)]  # of four bytes
     if node is not None and of.fits and n is not None and here is not None and cls.forward is node.plain:
         place = tap.places.get(dims + node.rank)
         usual = type(place) is int and tap.given is None and here.kind is not None

@@ -10,7 +10,7 @@ Classes of packages that may not be installed, or should not be imported, are re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -61,6 +61,7 @@ _RULES_BY_NAME: dict[str, Rule] = {}
 _WHOLE: set[Rule] = set()
 _FRESH: set[Rule] = set()
 _ALIKE: dict[Rule, Callable[[Any], Hashable]] = {}
+_WITHOUT_INPUT: dict[Rule, frozenset[str]] = {}
 _FORWARDS: dict[ModuleClass, Callable[..., Any]] = {}
 _BY_ROW: dict[ModuleClass, Callable[..., Any]] = {}
 _BROADCASTS: dict[ModuleClass, tuple[str, str]] = {}
@@ -108,7 +109,12 @@ def _set_rule(cls: ModuleClass, rule: Rule, grad_sampler: GradSampler) -> None:
 
 
 def register_rule(
-    target: Target, *, whole: bool = False, fresh: bool = False, alike: Callable[[Any], Hashable] | None = None
+    target: Target,
+    *,
+    whole: bool = False,
+    fresh: bool = False,
+    alike: Callable[[Any], Hashable] | None = None,
+    without_input: Collection[str] = (),
 ) -> Callable[[R], R]:
     """Decorator that makes a function the rule of one or several layer classes.
 
@@ -123,6 +129,9 @@ def register_rule(
             that are equal in it, with inputs of one shape, are given to the rule as one: the samples of all, with one
             of the layers. For rules of one input and one output that give outer products or dense factors.
         whole: the rule answers for the parameters of the module's children as well; they get no rules of their own.
+        without_input: names of parameters whose factors follow from the backprops alone, as a bias's. Where no others
+            are trained, the layer's input is not kept for them, and the rule finds NaNs of its shape in its place.
+            Source: Bu et al., Differentially Private Bias-Term Fine-tuning of Foundation Models (2022).
 
     Raises:
         InputError: ``target`` is not a class, or classes, of nn.Module.
@@ -148,6 +157,7 @@ def register_rule(
             _FRESH.add(rule)
         if alike is not None:
             _ALIKE[rule] = alike
+        _WITHOUT_INPUT[rule] = frozenset(without_input)
         for cls in classes:
             _set_rule(cls, rule, _sampler(rule, lambda factor: factor.materialize()))
         return rule
@@ -364,37 +374,6 @@ def makes_fresh_output(rule: Rule | None) -> bool:
     return rule in _FRESH
 
 
-def owned_modules(module: nn.Module) -> list[nn.Module]:
-    """The module and those below it that have no forward of their own to be caught at: lists and dicts of parameters
-    and parametrizations, or the whole subtree where one rule answers for it."""
-    if not module._modules:  # most layers
-        return [module]
-    return [m for _, m in _owned(module)]
-
-
-def has_something_to_tap(module: nn.Module) -> bool:
-    """Parameters of its own, or a reason to fail."""
-    return any(m._parameters for m in owned_modules(module)) or find_fault(module) is not None
-
-
-def owned_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The trainable parameters of :func:`owned_modules`, by their names in the module."""
-    return {
-        f"{prefix}{name}": p
-        for prefix, m in _owned(module)
-        for name, p in m._parameters.items()
-        if p is not None and p.requires_grad
-    }
-
-
-def _owned(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    if owns_children(module):
-        yield from ((f"{name}." if name else "", m) for name, m in module.named_modules())
-        return
-    yield "", module
-    for name, child in module._modules.items():
-        if isinstance(child, (nn.ParameterList, nn.ParameterDict)) or (
-            name == "parametrizations" and is_parametrized(module)
-        ):
-            inside = child.named_modules()  # type: ignore[union-attr]  # these are never None
-            yield from ((f"{name}.{inner}." if inner else f"{name}.", m) for inner, m in inside)
+def reads_input(rule: Rule | None, names: Collection[str]) -> bool:
+    """Whether the factors of the module's parameters of these names follow from more than the backprops."""
+    return not _WITHOUT_INPUT.get(rule, frozenset()).issuperset(names)  # type: ignore[arg-type]  # None has no entry

@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 from dpfast.taps.layout import layouts
+from dpfast.taps.owned import owned_modules
 from dpfast.taps.picks import Routes
-from dpfast.taps.registry import owned_modules
 from dpfast.taps.tap import Tap, TappedForward
 
 

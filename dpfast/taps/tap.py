@@ -24,18 +24,11 @@ from dpfast.taps.gathered import RoutedLayer, picked_here
 from dpfast.taps.layout import NO_SAMPLES, NOT_RUN, SHARED, Place, Rows, kind_here, place_in
 from dpfast.taps.leaves import leaf
 from dpfast.taps.node import Record, TapFunction
+from dpfast.taps.owned import owned_modules
 from dpfast.taps.passes import in_backward, in_function, never_compiled, suspended
 from dpfast.taps.pieces import Pieces
 from dpfast.taps.plain import caught_plainly
-from dpfast.taps.registry import (
-    Rule,
-    find_fault,
-    find_forward,
-    find_function,
-    find_rule,
-    makes_fresh_output,
-    owned_modules,
-)
+from dpfast.taps.registry import Rule, find_fault, find_forward, find_function, find_rule, makes_fresh_output
 from dpfast.taps.shared import Meeting, Operation, Shared, Source, without_samples
 from dpfast.taps.watch import Watch, may_keep_output
 

@@ -46,6 +46,17 @@ def test_a_private_step_holds_little_more_than_a_plain_one(mode):
     assert private <= limit * plain, private / plain
 
 
+def test_biases_alone_hold_what_a_plain_step_holds():
+    torch.manual_seed(0)
+    workload = WORKLOADS["gpt"]
+    model, batch = workload.build(), tuple(x[:8] for x in workload.batch())
+    for name, p in model.named_parameters():
+        p.requires_grad_(name.endswith("bias"))
+    plain = peak_bytes(copy.deepcopy(model), workload, batch)
+    private = peak_bytes(dpfast.GradSampleModuleFastGradientClipping(model), workload, batch)
+    assert private <= 1.02 * plain, private / plain
+
+
 def test_what_does_not_grow_with_the_batch():
     """Sums, and one sample's gradients of the layers that are taken in turn."""
     plain, private, limit = peaks("one pass", 4)
