@@ -154,7 +154,7 @@ class CompiledStep:
         self.num_units, self.per_unit = num_units, per_unit
         # What the model's own backward passes add to the sums of a step gets a note.
         self._guards = Guards(model, lambda parameter, grad: None, hooks=False)
-        weakref.finalize(self, self._guards.drop)
+        weakref.finalize(self, self._guards.remove)  # what this step has left is watched no more
         self._graphs: dict[Hashable, Graph] = {}
         self._parts: list[tuple[Tensor, ...]] = []
 

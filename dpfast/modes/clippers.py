@@ -187,7 +187,8 @@ def clip_factors(clipper: NormClipper, norms: Sequence[Tensor]) -> list[Tensor]:
         norms: (N,) upper bounds of the exact norms, as in :meth:`NormClipper.calc_clipping_factors`.
 
     Raises:
-        InputError: the clipper gives another number of factors or another shape.
+        InputError: the clipper gives another number of factors or another shape, or thresholds that are NaN or
+            negative.
     """
     factors = list(clipper.calc_clipping_factors([norm.clone() for norm in norms]))  # it may write to what it gets
     if [f.shape for f in factors] != [norm.shape for norm in norms]:
@@ -196,6 +197,8 @@ def clip_factors(clipper: NormClipper, norms: Sequence[Tensor]) -> list[Tensor]:
             f"{[tuple(f.shape) for f in factors]} for norms of shape {[tuple(n.shape) for n in norms]}"
         )
     limits = clipper.thresholds.tolist() if clipper.is_per_layer else [clipper.sensitivity]
+    if not all(limit >= 0.0 for limit in limits):
+        raise InputError(f"{type(clipper).__name__} has thresholds {limits}; each must be a number, and not negative")
     return [safe_factors(f, norm, limit) for f, norm, limit in zip(factors, norms, limits, strict=True)]
 
 

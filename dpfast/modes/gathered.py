@@ -163,3 +163,15 @@ def added(before: Tensor | None, total: Tensor, dtype: torch.dtype) -> Tensor:
 def rounding(parameter: nn.Parameter) -> float:
     """By how much, relatively, :func:`added` may make a clipped sum larger, where that counts: in bf16."""
     return torch.finfo(torch.bfloat16).eps / 2 if parameter.dtype is torch.bfloat16 else 0.0
+
+
+_READ_AT_ONCE = 2**17
+"""Entries that are read in the time that the calls of a product take by themselves."""
+
+
+def ordinary(factor: Factor, grad_sample: Tensor, scale: float) -> Tensor:
+    """``Σ_n G_n``, the ordinary gradient, read from ``grad_sample`` where that is less work than one more product."""
+    written = isinstance(factor, Dense) or getattr(factor, "keeps", False)
+    if written or grad_sample.numel() <= _READ_AT_ONCE:
+        return grad_sample.sum(0) if scale in (0.0, 1.0) else grad_sample.mean(0)  # the scale is N
+    return factor.weighted_sum(torch.ones(factor.num_samples, device=grad_sample.device))

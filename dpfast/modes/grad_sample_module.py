@@ -14,6 +14,7 @@ from dpfast.distributed import Wrapper, find_wrapper, not_in
 from dpfast.errors import DpfastWarning, InputError, StateError, UnsupportedModuleError
 from dpfast.factors import Dense, Factor
 from dpfast.modes.accumulation import check_same_parameters
+from dpfast.modes.gathered import ordinary
 from dpfast.modes.nonfinite_samples import DroppedSamples
 from dpfast.modes.steps import Step, check_mask, check_own
 from dpfast.modes.tapped_model import TappedModel
@@ -269,12 +270,16 @@ class GradSampleModule(nn.Module):
             padding = ~step.valid.to(grad_sample.device)
             grad_sample = grad_sample.masked_fill(padding.view(-1, *[1] * (grad_sample.dim() - 1)), 0.0)
             factor = Dense(grad_sample)  # the total is read from it
-        total = _total(factor, grad_sample, scale).to(parameter.dtype)
+        total = ordinary(factor, grad_sample, scale).to(parameter.dtype)
         if parameter in step.gathered:
             step.gathered[parameter] += grad_sample
         else:
             step.gathered[parameter] = grad_sample
         return total
+
+    def has_left(self) -> bool:
+        """Whether what earlier backward passes have left is still there."""
+        return any(getattr(p, "grad_sample", None) is not None for p in self._module.parameters())
 
     def on_finish(self, step: Step) -> None:
         check_own(dict.fromkeys(self._module.parameters()), step.gathered)
@@ -369,18 +374,6 @@ class GradSampleModule(nn.Module):
         if errors:
             warnings.warn("; ".join(map(str, errors)), DpfastWarning, stacklevel=3)
         return errors
-
-
-_READ_AT_ONCE = 2**17
-"""Entries that are read in the time that the calls of a product take by themselves."""
-
-
-def _total(factor: Factor, grad_sample: Tensor, scale: float) -> Tensor:
-    """``Σ_n G_n``, the ordinary gradient, read from ``grad_sample`` where that is less work than one more product."""
-    written = isinstance(factor, Dense) or getattr(factor, "keeps", False)
-    if written or grad_sample.numel() <= _READ_AT_ONCE:
-        return grad_sample.sum(0) if scale in (0.0, 1.0) else grad_sample.mean(0)  # the scale is N
-    return factor.weighted_sum(torch.ones(factor.num_samples, device=grad_sample.device))
 
 
 def check_loss_reduction(loss_reduction: str) -> None:

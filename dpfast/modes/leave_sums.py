@@ -103,6 +103,11 @@ class LeavesSums(nn.Module):
             check_ranks(before, self._number_of_ranks(), crosses=crosses)
         return before
 
+    def has_left(self) -> bool:
+        """Whether clipped sums of earlier backward passes are still there."""
+        before = left_in(self._places)
+        return before is not None and before.passes > 0
+
     def _noted(self) -> Left | None:
         return left_in(self._places) if self._over_ranks is None else self._left
 
@@ -118,6 +123,7 @@ class LeavesSums(nn.Module):
     def _with_one_more(self, before: Left, **of: Any) -> Left:
         """What a gradient holds that held ``before``, once this pass has left its sum."""
         sensitivity, modules = self._clipper().sensitivity, numbered(self._module)
+        sensitivity = sensitivity if sensitivity >= 0.0 else math.inf  # NaN bounds nothing
         return Left(
             before.passes + 1,
             max(before.sensitivity, sensitivity),

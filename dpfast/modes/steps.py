@@ -56,7 +56,34 @@ class Step:
         self.deferred: Deferred | None = None  # layers that wait for others alike, where the mode lets them
         self.row_norms = RowNorms()  # of what its layers saw
         self.given: dict[tuple[int | None, int], list[Tensor]] = {}  # by pass and parameter's id: ordinary gradients
+        self.graphs: list[Graph] = []  # of the forward passes that it goes through
         self.sums_differ: list[Tensor] = []  # (), of gradients that came otherwise than they were given
+
+    def goes_through(self, graph: Graph | None, has_left: Callable[[], bool]) -> None:
+        """The pass has come to an output of that forward pass.
+
+        Args:
+            has_left: whether what earlier backward passes have left is still there.
+
+        Raises:
+            StateError: one of these went through it too, and clipped it by itself.
+        """
+        if graph is None or graph in self.graphs:
+            return
+        if graph.is_clipped and has_left():
+            raise StateError(
+                "a second backward pass goes through one forward pass, and what the first has left is still there: "
+                "each clips by itself, so a sample would count twice, by up to 2C. Add the losses up, "
+                "(a + b).backward(), or step and zero_grad() between them"
+            )
+        self.graphs.append(graph)
+
+    def was_clipped(self) -> None:
+        """The pass has left its answer."""
+        for graph in self.graphs:
+            graph.is_clipped = True
+        if self.units is not None:
+            self.units.clipped = True
 
     def asks_for_others(self) -> bool:
         """Whether no layer has been reached because gradients of other tensors alone are asked for (an attack on the
@@ -138,12 +165,17 @@ class Mode(Protocol):
         """A use of the parameter has been differentiated; ``only_use``: the step has no other one. Returns its ordinary
         gradient, where that is wanted beside."""
 
+    def has_left(self) -> bool:
+        """Whether what earlier backward passes have left is still there."""
+
     def on_finish(self, step: Step) -> None:
         """The backward pass is over."""
 
 
 class Graph:
     """Stands for what autograd keeps of one forward pass, and lives as long."""
+
+    is_clipped = False  # whether a private backward pass has gone through it
 
 
 class Steps:

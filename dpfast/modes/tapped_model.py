@@ -302,6 +302,7 @@ class TappedModel:
         self._steps.came_to(output.graph)
         if self.enabled:
             step = step or self._open(output)
+            step.goes_through(output.graph, self.mode.has_left)
             check_same(self, output.units, step.units)
             check_same_mask(output.valid, step.valid)
             if step.first is not None:
@@ -335,8 +336,7 @@ class TappedModel:
         step.check_size(self.batch_dim)
         with torch.no_grad(), exact_arithmetic(), step.row_norms:
             self.mode.on_finish(step)
-        if step.units is not None:
-            step.units.clipped = True
+        step.was_clipped()
 
     def _step_of(self, record: Record) -> Step:
         """The step that a tap belongs to."""

@@ -78,6 +78,7 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
 
     generator: Any
     _passes = 0
+    _taken = 0.0  # the largest sensitivity that this step has taken
     _modules: frozenset[int] = frozenset()  # whose sums this step has taken
     batches: PoissonBatches | None = None
     """Where they are known: all ranks must be at the same step of them, or a sample could count twice."""
@@ -152,8 +153,10 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
             modules = self._modules | left.modules
             check_one(modules)
             self._passes, self._modules = max(self._passes, left.passes), modules
+            self._taken = max(self._taken, left.sensitivity)
+        goes_on = self._check_skip_next_step(pop_next=False)
         for p in params:
-            grad = torch.zeros_like(p) if p.grad is None else p.grad
+            grad = torch.zeros_like(p) if p.grad is None else _own(p.grad, stays=goes_on)
             p.grad = None
             summed = getattr(p, "summed_grad", None)  # none of a new group's
             p.summed_grad = grad if summed is None else summed.add_(grad)
@@ -177,10 +180,16 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
             )
 
     def _check_sensitivity(self, left: Left) -> None:
-        if left.sensitivity > self.max_grad_norm * (1.0 + _ROUNDING):
+        if not left.sensitivity <= self.max_grad_norm * (1.0 + _ROUNDING):
             raise StateError(
                 f"p.grad holds a sum that a sample moves by up to {left.sensitivity}, and the noise is for "
                 f"max_grad_norm={self.max_grad_norm}: give the optimizer the module's sensitivity"
+            )
+        if not self._taken <= self.max_grad_norm * (1.0 + _ROUNDING):
+            raise StateError(
+                f"this step has taken a sum that a sample moves by up to {self._taken}, and the noise is for "
+                f"max_grad_norm={self.max_grad_norm}: lower it between whole steps, not between those that "
+                "signal_skip_step() makes parts of one"
             )
 
     @torch.no_grad()
@@ -229,6 +238,7 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
         """As in Opacus, which leaves what is frozen just now with the sums of its last step."""
         super().zero_grad(set_to_none)
         if not self._is_last_step_skipped:
+            self._start_anew()
             for p in parameters_of(self.original_optimizer):
                 p.summed_grad = None
 
@@ -244,8 +254,11 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
         check_frozen(self.original_optimizer)
         full_step = super().pre_step(closure)
         if full_step:
-            self._passes, self._modules = 0, frozenset()
+            self._start_anew()
         return full_step
+
+    def _start_anew(self) -> None:
+        self._passes, self._modules, self._taken = 0, frozenset(), 0.0
 
 
 class _BoundToModule(DPOptimizerFast):
@@ -264,7 +277,6 @@ class _BoundToModule(DPOptimizerFast):
         **options: Any,
     ):
         self.module = module
-        self._taken = 0.0
         super().__init__(optimizer, max_grad_norm=max_grad_norm, **options)
 
     @property
@@ -285,8 +297,6 @@ class _BoundToModule(DPOptimizerFast):
                 "p.grad does not hold clipped gradients: no backward pass of the dpfast module since the last step"
             )
         super().accumulate()
-        if left is not None:
-            self._taken = max(self._taken, left.sensitivity)
 
     def _check_sensitivity(self, left: Left) -> None:
         """Noise is for the largest in any case. Units are to be whole in one backward pass."""
@@ -304,7 +314,7 @@ class _BoundToModule(DPOptimizerFast):
         try:
             super().add_noise()
         finally:
-            self._noise_for, self._taken = before, 0.0
+            self._noise_for = before
 
 
 class TwoPassOptimizer(_BoundToModule):
@@ -341,6 +351,13 @@ class DistributedOnePassOptimizer(OnePassOptimizer, _DistributedFast):
 
 class DistributedTwoPassOptimizer(TwoPassOptimizer, _DistributedFast):
     """:class:`TwoPassOptimizer` where each worker clips its samples and worker 0 adds the noise, as in Opacus."""
+
+
+def _own(grad: Tensor, *, stays: bool) -> Tensor:
+    """The same memory, with attributes of its own: DDP hands out a bucket's views again. ``stays``: beyond the next
+    backward pass, which writes a bucket anew; then a view is copied."""
+    part = type(grad) is Tensor and grad.untyped_storage().nbytes() != grad.nbytes
+    return grad.clone() if stays and part else grad.detach()
 
 
 def clip_to(module: GradSampleModuleFastGradientClipping, sensitivity: float) -> None:
