@@ -11,7 +11,16 @@ from torch import Tensor, nn
 
 from dpfast.distributed import local, told_to_all
 from dpfast.errors import StateError
-from dpfast.modes.accumulation import Left, check_alone, check_ranks, leave, left_in, noise_of, numbered
+from dpfast.modes.accumulation import (
+    Left,
+    check_alone,
+    check_ranks,
+    leave,
+    left_in,
+    noise_of,
+    not_noted,
+    numbered,
+)
 from dpfast.modes.clippers import NormClipper
 from dpfast.modes.gathered import Gathered, added
 from dpfast.modes.steps import Step
@@ -25,6 +34,8 @@ class LeavesSums(nn.Module):
     _over_ranks: Any  # a Sums, where ranks have other samples
     _parts: Any  # a TensorParallel, where they have other parameters
     _left: Left | None  # what was in p.grad, where there are other ranks
+    _at_forward: Left | None  # and at the begin of the last forward pass
+    _not_told = False  # whether something else was there
     _of_what: tuple[object, ...]
     _keys: Sequence[str] = ()  # of the batch that the model was last called with
     _clipper: Callable[[], NormClipper]
@@ -36,8 +47,14 @@ class LeavesSums(nn.Module):
         Args:
             total: the sum over this rank's samples, None where the step has not used the parameter; asked once.
         """
-        before = self._left_before()
         ranks = self._over_ranks
+        with told_to_all(ranks, self._places):
+            if ranks is not None and self._not_told:
+                raise StateError(
+                    "p.grad holds what no private backward pass has left, and clipped sums would be added to it: "
+                    "zero_grad() before the forward pass"
+                )
+        before = self._left_before()
         if ranks is None or not ranks.crosses:
             totals = {p: total(p) for p in self._places}  # all of them first, so that none is half done
             held = ranks is not None and ranks.hold(totals, add=before is not None)
@@ -102,6 +119,16 @@ class LeavesSums(nn.Module):
             crosses = self._parts is not None or (self._over_ranks is not None and self._over_ranks.crosses)
             check_ranks(before, self._number_of_ranks(), crosses=crosses)
         return before
+
+    def _left_for_all(self) -> Left | None:
+        """What earlier passes have left, where there are other ranks; :attr:`_not_told` where a gradient is there that
+        no note tells of."""
+        left, self._not_told = left_in(self._places), False
+        if left is None and any(local(p.grad).any() for p in not_noted(self._places)):
+            # DDP puts other tensors in their place when it makes its buckets anew, in a forward pass.
+            left = self._at_forward
+            self._not_told = left is None
+        return left
 
     def has_left(self) -> bool:
         """Whether clipped sums of earlier backward passes are still there."""

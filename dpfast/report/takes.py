@@ -30,6 +30,9 @@ class Caught:
     def on_factor(self, step: Step, parameter: nn.Parameter, factor: Factor, only_use: bool) -> None:
         pass
 
+    def has_left(self) -> bool:
+        return False
+
     def on_finish(self, step: Step) -> None:
         pass
 
