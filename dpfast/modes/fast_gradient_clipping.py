@@ -12,7 +12,7 @@ from dpfast.arithmetic import SquaredNorm, is_traced
 from dpfast.distributed import Sums, not_in, parts_of, sums_of, told_to_all
 from dpfast.errors import InputError, StateError
 from dpfast.factors import Factor, InTurn, OuterProduct, Ragged, Waiting, pin
-from dpfast.modes.accumulation import Left, held_by
+from dpfast.modes.accumulation import Left
 from dpfast.modes.before import Before
 from dpfast.modes.clipped import Clipped, clip, clip_to
 from dpfast.modes.clippers import (
@@ -90,7 +90,7 @@ class GradSampleModuleFastGradientClipping(LeavesSums, LastNorms, PerUnit, GradS
     _over_ranks: Sums | None = None  # where ranks have other samples
     _parts: Any = None  # a TensorParallel, where they have other parameters
     _left: Left | None = None  # what was in p.grad, where there are other ranks
-    _at_forward: Left | None = None  # the same when the last forward pass began
+    _last_left: Left | None = None  # what the last pass has left there, then
     _budget: MemoryBudget | None = None  # what plans which layers write their gradients
     _before: Before | None = None  # what is known from the last step
     _numbers: list[int] | None = None  # id of each trainable parameter, of the places' step
@@ -184,8 +184,6 @@ class GradSampleModuleFastGradientClipping(LeavesSums, LastNorms, PerUnit, GradS
         if self._over_ranks is None or not self._over_ranks.is_of(wrapper.module):
             self._over_ranks = sums_of(wrapper, self._module, self._tapped)
         self._over_ranks.on_forward()
-        if in_backward() is None:
-            self._at_forward = held_by(self._places)
 
     @property
     def defers(self) -> bool:

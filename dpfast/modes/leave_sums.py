@@ -34,7 +34,7 @@ class LeavesSums(nn.Module):
     _over_ranks: Any  # a Sums, where ranks have other samples
     _parts: Any  # a TensorParallel, where they have other parameters
     _left: Left | None  # what was in p.grad, where there are other ranks
-    _at_forward: Left | None  # and at the begin of the last forward pass
+    _last_left: Left | None  # what the last pass has left there, then
     _not_told = False  # whether something else was there
     _of_what: tuple[object, ...]
     _keys: Sequence[str] = ()  # of the batch that the model was last called with
@@ -125,8 +125,7 @@ class LeavesSums(nn.Module):
         no note tells of."""
         left, self._not_told = left_in(self._places), False
         if left is None and any(local(p.grad).any() for p in not_noted(self._places)):
-            # DDP puts other tensors in their place when it makes its buckets anew, in a forward pass.
-            left = self._at_forward
+            left = self._last_left  # DDP has put other tensors in their place: it makes its buckets anew
             self._not_told = left is None
         return left
 
@@ -145,7 +144,8 @@ class LeavesSums(nn.Module):
 
     def _note(self, before: Left | None, **of: Any) -> None:
         """One sum more is in ``p.grad``."""
-        leave(self._places, self._with_one_more(Left(0, 0.0) if before is None else before, **of))
+        self._last_left = self._with_one_more(Left(0, 0.0) if before is None else before, **of)
+        leave(self._places, self._last_left)
 
     def _with_one_more(self, before: Left, **of: Any) -> Left:
         """What a gradient holds that held ``before``, once this pass has left its sum."""

@@ -235,15 +235,16 @@ def test_a_parameter_that_is_unfrozen_before_the_backward_pass():
         assert relative_error(model.get_parameter(name).grad, expected) <= 1e-5, name
 
 
-def test_a_second_backward_pass_through_one_graph_adds_the_same_once_more():
+def test_a_second_backward_pass_through_one_graph_gives_the_same():
     model, x = blocks(), torch.randn(N, T, D)
     wrapped = dpfast.GradSampleModuleFastGradientClipping(model, loss_reduction="sum")
     loss = losses(wrapped, x).sum()
     loss.backward(retain_graph=True)
     once, norms = [p.grad.clone() for p in model.parameters()], wrapped.get_norm_sample()
+    wrapped.zero_grad()
     loss.backward()
     assert torch.equal(norms, wrapped.get_norm_sample())
-    assert all(torch.equal(p.grad, 2 * g) for p, g in zip(model.parameters(), once, strict=True))
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), once, strict=True))
 
 
 @pytest.mark.parametrize("bias_alone", [False, True])

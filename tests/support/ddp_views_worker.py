@@ -16,6 +16,7 @@ from dpfast.opacus import DPOptimizerFast
 C, STEPS = 0.5, 4
 WAYS = {  # which of a step's backward passes are under no_sync, and which are parts of a virtual step
     "plain": ([True], []),
+    "two passes a step": ([True, True], []),
     "the first one under no_sync": ([False, True], []),
     "virtual steps": ([True, True, True], [True, True, False]),
 }
