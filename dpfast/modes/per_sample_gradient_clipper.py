@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from dpfast.errors import StateError
 from dpfast.factors import Dense
-from dpfast.modes.clippers import NormClipper, clip_factors
+from dpfast.modes.clipped import clip
+from dpfast.modes.clippers import NormClipper
+from dpfast.modes.gathered import added, rounding
 from dpfast.modes.grad_sample_module import GradSampleModule
 
 
@@ -97,24 +99,21 @@ class PerSampleGradientClipper:
         of_all: dict[str, Any] = parameters  # each with a grad_sample
         samples = {name: _joined(p.grad_sample) for name, p in of_all.items()}
         squares = [Dense(g).sq_norm() for g in samples.values()]
-        if self.norm_clipper.is_per_layer:
-            norms = [s.upper.sqrt() for s in squares]
-        else:
-            norms = [torch.stack([s.upper.to(squares[0].upper.device) for s in squares]).sum(0).sqrt()]
-        factors = clip_factors(self.norm_clipper, norms)
+        clipped = clip(self.norm_clipper, squares, scale=1.0, rounding=list(map(rounding, of_all.values())))
         thresholds = self.norm_clipper.thresholds
         for i, (name, p) in enumerate(parameters.items()):
             j = i if self.norm_clipper.is_per_layer else 0
-            total = Dense(samples[name]).weighted_sum(factors[j].to(p.device)).to(p.dtype)
+            factors = clipped.coefficients(j, p.dtype)
+            total = Dense(samples[name]).weighted_sum(factors.to(p.device))
             self._sums[p] = self._sums[p] + total if p in self._sums else total
             self._report(
                 param_name=name,
-                clipping_factor=factors[j].float(),
+                clipping_factor=factors.float(),
                 clipping_threshold=thresholds[j],
-                per_sample_norm=norms[j].float(),
+                per_sample_norm=clipped.measured[j].float(),
                 per_sample_grad=samples[name],
                 grad_before_clip=p.grad,
-                grad_after_clip=self._averaged(total, len(samples[name])),
+                grad_after_clip=self._averaged(total, len(samples[name]), p.dtype),
             )
             p.grad_sample = None  # type: ignore[attr-defined]  # as in Opacus
         self._samples += len(next(iter(samples.values()))) if samples else 0
@@ -135,7 +134,7 @@ class PerSampleGradientClipper:
             )
         samples = self._samples
         for p, total in self._sums.items():
-            p.grad = self._averaged(total, samples)
+            p.grad = self._averaged(total, samples, p.dtype)
         dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)  # noise is scaled to them
         thresholds = torch.full((len(self._sums),), self.norm_clipper.sensitivity, dtype=dtype)
         self._reset()
@@ -157,8 +156,8 @@ class PerSampleGradientClipper:
     def _named_parameters(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
 
-    def _averaged(self, total: Tensor, samples: int) -> Tensor:
-        return total / max(samples, 1) if self.loss_reduction == "mean" else total.clone()
+    def _averaged(self, total: Tensor, samples: int, dtype: torch.dtype) -> Tensor:
+        return added(None, total / max(samples, 1) if self.loss_reduction == "mean" else total.clone(), dtype)
 
     def _reset(self) -> None:
         self._sums.clear()

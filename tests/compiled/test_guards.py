@@ -1,6 +1,7 @@
 """What a capture takes as it was, and what is refused."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -362,3 +363,21 @@ def test_a_loss_that_is_first_seen_with_one_sample_is_looked_at_again():
     net.zero_grad()
     with pytest.raises(InputError, match="changes with the other samples"):
         step(*mlp_batch(4))
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_what_a_step_has_left_is_watched_when_it_is_gone(gone):
+    """A step may be a local variable, and the model's own backward pass comes after it."""
+    from dpfast.opacus import DPOptimizerFast
+
+    net, (x, y) = Mlp(), mlp_batch(5)
+    step = compiled(net)
+    step(x, y)
+    sgd = torch.optim.SGD(net.parameters(), lr=1.0)
+    optimizer = DPOptimizerFast(sgd, noise_multiplier=1.0, max_grad_norm=0.5, expected_batch_size=5)
+    if gone:
+        del step
+        gc.collect()
+    square_losses(net, x, y).sum().backward()
+    with pytest.raises(StateError, match="clips nothing"):
+        optimizer.step()

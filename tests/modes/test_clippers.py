@@ -305,3 +305,114 @@ def test_a_clipper_is_not_swapped_within_a_backward_pass(passes):
     with pytest.raises(StateError, match="cannot be set while a backward pass runs"):
         outputs.square().sum().backward()
     assert wrapped.norm_clipper is first and all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("threshold", [1.0, 3e-5, 3e-6])
+def test_sums_in_16_bits_are_no_longer_than_clipped_ones(dtype, threshold):
+    """Their rounding is bounded too: one sample's share of what is left never exceeds C."""
+    for step in range(6):
+        limit = threshold * (1 + step / 6)
+        model = nn.Linear(64, 64, bias=False).to(dtype)
+        clipper = dpfast.PerSampleGradientClipper(model, ConstantFlatClipper(limit), loss_reduction="sum")
+        model(torch.ones(1, 64, dtype=dtype)).float().sum().backward()
+        clipper.clip_and_accumulate()
+        clipper.pre_step()
+        norm = model.weight.grad.double().norm().item()
+        assert norm <= limit
+        assert norm > 0.9 * limit or dtype is torch.float16  # whose numbers end there, rounded towards zero
+
+
+def test_batches_in_16_bits_are_added_in_fp32():
+    model = nn.Linear(8, 8, bias=False).to(torch.bfloat16)
+    clipper = dpfast.PerSampleGradientClipper(model, ConstantFlatClipper(1e-3), loss_reduction="sum")
+    for _ in range(1000):
+        model(torch.ones(1, 8, dtype=torch.bfloat16)).float().sum().backward()
+        clipper.clip_and_accumulate()
+    clipper.pre_step()
+    assert abs(model.weight.grad.double().norm().item() - 1.0) < 0.01  # in bf16 it would stop at a quarter
+
+
+class Fixed(NormClipper):
+    is_per_layer = True
+
+    def __init__(self, thresholds):
+        self._thresholds = torch.tensor(thresholds)
+
+    @property
+    def thresholds(self):
+        return self._thresholds
+
+    def calc_clipping_factors(self, norms):
+        return [(c / norm).clamp(max=1.0) for c, norm in zip(self.thresholds, norms, strict=True)]
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, -1.0])
+def test_thresholds_that_bound_nothing_are_refused(wrong):
+    """A quantile of norms of which one is NaN is NaN."""
+    model, x, y = example("mlp", 4)
+    number = len(list(model.parameters()))
+    wrapped = dpfast.GradSampleModuleFastGradientClipping(model, norm_clipper=Fixed([wrong] + [5.0] * (number - 1)))
+    with pytest.raises(InputError, match="thresholds .* not negative"):
+        mean_loss(wrapped, x, y).backward()
+    assert all(p.grad is None for p in model.parameters())
+
+
+# --- two backward passes through one forward ---
+
+
+MODES = {
+    "one pass": lambda m: dpfast.GradSampleModuleFastGradientClipping(m, loss_reduction="sum"),
+    "grad_sample": lambda m: dpfast.GradSampleModule(m, loss_reduction="sum"),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_two_losses_of_one_forward_are_added_up_first(mode):
+    """Each backward pass would clip by itself, and a sample add up to 2C."""
+    model, x, _ = example("mlp", 4)
+    wrapped = MODES[mode](model)
+    output = wrapped(x)
+    output.square().sum().backward(retain_graph=True)
+    left = {name: g.clone() for name, g in grads(model).items()}
+    with pytest.raises(StateError, match=r"\(a \+ b\).backward\(\)"):
+        output.abs().sum().backward(retain_graph=True)
+    assert all(torch.equal(g, left[name]) for name, g in grads(model).items())
+    wrapped.zero_grad()
+    output.abs().sum().backward(retain_graph=True)  # what the first has left is gone
+    wrapped.zero_grad()
+    (output.square().sum() + output.abs().sum()).backward()
+    wrapped(x).square().sum().backward()  # another forward pass, of another batch for all that can be told
+
+
+def test_outputs_of_one_forward_take_one_backward():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        def forward(self, x):
+            hidden = self.first(x).tanh()
+            return hidden, self.second(hidden)
+
+    wrapped = MODES["one pass"](Two())
+    hidden, output = wrapped(torch.randn(5, 3))
+    hidden.square().sum().backward(retain_graph=True)
+    with pytest.raises(StateError, match="count twice"):
+        output.square().sum().backward()
+    wrapped.zero_grad()
+    hidden, output = wrapped(torch.randn(5, 3))
+    (hidden.square().sum() + output.square().sum()).backward()
+
+
+def test_two_passes_go_through_one_forward_once():
+    model, x, y = example("mlp", 4)
+    wrapped = dpfast.GradSampleModuleFastGradientClipping(model, loss_reduction="sum", passes=2)
+    losses = nn.functional.cross_entropy(wrapped(x), y, reduction="none")
+    for _ in range(2):  # a first pass leaves nothing
+        losses.sum().backward(retain_graph=True)
+    wrapped.disable_hooks()
+    (wrapped.get_clipping_coef() * losses).sum().backward(retain_graph=True)
+    wrapped.enable_hooks()
+    with pytest.raises(StateError, match="count twice"):
+        losses.sum().backward()

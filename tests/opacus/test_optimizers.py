@@ -180,3 +180,48 @@ def test_low_precision_parameters(cls):
         module.enable_hooks()
     optimizer.step()
     assert model.weight.grad.dtype == torch.bfloat16 and torch.isfinite(model.weight).all()
+
+
+def fast(model, lr=1.0, sigma=1.0):
+    sgd = torch.optim.SGD(model.parameters(), lr=lr)
+    return DPOptimizerFast(sgd, noise_multiplier=sigma, max_grad_norm=C, expected_batch_size=2)
+
+
+def test_threshold_is_lowered_within_a_step():
+    """What waits in a virtual step was clipped to more than the noise would be for."""
+    model, x, y = opacus_example("mlp")
+    module = dpfast.GradSampleModuleFastGradientClipping(model, max_grad_norm=C)
+    optimizer = fast(model)
+    mean_loss(module, x[:3], y[:3]).backward()
+    optimizer.signal_skip_step(True)
+    optimizer.step()
+    optimizer.zero_grad()
+    module.max_grad_norm = optimizer.max_grad_norm = 0.01 * C
+    mean_loss(module, x[3:], y[3:]).backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(StateError, match="between whole steps"):
+        optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    optimizer.max_grad_norm = C  # noise for the larger one is enough
+    optimizer.step()
+
+
+def test_step_that_fails_leaves_nothing_to_the_next():
+    model, x, y = opacus_example("mlp")
+    module = dpfast.GradSampleModuleFastGradientClipping(model, max_grad_norm=C)
+    optimizer = fast(model)
+    seen = []
+
+    def fail(optimizer):
+        raise OSError("the accountant's store is down")
+
+    optimizer.attach_step_hook(fail)
+    for part in (slice(0, 2), slice(2, 4), slice(4, 6)):
+        mean_loss(module, x[part], y[part]).backward()
+    with pytest.raises(OSError, match="store"):
+        optimizer.step()
+    optimizer.zero_grad()
+    optimizer.attach_step_hook(lambda of: seen.append(of.accumulated_iterations))
+    mean_loss(module, x[:2], y[:2]).backward()
+    optimizer.step()
+    assert seen == [1]
