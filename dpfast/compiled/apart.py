@@ -96,7 +96,7 @@ def _look(model: nn.Module, losses: Losses, batch: Batch, options: dict[str, Any
     layout = options["layout"] and {f"model.{name}" if name else "model": at for name, at in options["layout"].items()}
     whole = learner(_WithLosses(model, losses, batch), {**options, "layout": layout})
     try:
-        whole.learn(lambda mode, *tensors: mode(*tensors), batch.tensors)
+        whole.learn(lambda mode, *tensors: mode(*tensors), batch.copies())
         outputs, layers = mixed_in(whole)
         if 0 in outputs:
             raise InputError(_DEPENDS)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
+from enum import Enum
+from numbers import Number
 from typing import Any
 
 import torch
@@ -12,14 +14,28 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from dpfast.errors import InputError
 
+_FROZEN = (Number, str, bytes, Enum, torch.dtype, torch.device, torch.layout, torch.memory_format)
+"""What has no parts that could change: a capture is one for each value."""
+
 
 class Batch:
-    """A batch, its tensors apart from what else is in it."""
+    """A batch, its tensors apart from what else is in it.
+
+    Raises:
+        InputError: something that may hold tensors, of which nobody here knows.
+    """
 
     def __init__(self, leaves: Sequence[Any], structure: TreeSpec):
         self.places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
         self.tensors: list[Tensor] = [leaves[i] for i in self.places]
         self.others = [None if isinstance(x, Tensor) else x for x in leaves]
+        for x in self.others:
+            if not (x is None or isinstance(x, _FROZEN)):
+                raise InputError(
+                    f"the batch holds a {type(x).__name__}, and what is in it would be taken as it was in the first "
+                    "batch: give its tensors themselves, in tuples, lists or dicts (dict(batch), "
+                    "torch.as_tensor(array)), or register its class with torch.utils._pytree.register_pytree_node"
+                )
         self.structure = structure
 
     @classmethod
@@ -28,6 +44,10 @@ class Batch:
         batch = copy.copy(other)
         batch.tensors = list(tensors)
         return batch
+
+    def copies(self) -> list[Tensor]:
+        """Of its tensors, for a look: losses and forwards may write to what they are given."""
+        return [x.detach().clone() for x in self.tensors]
 
     def of(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
         """The batch with other tensors."""

@@ -10,6 +10,7 @@ import traceback
 import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -73,7 +74,8 @@ def capture(
     """
     with torch.compiler.set_stance("force_eager"):
         fakes = FakeTensorMode(allow_non_fake_inputs=True)
-        known: dict[int, Any] = {}
+        generators = (x for m in model.modules() for x in vars(m).values() if isinstance(x, torch.Generator))
+        known: dict[int, Any] = {id(x): x for x in generators}  # whose state no fake tensor can hold
         with _FakeCopy(fakes) as copying:
             copied = copy.deepcopy(model, known)
         own = [*model.parameters(), *model.buffers()]
@@ -111,6 +113,7 @@ def capture(
         finally:
             torch.clear_autocast_cache()  # of copies without values
     _check_buffers(model, copied, known)
+    _check_written(graph, losses, model)
     _without_aliases(graph.graph)
     graph.graph.eliminate_dead_code()
     graph.recompile()
@@ -178,6 +181,43 @@ def _check_others(others: Iterable[Tensor]) -> None:
             )
 
 
+def _check_written(graph: fx.GraphModule, function: Losses, model: nn.Module) -> None:
+    """Raises UnsupportedModuleError where the step draws from a generator of its own, or writes to a tensor that it
+    reaches by a closure or a global: that may keep something of the samples for the next batch, or the next pass over
+    part of this one."""
+    for node in graph.graph.nodes:
+        if node.op == "get_attr" and isinstance(getattr(graph, str(node.target), None), torch.Generator):
+            raise UnsupportedModuleError(
+                "the step draws from a torch.Generator of its own, and a graph from torch's default one alone; "
+                "leave generator= out, or take GradSampleModuleFastGradientClipping, the same step without a graph"
+            )
+        schema = getattr(node.target, "_schema", None)
+        for i, argument in enumerate(schema.arguments if schema is not None and schema.is_mutable else ()):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            written = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+            for x in written if isinstance(written, (list, tuple)) else [written]:
+                place = _viewed(x)
+                if isinstance(place, fx.Node) and place.op == "get_attr":
+                    constant = getattr(graph, str(place.target))
+                    raise UnsupportedModuleError(
+                        f"losses(model, *batch) write to {_said(constant, function, model)} {tuple(constant.shape)}, "
+                        "which they reach by a closure or a global: what it keeps of one batch goes into the losses of "
+                        "the next. Make it a buffer of the model, where it is looked at whether other samples' losses "
+                        "change with it; or write to it outside of the step"
+                    )
+
+
+def _viewed(x: Any) -> Any:
+    """What a node is a view of."""
+    while isinstance(x, fx.Node) and x.op == "call_function":
+        returns = getattr(getattr(x.target, "_schema", None), "returns", ())
+        if not (returns and returns[0].alias_info is not None and x.args):
+            break
+        x = x.args[0]
+    return x
+
+
 def _check_leaves(losses: Tensor, function: Losses, model: nn.Module) -> None:
     """Raises UnsupportedModuleError where a gradient would come to a tensor that is no copy: what a function reaches by
     a closure or a global is none of the graph's, and would be left one without values."""
@@ -199,7 +239,8 @@ def _said(x: Tensor, function: Losses, model: nn.Module) -> str:
             for name, value in {**reached.globals, **reached.nonlocals}.items():
                 if value is x:
                     return name
-                for own, p in value.named_parameters() if isinstance(value, nn.Module) else ():
+                of_module = isinstance(value, nn.Module)
+                for own, p in chain(value.named_parameters(), value.named_buffers()) if of_module else ():
                     if p is x:
                         return f"{name}.{own}"
     return "a tensor"

@@ -108,7 +108,13 @@ class Graph:
             )
         state = [*own.parameters, *own.buffers, *self._others]
         if self._first is None:
-            return self._run(*state, *inputs)
+            try:
+                return self._run(*state, *inputs)
+            except Exception as error:
+                cause = _first_cause(error)
+                if not _is_of_torchs_compiler(error) or _is_of_torchs_compiler(cause):
+                    raise
+                raise cause from None  # an operation's own, over which torch.compile has failed to say so
         say = self._backend == "inductor"
         if say:
             print(
@@ -120,14 +126,18 @@ class Graph:
         except Exception as error:
             if say:
                 print("not here", file=sys.stderr)
-            if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
-                cause: BaseException = error  # torch.compile may fail a second time over what had failed
-                while isinstance(cause.__context__, Exception):
-                    cause = cause.__context__
+            if _is_of_torchs_compiler(error):
+                cause = _first_cause(error)
+                said = next(iter(str(cause).splitlines()), type(cause).__name__)
+                needs = ""
+                if _is_of_torchs_compiler(cause):
+                    needs = (
+                        "Inductor needs a C++ compiler on a CPU (g++ or clang++, or CXX=its path) and "
+                        "backend='aot_eager' none; "
+                    )
                 raise BackendError(
-                    f"torch.compile with backend={self._backend!r} cannot compile here: {str(cause).splitlines()[0]}. "
-                    "Inductor needs a C++ compiler on a CPU (g++ or clang++, or CXX=its path) and backend='aot_eager' "
-                    "none; GradSampleModuleFastGradientClipping is the same step without a graph"
+                    f"torch.compile with backend={self._backend!r} cannot compile here: {said}. {needs}"
+                    "GradSampleModuleFastGradientClipping is the same step without a graph"
                 ) from error
             raise
         if say:
@@ -140,6 +150,17 @@ class Graph:
         with exact_convolutions(), exact_arithmetic():
             result: Sequence[Tensor] = self._compiled(*inputs)
             return result
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    """torch.compile may fail a second time over what had failed."""
+    while isinstance(error.__context__, Exception):
+        error = error.__context__
+    return error
+
+
+def _is_of_torchs_compiler(error: BaseException) -> bool:
+    return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
 
 
 def _same(before: Sequence[object], now: Sequence[object]) -> bool:

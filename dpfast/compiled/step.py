@@ -128,6 +128,8 @@ class CompiledStep:
     ):
         if not (isinstance(batch_size, int) and batch_size > 0):
             raise InputError(f"batch_size={batch_size!r} must be a positive number of samples")
+        if isinstance(model, torch._dynamo.OptimizedModule):
+            raise InputError("the model is torch.compile's already, and compile_step compiles: give model._orig_mod")
         if any(isinstance(m, GradSampleModule) or has_hooks(m) for m in model.modules()):
             raise StateError(
                 "compile_step takes the module itself, and this one, or one in it, has hooks already; remove the first "
@@ -349,7 +351,7 @@ class CompiledStep:
         options = {"layout": self._layout, "norm_clipper": self.norm_clipper}
         learned = learner(self.model, options)
         try:
-            settled = learned.learn(self.losses, whole.of(whole.tensors))
+            settled = learned.learn(self.losses, whole.of(whole.copies()))
             if before is not None and not before.apart:
                 check_apart(self.model, self.losses, learned, whole, options)
             if before is not None and again and not mixed_in(learned)[1]:

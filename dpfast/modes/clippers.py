@@ -130,11 +130,12 @@ class ConstantPerLayerClipper(NormClipper):
     def __init__(self, flat_values: float | Sequence[float]):
         values = flat_values if isinstance(flat_values, Sequence) else [flat_values]
         self.flat_values = [check_threshold(value) for value in values]
-        self._one_for_all = len(self.flat_values) == 1
+        self._one_for_all = len(self.flat_values) == 1  # however many these are in a step
+        self._known, self._value = not self._one_for_all, self.flat_values[0] if self.flat_values else 0.0
 
     @property
     def thresholds(self) -> Tensor:
-        if self._one_for_all:
+        if not self._known:
             raise StateError(
                 "one threshold stands for every parameter, and their number is not known yet: hand the clipper to a "
                 "module or a PerSampleGradientClipper first, or give a list"
@@ -142,9 +143,9 @@ class ConstantPerLayerClipper(NormClipper):
         return torch.tensor(self.flat_values, dtype=torch.float64)
 
     def for_parameters(self, num_parameters: int) -> None:
-        if self._one_for_all:
-            self.flat_values = self.flat_values * num_parameters
-            self._one_for_all = False
+        if self._one_for_all and len(set(self.flat_values)) <= 1:
+            self._value = (self.flat_values or [self._value])[0]
+            self.flat_values, self._known = [self._value] * num_parameters, True
         super().for_parameters(num_parameters)
 
     def calc_clipping_factors(self, norms: Sequence[Tensor]) -> list[Tensor]:

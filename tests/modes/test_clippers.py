@@ -353,7 +353,7 @@ def test_thresholds_that_bound_nothing_are_refused(wrong):
     model, x, y = example("mlp", 4)
     number = len(list(model.parameters()))
     wrapped = dpfast.GradSampleModuleFastGradientClipping(model, norm_clipper=Fixed([wrong] + [5.0] * (number - 1)))
-    with pytest.raises(InputError, match="thresholds .* not negative"):
+    with pytest.raises(InputError, match=r"thresholds .* not negative"):
         mean_loss(wrapped, x, y).backward()
     assert all(p.grad is None for p in model.parameters())
 
