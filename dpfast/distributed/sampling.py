@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.utils.data import Sampler
 
 from dpfast.distributed.secret import SharedSecret
+from dpfast.distributed.wrappers import in_process_group, number_of_ranks
 from dpfast.errors import InputError, StateError
 
 
@@ -22,8 +23,8 @@ class PoissonBatches(Sampler[list[int]]):
 
     Args:
         num_samples: of the data set. sample_rate: q, in (0, 1]. secret: the same on all ranks.
-        steps: in one iteration; ``round(1 / sample_rate)`` if None, as in Opacus.
-        rank, ranks: this rank's number and how many there are; of the default process group if None.
+        steps: in one iteration; ``round(1 / sample_rate)`` if None (Opacus rounds down).
+        rank, ranks: this rank's number and how many there are; of the default process group if None, if there is one.
 
     Attributes:
         step: of the next draw. Set it to go on where a run has stopped.
@@ -49,8 +50,8 @@ class PoissonBatches(Sampler[list[int]]):
         self.steps = round(1.0 / sample_rate) if steps is None else steps
         self.step = 0
         self._secret = secret
-        self._rank = dist.get_rank() if rank is None else rank
-        self._ranks = dist.get_world_size() if ranks is None else ranks
+        self._rank = rank if rank is not None else dist.get_rank() if in_process_group() else 0
+        self._ranks = number_of_ranks() if ranks is None else ranks
 
     def __len__(self) -> int:
         return self.steps

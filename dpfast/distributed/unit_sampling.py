@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from dpfast.distributed.sampling import PoissonBatches
 from dpfast.distributed.secret import SharedSecret
-from dpfast.distributed.wrappers import in_process_group, number_of_ranks
 from dpfast.errors import InputError
 from dpfast.factors import Runs
 
@@ -66,8 +64,8 @@ class UnitPoissonSampler(PoissonBatches):
             sample_rate,
             secret,
             steps=steps,
-            rank=rank if rank is not None else dist.get_rank() if in_process_group() else 0,
-            ranks=number_of_ranks() if ranks is None else ranks,
+            rank=rank,
+            ranks=ranks,
         )
         self.num_units, self.records_a_unit = num_units, records_a_unit
         self._runs = Runs(self.unit_of_record, num_units)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 from torch import nn, optim
 
-from dpfast.errors import StateError
+from dpfast.errors import InputError, StateError
 from dpfast.modes import Left, held_by, not_noted
 
 
@@ -20,6 +22,12 @@ def check_before_steps(private: Any) -> Any:
     if hasattr(wrapped, "register_step_pre_hook"):
         wrapped.register_step_pre_hook(_check_step)
     return private
+
+
+def check_noise(noise_multiplier: float) -> None:
+    """Raises InputError where it is no number, negative or not finite."""
+    if not (isinstance(noise_multiplier, Real) and 0.0 <= noise_multiplier < math.inf):
+        raise InputError(f"noise_multiplier={noise_multiplier!r} must be a finite number, and not negative")
 
 
 def parameters_of(optimizer: optim.Optimizer) -> list[Any]:

@@ -26,7 +26,7 @@ from dpfast.distributed import (
 from dpfast.errors import InputError, StateError
 from dpfast.errors import UnsupportedModuleError as OurError
 from dpfast.modes import ConstantPerLayerClipper, GradSampleModule, GradSampleModuleFastGradientClipping
-from dpfast.opacus.checks import check_before_steps
+from dpfast.opacus.checks import check_before_steps, check_noise
 from dpfast.opacus.compiled import graph_size, losses_of, padded_loader
 from dpfast.opacus.losses import ClippedLoss
 from dpfast.opacus.optimizers import (
@@ -35,6 +35,7 @@ from dpfast.opacus.optimizers import (
     OnePassOptimizer,
     TwoPassOptimizer,
 )
+from dpfast.opacus.thresholds import check_clipping, check_number, per_layer_clipper
 from dpfast.taps import find_forward, find_rule
 
 MODES = ("dpfast", "dpfast_compiled", "dpfast_two_pass", "dpfast_materialize")
@@ -77,6 +78,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
     """
 
     _module: Any = None  # while make_private runs
+    _wrapped: Any = None  # meanwhile: the wrapper that it has put on
     _graph_size: int | None = None  # meanwhile, of the mode "dpfast_compiled"
     _criterion: Any = None  # meanwhile
     _dealt_out = False  # whether, meanwhile, batches come from one draw for all ranks
@@ -105,7 +107,8 @@ class PrivacyEngine(opacus.PrivacyEngine):
         Args:
             max_grad_norm: C; with ``clipping="per_layer"`` a list of C_p, one a trainable parameter in the order of
                 the optimizer's, as in Opacus.
-            criterion: for the modes of two passes and "dpfast_compiled"; ``nn.CrossEntropyLoss()`` if None.
+            criterion: for the modes of two passes and "dpfast_compiled"; ``nn.CrossEntropyLoss``, with
+                that ``loss_reduction``, if None.
             clipping: "flat", "per_layer" (not with "dpfast_two_pass"), or "adaptive" ("dpfast_materialize" only).
             grad_sample_mode: see the class.
             user_of_record: whose each record of the data set is, (num_records,), where persons and not records are to
@@ -132,7 +135,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
             "data_loader": data_loader,
             "noise_multiplier": noise_multiplier,
             "max_grad_norm": max_grad_norm,
-            "criterion": nn.CrossEntropyLoss() if criterion is None else criterion,
+            "criterion": nn.CrossEntropyLoss(reduction=loss_reduction) if criterion is None else criterion,
             "clipping": clipping,
             "loss_reduction": loss_reduction,
             "grad_sample_mode": grad_sample_mode,
@@ -151,7 +154,8 @@ class PrivacyEngine(opacus.PrivacyEngine):
                 ours = f"grad_sample_mode={grad_sample_mode!r} is none of {', '.join(MODES)}"
                 raise InputError(f"{ours}; {error}") from None
             return tuple(ClippedLoss.of(x) if type(x) is DPLossFastGradientClipping else x for x in made)
-        _check_clipping(grad_sample_mode, clipping, max_grad_norm)
+        check_noise(noise_multiplier)
+        check_clipping(grad_sample_mode, clipping, max_grad_norm)
         if user_of_record is not None:
             self._units = user_of_record, records_a_unit
         wrap_model = options.get("wrap_model", True)
@@ -170,7 +174,12 @@ class PrivacyEngine(opacus.PrivacyEngine):
                 return module, optimizer, data_loader
             criterion = ClippedLoss(module, optimizer, arguments["criterion"], loss_reduction)
             return module, optimizer, criterion, data_loader
+        except BaseException:
+            if self._wrapped is not None:  # nobody else has it, and the module could not be wrapped again
+                self._wrapped.cleanup()
+            raise
         finally:
+            self._wrapped = None
             self._module, self._dealt_out, self._over_ranks, self._batches = None, False, False, None
             self._graph_size = self._criterion = self._units = None
 
@@ -179,7 +188,8 @@ class PrivacyEngine(opacus.PrivacyEngine):
     ) -> Any:
         """Opacus's ``make_private_with_epsilon``; arguments and answer as :meth:`make_private`'s, with
         ``target_epsilon``, ``target_delta`` and ``epochs`` in the place of ``noise_multiplier``."""
-        criterion = nn.CrossEntropyLoss() if criterion is None else criterion
+        if criterion is None:
+            criterion = nn.CrossEntropyLoss(reduction=options.get("loss_reduction", "mean"))
         return super().make_private_with_epsilon(criterion=criterion, grad_sample_mode=grad_sample_mode, **options)
 
     # --- what Opacus's make_private calls ---
@@ -246,7 +256,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
                 )
             prepared: Any = module
         else:
-            prepared = cls(module, **given, **passes)
+            prepared = self._wrapped = cls(module, **given, **passes)
         self._module = prepared if passes else None
         wrapper = find_wrapper(prepared._module, prepared) if passes else None
         self._over_ranks = wrapper is not None
@@ -277,6 +287,8 @@ class PrivacyEngine(opacus.PrivacyEngine):
             "expected_batch_size": expected_batch_size,
             "loss_reduction": loss_reduction,
         }
+        if grad_sample_mode in MODES and clipping == "per_layer":
+            check_number(optimizer, max_grad_norm)  # type: ignore[arg-type]  # as checked
         if grad_sample_mode not in MODES or self._module is None:
             prepared: Any = super()._prepare_optimizer(
                 optimizer=optimizer,
@@ -294,7 +306,8 @@ class PrivacyEngine(opacus.PrivacyEngine):
         batches = None
         if isinstance(self._batches, UnitPoissonSampler):
             self._module.needs_units = True
-            expected_batch_size = max(1, int(self._batches.num_units * self._batches.sample_rate))
+            expected = self._batches.num_units * self._batches.sample_rate
+            expected_batch_size = max(1, int(expected * (1.0 + 2.0**-40)))  # 98 times 1/49 may be less than 2
             if distributed:  # as Opacus: of a rank
                 expected_batch_size /= dist.get_world_size()  # type: ignore[assignment]  # Opacus's own is a float then
             given["expected_batch_size"] = expected_batch_size
@@ -305,9 +318,14 @@ class PrivacyEngine(opacus.PrivacyEngine):
             distributed, noise_generator = False, None
         if clipping == "per_layer":
             whole = self._module if self._graph_size is None else self._module.model
-            clipper = _per_layer_clipper(whole, optimizer, max_grad_norm)  # type: ignore[arg-type]  # as checked
+            clipper = per_layer_clipper(whole, optimizer, max_grad_norm)  # type: ignore[arg-type]  # as checked
             self._module.norm_clipper = clipper
             max_grad_norm = clipper.sensitivity
+        elif isinstance(self._module.norm_clipper, ConstantPerLayerClipper):
+            raise StateError(
+                "the module is wrapped already, with a ConstantPerLayerClipper, and clipping='flat' has one threshold "
+                "for all parameters: set module.norm_clipper = None first, or take clipping='per_layer'"
+            )
         cls = {
             ("dpfast", False): OnePassOptimizer,
             ("dpfast_compiled", False): OnePassOptimizer,
@@ -355,42 +373,3 @@ def validate(module: nn.Module, *, over_ranks: bool = True) -> None:
 
 class UnsupportedModuleError(OurError, of_opacus.UnsupportedModuleError):
     """Also Opacus's, which its users catch."""
-
-
-def _check_clipping(grad_sample_mode: str, clipping: str, max_grad_norm: Any) -> None:
-    allowed = {
-        "dpfast": ("flat", "per_layer"),
-        "dpfast_compiled": ("flat", "per_layer"),
-        "dpfast_two_pass": ("flat",),
-        "dpfast_materialize": ("flat", "per_layer", "adaptive"),
-    }[grad_sample_mode]
-    if clipping not in allowed:
-        raise InputError(
-            f"clipping={clipping!r} does not go with grad_sample_mode={grad_sample_mode!r}, which has "
-            f"{', '.join(allowed)}; adaptive clipping needs 'dpfast_materialize'"
-        )
-    if isinstance(max_grad_norm, Sequence) != (clipping == "per_layer"):
-        raise InputError(
-            f"max_grad_norm={max_grad_norm} does not go with clipping={clipping!r}: a list of one threshold for each "
-            "trainable parameter with 'per_layer', one number otherwise"
-        )
-
-
-def _per_layer_clipper(
-    module: nn.Module, optimizer: optim.Optimizer, thresholds: Sequence[float]
-) -> ConstantPerLayerClipper:
-    """Thresholds from the order of the optimizer's parameters, Opacus's, to that of the module's."""
-    in_optimizer = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    if len(in_optimizer) != len(thresholds):
-        raise InputError(
-            f"max_grad_norm has {len(thresholds)} thresholds for {len(in_optimizer)} trainable parameters of the "
-            "optimizer; give one for each, in the optimizer's order"
-        )
-    by_parameter = dict(zip(in_optimizer, thresholds, strict=True))
-    missing = [name for name, p in module.named_parameters() if p.requires_grad and p not in by_parameter]
-    if missing:
-        raise InputError(
-            f"per-layer clipping has no threshold for {', '.join(missing)}, trainable and not in the optimizer; freeze "
-            "them or hand them to the optimizer"
-        )
-    return ConstantPerLayerClipper([by_parameter[p] for p in module.parameters() if p.requires_grad])

@@ -24,7 +24,14 @@ from dpfast.modes import (
     held_by,
     shares_noise,
 )
-from dpfast.opacus.checks import check_before_steps, check_clipped, check_frozen, check_one, parameters_of
+from dpfast.opacus.checks import (
+    check_before_steps,
+    check_clipped,
+    check_frozen,
+    check_noise,
+    check_one,
+    parameters_of,
+)
 from dpfast.opacus.noise import WORTH_BLOCKS, add_noise_by_blocks, add_noise_in_order, can_be_in_pieces, new_secret
 
 NO_SCALER = (
@@ -65,7 +72,7 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
             wrapped modules have left them, where they are sums over ranks and there is no ``secret``, or where they are
             still this rank's alone (``no_sync``; the module called past its DistributedDataParallel), or clipped to
             more than ``max_grad_norm``; ``step()`` of the wrapped ``optimizer`` on sums that have no noise.
-            InputError: ``secret`` in secure mode.
+            InputError: ``secret`` in secure mode; a noise multiplier or an expected batch size that is out of range.
 
     >>> from dpfast.modes import GradSampleModuleFastGradientClipping
     >>> model = GradSampleModuleFastGradientClipping(torch.nn.Linear(3, 2), max_grad_norm=1.0)
@@ -91,6 +98,9 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
             )
         self._secret = secret
         self.noised_steps = 0
+        check_noise(options.get("noise_multiplier", 0.0))
+        if (expected := options.get("expected_batch_size")) is not None:
+            check_threshold(expected, "expected_batch_size")
         super().__init__(optimizer, **options)
         check_before_steps(self)
         if secret is not None:
