@@ -14,7 +14,10 @@ from dpfast.factors import Dense
 def create_norm_sample(*, param: nn.Parameter, grad_sample: Tensor, max_batch_len: int) -> None:
     """Leaves the L2 norms of ``grad_sample`` (N, *shape) in ``param._norm_sample`` (N,), as Opacus's function does.
 
-    A parameter that needs no gradient is left alone; ``max_batch_len`` 0 stands for an empty batch.
+    Args:
+        param: one that needs no gradient is left alone.
+        grad_sample: (N, *shape of param), bf16, fp16, fp32 or fp64.
+        max_batch_len: N; 0 stands for an empty batch.
 
     >>> p = nn.Parameter(torch.zeros(2))
     >>> create_norm_sample(param=p, grad_sample=torch.tensor([[3.0, 4.0], [0.0, 2.0]]), max_batch_len=2)
