@@ -111,6 +111,16 @@ class DDPSums:
             self._layout = [list(bucket.parameters()) for bucket, _ in promised]
         return promised
 
+    def _check_all_are_waited_for(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Raises StateError where DDP, which sends whole buckets, leaves one out."""
+        missing = set(parameters).difference(*self._layout)
+        if missing:
+            names = [self._names.get(p, "?") for p in parameters if p in missing]
+            raise StateError(
+                f"DistributedDataParallel does not wait for {', '.join(names[:5])}: this backward pass did not use "
+                "them, or others of the same bucket; pass find_unused_parameters=True to it, or freeze what is not used"
+            )
+
     def hold(self, sums: Mapping[nn.Parameter, Tensor | None], *, add: bool) -> bool:
         """``p.grad`` has room for them."""
         return False
@@ -121,7 +131,10 @@ class DDPSums:
 
     def keep_promises(self, then: Callable[[], None]) -> None:
         """The first of two passes has no sums: DDP gets its buckets back as they are, and nothing is sent."""
-        for bucket, future in self._take_promised():
+        promised = self._take_promised()
+        if self._expected:
+            self._check_all_are_waited_for([p for p in self._names if p.requires_grad])
+        for bucket, future in promised:
             future.set_result(bucket.buffer())
         torch.autograd.Variable._execution_engine.queue_callback(then)  # DDP copies its buckets in one before it
 
@@ -138,13 +151,7 @@ class DDPSums:
         of DDP's buckets."""
         promised = self._take_promised()
         wanted = set(parameters)
-        missing = wanted.difference(*self._layout)
-        if missing:
-            names = [self._names.get(p, "?") for p in parameters if p in missing]
-            raise StateError(
-                f"DistributedDataParallel does not wait for {', '.join(names[:5])}: this backward pass did not use "
-                "them, or others of the same bucket; pass find_unused_parameters=True to it, or freeze what is not used"
-            )
+        self._check_all_are_waited_for(parameters)
         same = agreement(*settings, [self._names.get(p) for p in parameters])
         sent = []
         for i, bucket in enumerate(self._layout):

@@ -168,8 +168,8 @@ def register_rule(
 def register_grad_sampler(target: Target) -> Callable[[S], S]:
     """Decorator, as Opacus's: the function gives ``{parameter: grad_sample (N, *shape)}`` for a layer class.
 
-    It is called with ``(layer, activations, backprops)``: the layer's positional inputs (N, ...), a list, and the loss's
-    gradient at its output (N, ...), both in the layer's dtype; what it gives may be in fp32.
+    It is called with ``(layer, activations, backprops)``: a list of the layer's positional inputs (N, ...) and the loss's
+    gradient at its output (N, ...), in the layer's dtype. What it gives may be in fp32.
 
     Args:
         target: a class of nn.Module, its full name as a string, or several of them.
@@ -195,8 +195,8 @@ def register_grad_sampler(target: Target) -> Callable[[S], S]:
 def register_norm_sampler(target: Target) -> Callable[[GradSampler], GradSampler]:
     """Decorator, as Opacus's: the function gives ``{parameter: norm_sample (N,)}`` for a layer class.
 
-    It is called as a grad sampler is, and is what ``NORM_SAMPLERS`` hands to other code. Clipping itself takes norms from the rule (or grad sampler),
-    because a norm that comes alone has no proven bound.
+    It is called as a grad sampler is, and is what ``NORM_SAMPLERS`` hands to other code. Clipping itself takes norms
+    from the rule (or grad sampler), because a norm that comes alone has no proven bound.
 
     Args:
         target: as for :func:`register_grad_sampler`.

@@ -143,6 +143,7 @@ def test_parameters_that_no_rank_used_have_zeros(ranks, order):
 
 ERRORS = {
     "unused": "StateError: DistributedDataParallel does not wait for .*find_unused_parameters=True",
+    "unused, two passes": "StateError: DistributedDataParallel does not wait for .*find_unused_parameters=True",
     "functional": "EscapedGradientError: .*skipped.weight",
     "materialized": "StateError: DistributedDataParallel leaves GradSampleModule wrong gradients",
     "static": "InputError: .*static_graph=True",

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections import Counter
+from functools import partial
 
 import torch
 import torch._dynamo
@@ -299,6 +300,8 @@ def main():
         found[order, "bf16"] = attempt(sums, "mlp", order=order, dtype=torch.bfloat16, steps=2)
         found[order, "fp64"] = attempt(sums, "mlp", order=order, dtype=torch.float64, steps=2)
         found[order, "unused"] = attempt(backward, Skips(), order)
+        two_passes = partial(dpfast.GradSampleModuleFastGradientClipping, passes=2)
+        found[order, "unused, two passes"] = attempt(backward, Skips(), order, two_passes)
         found[order, "unused, found"] = attempt(backward, Skips(), order, find_unused_parameters=True)
         found[order, "functional"] = attempt(backward, Functional(), order)
         found[order, "materialized"] = attempt(backward, Mlp(), order, dpfast.GradSampleModule)
