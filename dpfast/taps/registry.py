@@ -168,8 +168,8 @@ def register_rule(
 def register_grad_sampler(target: Target) -> Callable[[S], S]:
     """Decorator, as Opacus's: the function gives ``{parameter: grad_sample (N, *shape)}`` for a layer class.
 
-    It is called with ``(layer, activations, backprops)``: a list of the layer's positional inputs (N, ...) and the loss's
-    gradient at its output (N, ...), in the layer's dtype. What it gives may be in fp32.
+    It is called with ``(layer, activations, backprops)``: a list of the layer's positional inputs (N, ...) and the
+    gradient of the loss at its output (N, ...), in the layer's dtype. What it gives may be in fp32.
 
     Args:
         target: a class of nn.Module, its full name as a string, or several of them.
