@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator, Sequence
 from enum import Enum
 from numbers import Number
@@ -14,8 +15,14 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from dpfast.errors import InputError
 
-_FROZEN = (Number, str, bytes, Enum, torch.dtype, torch.device, torch.layout, torch.memory_format)
+_FROZEN = (Number, str, bytes, range, Enum, torch.dtype, torch.device, torch.layout, torch.memory_format)
 """What has no parts that could change: a capture is one for each value."""
+
+
+def _is_numpys(x: object) -> bool:
+    """Whether it is a number of NumPy's, no array."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(x, numpy.generic)
 
 
 class Batch:
@@ -30,7 +37,7 @@ class Batch:
         self.tensors: list[Tensor] = [leaves[i] for i in self.places]
         self.others = [None if isinstance(x, Tensor) else x for x in leaves]
         for x in self.others:
-            if not (x is None or isinstance(x, _FROZEN)):
+            if not (x is None or isinstance(x, _FROZEN) or _is_numpys(x)):
                 raise InputError(
                     f"the batch holds a {type(x).__name__}, and what is in it would be taken as it was in the first "
                     "batch: give its tensors themselves, in tuples, lists or dicts (dict(batch), "

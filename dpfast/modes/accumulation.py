@@ -129,6 +129,12 @@ def _noted(parameters: Iterable[nn.Parameter]) -> list[tuple[Tensor, Left, int]]
     return [(grad, *vars(grad)[_NAME]) for grad in grads if grad is not None and _NAME in vars(grad)]
 
 
+def wait_for_noise(parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether an optimizer has taken sums of theirs in a virtual step, which goes on (Opacus's ``summed_grad``)."""
+    sums = (getattr(p, "summed_grad", None) for p in parameters)
+    return any(x is not None and not getattr(x, "_processed", False) for x in sums)
+
+
 def check_same_parameters(named: Iterable[tuple[str, nn.Parameter]], used: Collection[nn.Parameter]) -> None:
     """Raises StateError where ``grad_sample`` of earlier passes is still there and they used other parameters than this
     one: the rows in one place would be of different samples, and whoever clips them would take these for one. What is

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dpfast.distributed import Wrapper, find_wrapper, not_in
 from dpfast.errors import DpfastWarning, InputError, StateError, UnsupportedModuleError
 from dpfast.factors import Dense, Factor
-from dpfast.modes.accumulation import check_same_parameters
+from dpfast.modes.accumulation import check_same_parameters, wait_for_noise
 from dpfast.modes.gathered import ordinary
 from dpfast.modes.nonfinite_samples import DroppedSamples
 from dpfast.modes.steps import Step, check_mask, check_own
@@ -279,7 +279,8 @@ class GradSampleModule(nn.Module):
 
     def has_left(self) -> bool:
         """Whether what earlier backward passes have left is still there."""
-        return any(getattr(p, "grad_sample", None) is not None for p in self._module.parameters())
+        parameters = list(self._module.parameters())
+        return any(getattr(p, "grad_sample", None) is not None for p in parameters) or wait_for_noise(parameters)
 
     def on_finish(self, step: Step) -> None:
         check_own(dict.fromkeys(self._module.parameters()), step.gathered)

@@ -20,6 +20,7 @@ from dpfast.modes.accumulation import (
     noise_of,
     not_noted,
     numbered,
+    wait_for_noise,
 )
 from dpfast.modes.clippers import NormClipper
 from dpfast.modes.gathered import Gathered, added
@@ -132,7 +133,13 @@ class LeavesSums(nn.Module):
     def has_left(self) -> bool:
         """Whether clipped sums of earlier backward passes are still there."""
         before = left_in(self._places)
-        return before is not None and before.passes > 0
+        if (
+            before is not None
+            and before.passes
+            and any(p.grad is not None and local(p.grad).any() for p in self._places)
+        ):
+            return True
+        return wait_for_noise(self._places)
 
     def _noted(self) -> Left | None:
         return left_in(self._places) if self._over_ranks is None else self._left

@@ -57,10 +57,17 @@ class Step:
         self.row_norms = RowNorms()  # of what its layers saw
         self.given: dict[tuple[int | None, int], list[Tensor]] = {}  # by pass and parameter's id: ordinary gradients
         self.graphs: list[Graph] = []  # of the forward passes that it goes through
+        self.is_new = True  # whether one of them is, or no layer has been reached
         self.sums_differ: list[Tensor] = []  # (), of gradients that came otherwise than they were given
 
+    def comes_to(self, graph: Graph | None) -> None:
+        """An output of that forward pass; whether the pass reaches a layer is not known yet."""
+        if graph is not None and graph not in self.graphs:
+            self.graphs.append(graph)
+            self.is_new = True
+
     def goes_through(self, graph: Graph | None, has_left: Callable[[], bool]) -> None:
-        """The pass has come to an output of that forward pass.
+        """The pass has come to a layer of that forward pass.
 
         Args:
             has_left: whether what earlier backward passes have left is still there.
@@ -68,20 +75,21 @@ class Step:
         Raises:
             StateError: one of these went through it too, and clipped it by itself.
         """
-        if graph is None or graph in self.graphs:
+        self.comes_to(graph)
+        if not self.is_new:  # nearly always
             return
-        if graph.is_clipped and has_left():
+        self.is_new = False
+        if self.first is None and any(graph.is_clipped for graph in self.graphs) and has_left():
             raise StateError(
                 "a second backward pass goes through one forward pass, and what the first has left is still there: "
                 "each clips by itself, so a sample would count twice, by up to 2C. Add the losses up, "
-                "(a + b).backward(), or step and zero_grad() between them"
+                "(a + b).backward(), or step and model.zero_grad() between them"
             )
-        self.graphs.append(graph)
 
     def was_clipped(self) -> None:
         """The pass has left its answer."""
         for graph in self.graphs:
-            graph.is_clipped = True
+            graph.is_clipped = graph.is_clipped or self.first is None  # which leaves nothing yet
         if self.units is not None:
             self.units.clipped = True
 
@@ -255,6 +263,8 @@ class Steps:
 
     def ended(self, step: Step) -> bool:
         """A step is over. Returns whether that was a private backward pass."""
+        if not step.ordinary and step.asks_for_others():
+            self._to_come.update(step.graphs)  # a private one may still come, together with later forwards
         if not self._to_come:
             self._uses = Counter()
         if step.ordinary or step.asks_for_others():

@@ -302,7 +302,7 @@ class TappedModel:
         self._steps.came_to(output.graph)
         if self.enabled:
             step = step or self._open(output)
-            step.goes_through(output.graph, self.mode.has_left)
+            step.comes_to(output.graph)
             check_same(self, output.units, step.units)
             check_same_mask(output.valid, step.valid)
             if step.first is not None:
@@ -318,6 +318,7 @@ class TappedModel:
             step = self._steps.open(Step(output, second=second), self._finish)
         if step.second is None or step.second.first is not output.first:
             raise StateError("the second backward pass goes through two first ones; call it once for each")
+        step.comes_to(output.graph)
         return output.grad
 
     def _open(self, of: Output | Record) -> Step:
@@ -340,8 +341,7 @@ class TappedModel:
 
     def _step_of(self, record: Record) -> Step:
         """The step that a tap belongs to."""
-        step = self._steps.here()
-        if step is not None:
+        if (step := self._steps.here()) is not None:
             return step
         if record.created_in is None:
             return self._open(record)
@@ -359,17 +359,18 @@ class TappedModel:
         step = self._steps.here() if self.enabled else None
         if step is None or record.units is not step.units or record.valid is not step.valid:
             return False
+        step.goes_through(record.graph, self.mode.has_left)
         return units_here(self) is None and step.defers(record, activations, backprops)
 
     def receive(self, record: Record, activations: Activations, backprops: Any) -> Mapping[nn.Parameter, Tensor]:
         """Hands a module's factors to the mode; returns the ordinary gradients that it wants beside."""
         step, layer = self._step_of(record), record.tap.layer
+        step.goes_through(record.graph, self.mode.has_left)
         check_same(self, record.units, step.units)
         check_same_mask(record.valid, step.valid)
-        of_two = step.first or step.second
-        if of_two is not None:
+        if (of_two := step.first or step.second) is not None:
             of_two.saw(record, activations, backprops, whole=step.repeats)
-        one = len(activations) == 1 and len(backprops) == 1 and not activations.kwargs
+        one = len(activations) == len(backprops) == 1 and not activations.kwargs
         if one and step.defers(record, activations[0], backprops[0]):
             return {}
         with step.row_norms:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from numbers import Real
 from typing import Any
 
 from torch import nn, optim
@@ -26,7 +25,11 @@ def check_before_steps(private: Any) -> Any:
 
 def check_noise(noise_multiplier: float) -> None:
     """Raises InputError where it is no number, negative or not finite."""
-    if not (isinstance(noise_multiplier, Real) and 0.0 <= noise_multiplier < math.inf):
+    try:
+        fits = 0.0 <= float(noise_multiplier) < math.inf
+    except (TypeError, ValueError):
+        fits = False
+    if not fits:
         raise InputError(f"noise_multiplier={noise_multiplier!r} must be a finite number, and not negative")
 
 

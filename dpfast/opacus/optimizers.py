@@ -164,6 +164,7 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
             check_one(modules)
             self._passes, self._modules = max(self._passes, left.passes), modules
             self._taken = max(self._taken, left.sensitivity)
+        self._check_taken()
         goes_on = self._check_skip_next_step(pop_next=False)
         for p in params:
             grad = torch.zeros_like(p) if p.grad is None else _own(p.grad, stays=goes_on)
@@ -195,11 +196,13 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
                 f"p.grad holds a sum that a sample moves by up to {left.sensitivity}, and the noise is for "
                 f"max_grad_norm={self.max_grad_norm}: give the optimizer the module's sensitivity"
             )
+
+    def _check_taken(self) -> None:
         if not self._taken <= self.max_grad_norm * (1.0 + _ROUNDING):
             raise StateError(
                 f"this step has taken a sum that a sample moves by up to {self._taken}, and the noise is for "
                 f"max_grad_norm={self.max_grad_norm}: lower it between whole steps, not between those that "
-                "signal_skip_step() makes parts of one"
+                f"signal_skip_step() makes parts of one; set it back to {self._taken} for this one"
             )
 
     @torch.no_grad()
@@ -316,6 +319,9 @@ class _BoundToModule(DPOptimizerFast):
                 "records are in two of them is clipped twice. Take a draw whole, without BatchMemoryManager and "
                 "accumulation, or cap it by records_a_unit"
             )
+
+    def _check_taken(self) -> None:
+        """Noise is for the largest."""
 
     def add_noise(self) -> None:
         """Adds ``noise_multiplier · sensitivity`` times Gaussian noise. Stores the result in ``p.grad``."""

@@ -126,6 +126,7 @@ class Record:
     seen_by: object = None  # what the receiver notes of the backward pass that came by
     picked: Any = None  # the rows that it saw, within an expert
     names: tuple[str, ...] | None = None  # of its parameters in the module, where that is a plain layer
+    graph: Any = None  # stands for the forward pass that it is of
     unread = False  # whether NaNs stand for its input, which no rule reads
 
     def __init__(
@@ -145,6 +146,8 @@ class Record:
         self.parameters = parameters
         self.batch_size = tap.taps.batch_size()
         self.units, self.valid = tap.taps.whose()
+        here = tap.taps.forward_here()
+        self.graph = None if here is None else here.graph
         self.num_outputs = num_outputs
         self.fresh = fresh
         self.created_in = in_backward()

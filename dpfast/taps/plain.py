@@ -124,6 +124,7 @@ def caught_plainly(tap: Any, own: object, x: object) -> Any:
     record = Record.__new__(Record)
     record.tap, record.rule, record.parameters, record.names = tap, known.rule, parameters, of.names
     record.batch_size, record.leaves, record.followed = n, [x], [x.requires_grad]
+    record.graph = None if here is None else here.graph
     if not of.reads and not taps.force_functorch:
         record.unread, record.leaves = True, [x.new_full((), torch.nan).expand(x.shape)]  # of four bytes
     if node is not None and of.fits and n is not None and here is not None and cls.forward is node.plain:

@@ -3,6 +3,7 @@
 import copy
 from collections import UserDict
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -63,6 +64,7 @@ def test_numbers_words_and_none_are_no_samples():
     step(x, y, 0.5, "mean", None)
     step(x, y, 2.0, "mean", None)
     assert len(step._graphs) == 2
+    step(x, y, 2.0, range(3), np.True_)
 
 
 class Centred(nn.Module):

@@ -16,6 +16,7 @@ from dpfast.modes.clippers import (
     NormClipper,
     clip_factors,
 )
+from dpfast.opacus import DPOptimizerFast
 from dpfast.testing import loop_over_samples, norms_of, relative_error
 
 
@@ -413,6 +414,97 @@ def test_two_passes_go_through_one_forward_once():
         losses.sum().backward(retain_graph=True)
     wrapped.disable_hooks()
     (wrapped.get_clipping_coef() * losses).sum().backward(retain_graph=True)
-    wrapped.enable_hooks()
+    left = {name: g.clone() for name, g in grads(model).items()}
     with pytest.raises(StateError, match="count twice"):
-        losses.sum().backward()
+        (wrapped.get_clipping_coef() * losses).sum().backward(retain_graph=True)
+    assert all(torch.equal(g, left[name]) for name, g in grads(model).items())
+    wrapped.enable_hooks()
+    losses.sum().backward(retain_graph=True)  # nothing is left by it
+    wrapped.disable_hooks()
+    with pytest.raises(StateError, match="count twice"):
+        (wrapped.get_clipping_coef() * losses).sum().backward()
+
+
+class Hidden(nn.Module):
+    """Keeps what its first layer gives, as a hook for an auxiliary loss would."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.hidden = []
+
+    def forward(self, x):
+        hidden = self.first(x).tanh()
+        self.hidden[:] = [hidden]
+        return self.second(hidden)
+
+
+@pytest.mark.parametrize("order", [("output", "hidden"), ("hidden", "output"), ("hidden", "hidden")])
+@pytest.mark.parametrize("waits", [False, True])
+def test_losses_on_the_way_count_too(order, waits):
+    """Also where the first sum has been taken for a virtual step, and is a part of the step all the same."""
+    model = Hidden()
+    wrapped = MODES["one pass"](model)
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = DPOptimizerFast(sgd, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=4)
+    found = {"output": wrapped(torch.randn(5, 3)), "hidden": model.hidden[0]}
+    first, second = (found[name].square().sum() for name in order)
+    first.backward(retain_graph=True)
+    if waits:
+        optimizer.signal_skip_step(True)
+        optimizer.step()
+        optimizer.zero_grad()
+    with pytest.raises(StateError, match="count twice"):
+        second.backward()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_of_inputs_go_through_a_clipped_forward(mode):
+    """Maps of what counts in an input, attacks on it, a generator's gradient: nothing is clipped by them."""
+    model, x, _ = example("mlp", 4)
+    wrapped, x = MODES[mode](model), x.requires_grad_()
+    output = wrapped(x)
+    output.square().sum().backward(retain_graph=True, inputs=list(model.parameters()))
+    left = {name: g.clone() for name, g in grads(model).items()}
+    (found,) = torch.autograd.grad(output.sum(), x, retain_graph=True)
+    output.sum().backward(inputs=[x])
+    assert torch.equal(found, x.grad) and found.any()
+    assert all(torch.equal(g, left[name]) for name, g in grads(model).items())
+
+
+def test_gradients_of_inputs_before_one_backward_of_two_forwards():
+    """Adversarial training: clean and changed inputs, one loss (Goodfellow et al. 2014, section 6)."""
+    model, x, _ = example("mlp", 4)
+    wrapped = MODES["one pass"](model)
+    for _ in range(2):
+        x = x.detach().requires_grad_()
+        clean = wrapped(x)
+        (direction,) = torch.autograd.grad(clean.sum(), x, retain_graph=True)
+        changed = (x + 0.1 * direction.sign()).detach()
+        wrapped.zero_grad()
+        (clean.square().sum() + wrapped(changed).square().sum()).backward()
+        both = torch.stack([x.detach(), changed], 1)
+        exact = loop_over_samples(model, lambda model, both: model(both.flatten(0, 1)).square().sum(), both)
+        assert_gradients(grads(model), weighted(exact, dict.fromkeys(exact, (1.0 / norms_of(exact)).clamp(max=1.0))))
+
+
+def test_heads_with_optimizers_of_their_own():
+    """One forward, a step for each head: what the first one has taken and cleared is no reason to refuse the other."""
+    trunk, heads = nn.Linear(3, 4).requires_grad_(False), nn.ModuleList(nn.Linear(4, 2) for _ in range(2))
+
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.trunk, self.heads = trunk, heads
+
+        def forward(self, x):
+            return tuple(head(self.trunk(x)) for head in self.heads)
+
+    wrapped = MODES["one pass"](Both())
+    outputs = wrapped(torch.randn(5, 3))
+    for head, output in zip(heads, outputs, strict=True):
+        sgd = torch.optim.SGD(head.parameters(), lr=1.0)
+        optimizer = DPOptimizerFast(sgd, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=4)
+        output.square().sum().backward(retain_graph=True)
+        optimizer.step()
+        optimizer.zero_grad()

@@ -202,6 +202,10 @@ def test_threshold_is_lowered_within_a_step():
     with pytest.raises(StateError, match="between whole steps"):
         optimizer.step()
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    for p in model.parameters():  # which no note tells of
+        p.grad = torch.zeros_like(p)
+    with pytest.raises(StateError, match=f"set it back to {C}"):
+        optimizer.step()
     optimizer.max_grad_norm = C  # noise for the larger one is enough
     optimizer.step()
 
