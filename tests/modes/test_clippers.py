@@ -475,7 +475,7 @@ def test_gradients_of_inputs_go_through_a_clipped_forward(mode):
 def test_gradients_of_inputs_before_one_backward_of_two_forwards():
     """Adversarial training: clean and changed inputs, one loss (Goodfellow et al. 2014, section 6)."""
     model, x, _ = example("mlp", 4)
-    wrapped = MODES["one pass"](model)
+    plain, wrapped = copy.deepcopy(model), MODES["one pass"](model)
     for _ in range(2):
         x = x.detach().requires_grad_()
         clean = wrapped(x)
@@ -484,7 +484,7 @@ def test_gradients_of_inputs_before_one_backward_of_two_forwards():
         wrapped.zero_grad()
         (clean.square().sum() + wrapped(changed).square().sum()).backward()
         both = torch.stack([x.detach(), changed], 1)
-        exact = loop_over_samples(model, lambda model, both: model(both.flatten(0, 1)).square().sum(), both)
+        exact = loop_over_samples(plain, lambda model, both: model(both.flatten(0, 1)).square().sum(), both)
         assert_gradients(grads(model), weighted(exact, dict.fromkeys(exact, (1.0 / norms_of(exact)).clamp(max=1.0))))
 
 
