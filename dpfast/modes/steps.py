@@ -263,8 +263,6 @@ class Steps:
 
     def ended(self, step: Step) -> bool:
         """A step is over. Returns whether that was a private backward pass."""
-        if not step.ordinary and step.asks_for_others():
-            self._to_come.update(step.graphs)  # a private one may still come, together with later forwards
         if not self._to_come:
             self._uses = Counter()
         if step.ordinary or step.asks_for_others():
