@@ -91,28 +91,39 @@ def test_a_recomputation_that_looks_up_other_words():
     assert most <= 1.0 + MARGIN
 
 
-@pytest.mark.parametrize("again", ["the same batch", "another batch"])
-def test_sums_of_two_passes_that_add_up_are_noted(again):
-    """A second pass run twice left 2·C, also where accumulation is forbidden, and nothing said so."""
+def in_second_passes(model, same):
+    """Two steps' second passes with nothing between them: of two batches, or of the same one twice."""
+    for step in range(2):
+        if step == 0 or not same:
+            losses = model(torch.full((1, 4), 9.0))[:, 0]
+            losses.mean().backward(retain_graph=True)
+        factors = model.get_clipping_coef()
+        model.disable_hooks()
+        (factors * losses).sum().backward(retain_graph=True)
+        model.enable_hooks()
 
-    def steps():
-        model = GradSampleModuleFastGradientClipping(nn.Linear(4, 1), passes=2)
-        model.forbid_grad_accumulation() if forbidden else model.allow_grad_accumulation()
-        for step in range(2):
-            if step == 0 or again == "another batch":
-                losses = model(torch.full((1, 4), 9.0))[:, 0]
-                losses.mean().backward(retain_graph=True)
-            factors = model.get_clipping_coef()
-            model.disable_hooks()
-            (factors * losses).sum().backward(retain_graph=True)
-            model.enable_hooks()
-        return model
 
-    forbidden = False
-    assert held_by(steps().parameters()).passes == 2
-    forbidden = True
+def test_sums_of_two_passes_that_add_up_are_noted():
+    """They left 2·C where accumulation is forbidden, and nothing said so."""
+    model = GradSampleModuleFastGradientClipping(nn.Linear(4, 1), passes=2)
+    model.allow_grad_accumulation()
+    in_second_passes(model, same=False)
+    assert held_by(model.parameters()).passes == 2
+    model = GradSampleModuleFastGradientClipping(nn.Linear(4, 1), passes=2)
+    model.forbid_grad_accumulation()
     with pytest.raises(StateError, match="not compatible with grad accumulation"):
-        steps()
+        in_second_passes(model, same=False)
+
+
+@pytest.mark.parametrize("accumulates", [True, False])
+def test_a_second_pass_run_twice(accumulates):
+    """One batch's sum stood twice in p.grad, 2·C a sample, also where accumulation was allowed."""
+    model = GradSampleModuleFastGradientClipping(nn.Linear(4, 1), passes=2)
+    model.allow_grad_accumulation() if accumulates else model.forbid_grad_accumulation()
+    with pytest.raises(StateError, match="a second backward pass goes through one forward pass"):
+        in_second_passes(model, same=True)
+    norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
+    assert norm <= 1.0 + MARGIN
 
 
 class TokenDropout(nn.Module):
