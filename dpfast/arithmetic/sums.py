@@ -117,9 +117,12 @@ def norm_of_rows(row_norms: Tensor) -> Tensor:
 
 
 def rows_of_entries(values: Tensor) -> Tensor:
-    """(N, ...) as (N, rows, width). Rows of a kernel's 3 would be slow, longer sums than need be less exact."""
+    """(N, ...) as (N, rows, width). Rows of a kernel's 3 or 9 would be slow, longer sums than need be less exact."""
     width, dims = 1, values.dim()
     while dims > 1 and (dims == values.dim() or (width < 16 and width * values.shape[dims - 1] <= SUM_BLOCK)):
         dims -= 1
         width *= values.shape[dims]
+    if dims > 1 and width < 16 and values.numel():  # a part of the next dimension
+        width *= next(some for some in range(SUM_BLOCK // width, 0, -1) if values.shape[dims - 1] % some == 0)
+        return values.reshape(len(values), -1, width)
     return values.reshape(values.shape[0], values.shape[1:dims].numel(), width)

@@ -7,7 +7,7 @@ makes one. Imports ``arithmetic`` and below.
 
 from dpfast.factors import unit_ops  # noqa: F401  # its operations are found by name
 from dpfast.factors.alike import Alike, Numbers
-from dpfast.factors.dense import Again, Dense, Factor, channel_sum, row_sum, row_sum_in_blocks
+from dpfast.factors.dense import Again, Dense, Factor, channel_sum, row_sum, row_sum_in_blocks, weighted_together
 from dpfast.factors.folded import folded
 from dpfast.factors.in_turn import InTurn
 from dpfast.factors.lookup import Lookup
@@ -59,4 +59,5 @@ __all__ = [
     "standardised",
     "total_sq_norm",
     "wait_as_factors",
+    "weighted_together",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -173,6 +173,13 @@ class InBlocks:
 
     def kept(self) -> Factor:
         return self
+
+
+def weighted_together(factors: Sequence[Dense], coefficients: Tensor) -> list[Tensor]:
+    """Their weighted sums, views of one tensor; all have as many samples, at least one, one dtype and one device."""
+    values = [f.values.reshape(f.num_samples, -1) for f in factors]
+    total = reference.weighted_rows([torch.cat(values, 1)], coefficients.to(values[0].device))
+    return [x.view(f.shape) for x, f in zip(total.split([v.shape[1] for v in values]), factors, strict=True)]
 
 
 def row_sum(backprops: Tensor) -> Dense:

@@ -293,9 +293,10 @@ class PatchProduct(Patches):
             return self.rows.new_zeros(self.shape, dtype=dtype)
         weights = towards_zero(coefficients, dtype)
         c = weights.view(-1, *[1] * (self.rows.dim() - 1))
-        image, rows = self.image.to(dtype), self.rows.to(dtype) * c
+        image, rows = self.image.to(dtype), self.rows.to(dtype)
         if reference.drops_samples(weights):
             image, rows = (x.masked_fill(c == 0, 0.0) for x in (image, rows))
+        image, rows = (image * c, rows) if image.numel() < rows.numel() else (image, rows * c)
         if self._sum_is_product:
             patches, rows = self._cut_out(self._padded(image), rows)
             rows, patches = (x.transpose(0, 1).flatten(1) for x in (rows, patches))

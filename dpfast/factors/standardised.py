@@ -53,17 +53,18 @@ def standardised(factor: Factor, value: Tensor, source: Tensor) -> Factor | None
         return None
     if weights.shape[:2] != (1, factor.shape[0]) or weights.numel() != source.numel():
         return None
-    rows, mean, rstd, gain = source.shape[0], node._saved_result1, node._saved_result2, node._saved_weight
+    channels, mean, rstd, gain = source.shape[0], node._saved_result1, node._saved_result2, node._saved_weight
     with torch.no_grad():
         scaled = factor.with_scaled_rows(rstd if gain is None else rstd * gain)
         if gain is None and value.device.type == "cpu" and value.is_contiguous() and not is_traced():
             with_normal = None
             if factor.output is not None and not factor.keeps:
-                with_normal = (scaled.rows * factor.output).flatten(2).sum(-1).double()
-            found = Standardised(scaled, value.detach().reshape(rows, -1), with_normal=with_normal)
+                output, rows = (x.flatten(2).contiguous() for x in (factor.output, scaled.rows))
+                with_normal, _ = sums.sums_of_products(output, rows)
+            found = Standardised(scaled, value.detach().reshape(channels, -1), with_normal=with_normal)
             if found.is_of(rstd, node._saved_eps):
                 return found
-        return Standardised(scaled, (source.reshape(rows, -1) - mean[:, None]).mul_(rstd[:, None]))
+        return Standardised(scaled, (source.reshape(channels, -1) - mean[:, None]).mul_(rstd[:, None]))
 
 
 def is_standardised(value: Tensor) -> bool:

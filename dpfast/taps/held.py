@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpfast.arithmetic import is_traced, reduced_convolutions, reduced_products
+from dpfast.arithmetic import is_traced, reduced_convolutions, reduced_products, sums
 from dpfast.taps.passes import in_backward, saves_as_torch_does
 
 _keeps_graph: Any = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
@@ -26,6 +26,7 @@ class Held:
     def hold(self, output: Tensor, made_of: Tensor) -> None:
         """Holds the output, if it is known to be of fp32's or fp64's precision."""
         plain = type(output) is Tensor and output.device.type == "cpu" and output.dtype == made_of.dtype
+        plain = plain and output.numel() > 0
         exact = not reduced_convolutions() and reduced_products() == 0.0
         here = not is_traced() and in_backward() is None and _keeps_graph is not None
         if plain and exact and here and saves_as_torch_does():
@@ -49,6 +50,5 @@ class Held:
 
 def _seal(x: Tensor) -> Tensor:
     """Two numbers, as bits, by which a write is seen that torch does not count (``.data``): a norm rests on it."""
-    x = x.detach()
-    numbers = torch.stack((x.sum(), torch.linalg.vector_norm(x)))
-    return numbers.view(torch.int64 if x.dtype is torch.float64 else torch.int32)
+    of_blocks = torch.stack(sums.sums_of_blocks(*[x.detach().reshape(1, -1)] * 2))  # squares, too, in one reading
+    return of_blocks.sum(1, dtype=torch.float64).view(torch.int64)

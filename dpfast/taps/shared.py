@@ -356,12 +356,21 @@ def _settled(x: Any, found: list[Any], shared: list[Shared]) -> Any:
     return _each(x, settled)
 
 
+_ATOMS = frozenset((int, float, bool, str, type(None), torch.Size, torch.dtype, torch.device))
+"""What nearly all other arguments are."""
+
+
 def _each(x: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    kind = type(x)
+    if kind in _ATOMS:
+        return x
     if isinstance(x, Tensor):
         return function(x)
     if isinstance(x, (tuple, list)):
+        if all(type(y) in _ATOMS for y in x):
+            return x
         parts = [_each(y, function) for y in x]
-        return type(x)(*parts) if hasattr(x, "_fields") else type(x)(parts)
+        return kind(*parts) if hasattr(x, "_fields") else kind(parts)
     if isinstance(x, dict):
         return {k: _each(y, function) for k, y in x.items()}
     return x
