@@ -66,6 +66,7 @@ def sum_blocks(x: Tensor) -> Tensor:
     return x.sum(-1)
 
 
+@lru_cache(maxsize=4096)
 def sum_block(length: int) -> int:
     """Into blocks of how many terms a sum of ``length`` is cut whose error is to be small: the largest divisor up to
     64, or no cut where that is less than 8."""
