@@ -16,8 +16,6 @@ from torch import Tensor, optim
 from dpfast.distributed import PoissonBatches, SharedSecret, add_noise, is_parted, local, number_of_ranks
 from dpfast.errors import InputError, StateError
 from dpfast.modes import (
-    ConstantFlatClipper,
-    ConstantPerLayerClipper,
     GradSampleModuleFastGradientClipping,
     Left,
     check_threshold,
@@ -32,7 +30,8 @@ from dpfast.opacus.checks import (
     check_one,
     parameters_of,
 )
-from dpfast.opacus.noise import WORTH_BLOCKS, add_noise_by_blocks, add_noise_in_order, can_be_in_pieces, new_secret
+from dpfast.opacus.noise import add_noise_by_blocks, add_noise_in_order, are_worth_blocks, new_secret
+from dpfast.opacus.thresholds import clip_to
 
 NO_SCALER = (
     "GradScaler scales the loss, and what it unscales has been clipped before: another sum than the one that the noise "
@@ -87,6 +86,7 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
     _passes = 0
     _taken = 0.0  # the largest sensitivity that this step has taken
     _modules: frozenset[int] = frozenset()  # whose sums this step has taken
+    _divides = _divided = False  # whether adding noise may divide, too, and whether it has
     batches: PoissonBatches | None = None
     """Where they are known: all ranks must be at the same step of them, or a sample could count twice."""
 
@@ -222,7 +222,9 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
         if self._draws_by_blocks(whole, std):
             secret = self._secret or new_secret()
             step = ("noise", "blocks") if self._secret is None else ("noise", self._stream, self.noised_steps, "blocks")
-            add_noise_by_blocks(whole, std, lambda block: secret.generator(*step, block))
+            self._divided = self._divides and self.loss_reduction == "mean" and len(whole) == len(self.params)
+            divisor = self._divisor if self._divided else 1.0
+            add_noise_by_blocks(whole, std, lambda block: secret.generator(*step, block), divisor=divisor)
         else:
             for x in whole:
                 add_noise_in_order(x, std, generator=self.generator, secure_mode=self.secure_mode)
@@ -233,8 +235,7 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
     def _draws_by_blocks(self, sums: Sequence[Tensor], std: float) -> bool:
         """Many numbers, unless they are to be those of a generator that was given."""
         given = self.secure_mode or (self._secret is None and self.generator is not None)
-        many = sum(x.numel() for x in sums) >= WORTH_BLOCKS
-        return many and not given and std != 0 and all(map(can_be_in_pieces, sums))
+        return not given and std != 0 and are_worth_blocks(sums)
 
     def _share_noise(self, secret: SharedSecret) -> Callable[[int, int], torch.Generator]:
         """This step's noise: ``generator`` becomes that of whole parameters, the same on all ranks. Returns that of a
@@ -258,14 +259,22 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
     @torch.no_grad()
     def scale_grad(self) -> None:
         """Divides by the expected batch size, times the backward passes taken, where the loss is a mean."""
-        if self.loss_reduction == "mean" and self.params:
-            divisor = self.expected_batch_size * self.accumulated_iterations
-            torch._foreach_div_([local(p.grad) for p in self.params], divisor)
+        if self.loss_reduction == "mean" and self.params and not self._divided:
+            torch._foreach_div_([local(p.grad) for p in self.params], self._divisor)
+        self._divided = False
+
+    @property
+    def _divisor(self) -> float:
+        return self.expected_batch_size * self.accumulated_iterations
 
     def pre_step(self, closure: Any = None) -> bool:
         """Takes the gradients; adds noise and scales unless the step is to be skipped. As in Opacus."""
         check_frozen(self.original_optimizer)
-        full_step = super().pre_step(closure)
+        self._divides = getattr(self.scale_grad, "__func__", None) is DPOptimizerFast.scale_grad
+        try:
+            full_step = super().pre_step(closure)
+        finally:
+            self._divides = False
         if full_step:
             self._start_anew()
         return full_step
@@ -374,21 +383,3 @@ def _own(grad: Tensor, *, stays: bool) -> Tensor:
     backward pass, which writes a bucket anew; then a view is copied."""
     part = type(grad) is Tensor and grad.untyped_storage().nbytes() != grad.nbytes
     return grad.clone() if stays and part else grad.detach()
-
-
-def clip_to(module: GradSampleModuleFastGradientClipping, sensitivity: float) -> None:
-    """Has the module clip to that sensitivity from the next backward pass on; per-layer thresholds keep their ratios.
-
-    Raises:
-        InputError: not a positive finite number, or the module has a clipper whose thresholds are its own business.
-    """
-    value, clipper = check_threshold(sensitivity), module.norm_clipper
-    if clipper is None:
-        module.max_grad_norm = value
-    elif isinstance(clipper, ConstantPerLayerClipper):
-        ratio = value / clipper.sensitivity
-        clipper.flat_values = [threshold * ratio for threshold in clipper.flat_values]
-    elif isinstance(clipper, ConstantFlatClipper):
-        clipper.flat_value = value
-    elif value != clipper.sensitivity:
-        raise InputError(f"{type(clipper).__name__} clips to {clipper.sensitivity}, not to max_grad_norm={value}")

@@ -1,4 +1,4 @@
-"""The thresholds that are given to an engine, and whose each is."""
+"""The thresholds that are given to an engine or an optimizer, and whose each is."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ from typing import Any
 from torch import nn, optim
 
 from dpfast.errors import InputError
-from dpfast.modes import ConstantPerLayerClipper, check_threshold
+from dpfast.modes import (
+    ConstantFlatClipper,
+    ConstantPerLayerClipper,
+    GradSampleModuleFastGradientClipping,
+    check_threshold,
+)
 
 
 def check_clipping(grad_sample_mode: str, clipping: str, max_grad_norm: Any) -> None:
@@ -61,3 +66,21 @@ def per_layer_clipper(
             "them or hand them to the optimizer"
         )
     return ConstantPerLayerClipper([by_parameter[p] for p in module.parameters() if p.requires_grad])
+
+
+def clip_to(module: GradSampleModuleFastGradientClipping, sensitivity: float) -> None:
+    """Has the module clip to that sensitivity from the next backward pass on; per-layer thresholds keep their ratios.
+
+    Raises:
+        InputError: not a positive finite number, or the module has a clipper whose thresholds are its own business.
+    """
+    value, clipper = check_threshold(sensitivity), module.norm_clipper
+    if clipper is None:
+        module.max_grad_norm = value
+    elif isinstance(clipper, ConstantPerLayerClipper):
+        ratio = value / clipper.sensitivity
+        clipper.flat_values = [threshold * ratio for threshold in clipper.flat_values]
+    elif isinstance(clipper, ConstantFlatClipper):
+        clipper.flat_value = value
+    elif value != clipper.sensitivity:
+        raise InputError(f"{type(clipper).__name__} clips to {clipper.sensitivity}, not to max_grad_norm={value}")

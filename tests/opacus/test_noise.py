@@ -137,3 +137,41 @@ def test_whatever_the_default_dtype_and_device_are(shapes, default):
         torch.set_default_device(None)
         torch.set_default_dtype(before)
     assert torch.equal(flat(p.grad for p in params), expected)
+
+
+def of_ones(sigma, divide_beside, *, n=3):
+    """The step's gradients of sums of 5, divided by n with the noise, or by itself as Opacus does."""
+    torch.manual_seed(0)
+    params = nn.ParameterList(torch.zeros(shape) for shape in SHAPES)
+    options = {"noise_multiplier": sigma, "max_grad_norm": 2.0, "expected_batch_size": n}
+    optimizer = DPOptimizerFast(torch.optim.SGD(params, lr=1.0), **options)
+    if not divide_beside:
+        of_class = optimizer.scale_grad
+        optimizer.scale_grad = lambda: of_class()
+    for step in range(2):
+        optimizer.zero_grad()
+        torch.manual_seed(step)
+        for p in params:
+            p.grad = torch.full_like(p, 5.0)
+        assert optimizer.pre_step()
+    return [p.grad for p in params]
+
+
+def test_the_division_takes_no_reading_of_its_own_and_makes_no_other_gradient():
+    """Nor is it taken twice where somebody has put another one in its place."""
+    for sigma in (0.5, 0.0):
+        for beside, alone in zip(of_ones(sigma, True), of_ones(sigma, False), strict=True):
+            assert torch.allclose(beside, alone, rtol=0.0, atol=1e-6) and alone.isfinite().all()
+
+
+def test_noise_by_itself_is_not_divided():
+    params = nn.ParameterList(torch.zeros(shape) for shape in SHAPES)
+    options = {"noise_multiplier": 0.5, "max_grad_norm": 2.0, "expected_batch_size": 100}
+    optimizer = DPOptimizerFast(torch.optim.SGD(params, lr=1.0), **options)
+    for p in params:
+        p.grad = torch.zeros_like(p)
+    optimizer.accumulate()
+    optimizer.add_noise()
+    assert abs(flat([p.grad for p in params]).std() - 1.0) < 0.01
+    optimizer.scale_grad()
+    assert abs(flat([p.grad for p in params]).std() - 0.01) < 1e-4
