@@ -99,12 +99,15 @@ def _blocks(sums: Sequence[Tensor]) -> list[list[Tensor]]:
     found: list[list[Tensor]] = []
     room = 0
     for x in sums:
-        start, flat, numbers = 0, x.view(-1), x.numel()
-        while start < numbers:
+        sizes, blocks, left = [], [], x.numel()
+        while left:
             if not room:
                 found.append([])
                 room = _BLOCK
-            end = min(numbers, start + min(_PIECE, room))
-            found[-1].append(flat[start:end] if end - start < numbers else flat)
-            start, room = end, room - (end - start)
+            size = min(left, _PIECE, room)
+            sizes.append(size)
+            blocks.append(found[-1])
+            left, room = left - size, room - size
+        for piece, block in zip(x.view(-1).split(sizes), blocks, strict=True):
+            block.append(piece)
     return found
