@@ -63,7 +63,9 @@ def promote(activations: torch.Tensor, backprops: torch.Tensor) -> tuple[torch.T
     """
     if activations.dtype == backprops.dtype:
         return activations, backprops
-    return activations.float(), backprops.float()
+    # Contiguous: of windows, whose strides tie, a copy would not keep the last one's 1.
+    a, b = (x.to(torch.float32, memory_format=torch.contiguous_format) for x in (activations, backprops))
+    return a, b
 
 
 def run_class(verb: str, T: int, D: int, P: int, dtype: torch.dtype, device: torch.device) -> Hashable:
@@ -88,7 +90,7 @@ def validate(*tensors: torch.Tensor) -> None:
             raise ValueError(f"kernels take bfloat16, float16 and float32, not {tensor.dtype}")
         if tensor.dim() != 3:
             raise ValueError(f"kernels take (N, T, features), not {tuple(tensor.shape)}")
-        if tensor.shape[2] > 1 and tensor.stride(2) != 1:
+        if tensor.numel() and tensor.shape[2] > 1 and tensor.stride(2) != 1:
             raise ValueError(f"the last dim must have stride 1, not {tensor.stride(2)}")
         if tensor.shape[:2] != tensors[0].shape[:2]:
             raise ValueError(f"N and T differ: {tuple(tensors[0].shape)} and {tuple(tensor.shape)}")

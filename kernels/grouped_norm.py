@@ -121,9 +121,8 @@ def _grouped_norm_kernel(
         y_block += block * stride_yt
 
     if KEEP:
-        out_block = (
-            out_ptr + pid_gn.to(tl.int64) * stride_on + offs_x[:, None] * stride_ox + offs_y[None, :] * stride_oy
-        )
+        places = offs_x[:, None] * stride_ox + offs_y[None, :].to(tl.int64) * stride_oy
+        out_block = out_ptr + pid_gn.to(tl.int64) * stride_on + places
         tl.store(out_block, total, mask=mask_x[:, None] & mask_y[None, :])
     partial_ptr = partials_ptr + pid_gn.to(tl.int64) * (2 * tiles) + pid_tile
     tl.store(partial_ptr, sum_tile(rounded_product(total, total)))

@@ -299,6 +299,7 @@ def weighted_sum(
     """
     validate(activations, backprops)
     activations, backprops = promote(activations, backprops)
+    validate(activations, backprops)
     N, T, D = activations.shape
     P = backprops.shape[2]
     device = activations.device

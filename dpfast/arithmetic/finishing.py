@@ -41,7 +41,7 @@ def finished(part: AnyNorm) -> SquaredNorm:
     n = _numbers(part).shape[-1]
     if not n:
         none = _numbers(part).new_zeros(0)
-        return SquaredNorm(none, none)
+        return SquaredNorm(none, none.clone())  # results of an operation share no memory
     value, upper = finish([part], n)
     return SquaredNorm(value[0], upper[0])
 

@@ -215,9 +215,13 @@ def _directs_op(activations: Sequence[Tensor], backprops: Sequence[Tensor], keep
     in_groups = [groups(a.shape[1], a.shape[2], b.shape[2]) for a, b in pairs]
     together = iter(_grouped([pair for pair, yes in zip(pairs, in_groups, strict=True) if yes], keep=keep))
     found = [next(together) if yes else direct(*p, keep=keep) for p, yes in zip(pairs, in_groups, strict=True)]
-    # Results of one launch are views of one tensor, which an operation's may not be.
-    each = ([*of.norm, of.error, *([of.grad_sample] if keep else [])] for of in found)
-    return [x.clone() if x._is_view() else x for of in each for x in of if x is not None]
+    # Results of one launch are views of one tensor, which an operation's may not be. (Views are not known as such in
+    # the first run of a compiled graph, under a mode of torch's.)
+    results = []
+    for of, yes in zip(found, in_groups, strict=True):
+        own = (*of.norm, of.error, *([of.grad_sample] if keep else []))
+        results += [x.clone() if (yes and sum(in_groups) > 1) or x._is_view() else x for x in own if x is not None]
+    return results
 
 
 @_directs_op.register_fake

@@ -68,6 +68,46 @@ def test_opcheck(backend):
         torch.library.opcheck(torch.ops.dpfast.sq_norm, (a, b, way, backend))
 
 
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_results_of_one_launch_are_apart(backend, keep, monkeypatch):
+    """Also under modes that do not know views as such: a graph's first run, and inference."""
+    monkeypatch.setenv("DPFAST_BACKEND", backend)
+    a, b = ordinary(3, 40, 5, seed=0), ordinary(3, 40, 66, seed=1)
+    torch.library.opcheck(torch.ops.dpfast.directs, ([a, a + 1.0], [b, 2.0 * b], keep))
+    with torch.inference_mode():
+        found = torch.ops.dpfast.directs([a, a + 1.0], [b, 2.0 * b], keep)
+    assert len({x.untyped_storage().data_ptr() for x in found}) == len(found) == (8 if keep else 6)
+
+
+def test_no_samples_in_a_graph():
+    a, b = ordinary(0, 4, 5, seed=0), ordinary(0, 4, 6, seed=1)
+    assert torch.compile(ops.sq_norm, backend="aot_eager")(a, b).shape == (0,)
+
+
+@pytest.mark.parametrize("t", [20, 80])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_windows_that_overlap_beside_another_dtype(backend, dtype, t):
+    """A converted copy does not keep the last stride where strides tie: norms came out at half their size."""
+    a = ordinary(2, t + 69, seed=0, dtype=torch.bfloat16).unfold(1, 70, 1)
+    b = ordinary(2, t, 66, seed=1, dtype=dtype)
+    exact = torch.einsum("ntp,ntd->npd", b.double(), a.double())
+    assert relative_error(ops.grad_sample(a, b, backend=backend), exact) <= 1e-5
+    assert relative_error(ops.weighted_sum(a, b, torch.ones(2, device=DEVICE), backend=backend), exact.sum(0)) <= 1e-5
+    for way in ("direct", "gram"):
+        upper = ops.certified_sq_norm(a, b, way=way, backend=backend).upper.sqrt()
+        assert (upper >= exact.flatten(1).norm(dim=1)).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_empty_batch_in_another_order(backend):
+    a, b = ordinary(0, 8, 4, seed=0).transpose(1, 2), ordinary(0, 6, 4, seed=1).transpose(1, 2)
+    assert ops.grad_sample(a, b, backend=backend).shape == (0, 6, 8)
+    assert not ops.weighted_sum(a, b, torch.ones(0, device=DEVICE), backend=backend).any()
+    assert ops.certified_sq_norm(a, b, way="direct", backend=backend).upper.shape == (0,)
+
+
 def test_ops_compile_into_one_graph():
     def norms(a, b):
         return ops.norm_sample(a, b) + ops.weighted_sum(a, b, torch.ones(3, device=a.device)).sum()
