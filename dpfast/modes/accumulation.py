@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -99,11 +99,27 @@ def left_in(parameters: Iterable[nn.Parameter]) -> Left | None:
     return held_by(parameters)
 
 
-def leave(parameters: Iterable[nn.Parameter], left: Left) -> None:
-    """Notes on every gradient what it holds."""
+def leave(parameters: Iterable[nn.Parameter], left: Left, passes: Mapping[nn.Parameter, int] | None = None) -> None:
+    """Notes on every gradient what it holds.
+
+    Args:
+        passes: those that were in each before this one, where they may differ: who steps a part of the parameters gives
+            up what that part holds.
+    """
     for p in parameters:
         if p.grad is not None:
-            note(p.grad, left)
+            one_more = left.passes if passes is None else passes.get(p, 0) + 1
+            note(p.grad, left if one_more == left.passes else replace(left, passes=one_more))
+
+
+def passes_in(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, int]:
+    """How many backward passes' sums each gradient holds, where it holds some and has not been set to zero."""
+    found = {}
+    for p in parameters:
+        left, version = vars(p.grad).get(_NAME, (None, 0)) if p.grad is not None else (None, 0)
+        if left is not None and (p.grad._version == version or local(p.grad).any()):  # type: ignore[union-attr]
+            found[p] = left.passes
+    return found
 
 
 def note(gradient: Tensor, left: Left) -> None:

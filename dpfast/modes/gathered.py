@@ -56,7 +56,8 @@ class Gathered:
 
     def clip(self, factor: Factor, coefficients: Tensor) -> None:
         """Takes the clipped sum; what the factor keeps is freed with it."""
-        self.total = factor.weighted_sum(coefficients.to(self.norm[0].device))
+        device = self.norm.value.device if isinstance(self.norm, SquaredNorm) else self.norm.device
+        self.total = factor.weighted_sum(coefficients.to(device))
 
     def clip_alone(
         self, factor: Factor, limit: float, scale: float | Tensor, excess: float, valid: Tensor | None

@@ -20,6 +20,7 @@ from dpfast.modes.accumulation import (
     noise_of,
     not_noted,
     numbered,
+    passes_in,
     wait_for_noise,
 )
 from dpfast.modes.clippers import NormClipper
@@ -56,6 +57,7 @@ class LeavesSums(nn.Module):
                     "zero_grad() before the forward pass"
                 )
         before = self._left_before()
+        passes = None if before is None or ranks is not None else passes_in(self._places)
         if ranks is None or not ranks.crosses:
             totals = {p: total(p) for p in self._places}  # all of them first, so that none is half done
             held = ranks is not None and ranks.hold(totals, add=before is not None)
@@ -66,7 +68,7 @@ class LeavesSums(nn.Module):
                     p.grad = added(p.grad, own, p.dtype)
                 elif p.grad is None and p.requires_grad:
                     p.grad = torch.zeros_like(p)
-            self._note(before, of_rank=ranks is not None, ranks=self._number_of_ranks())
+            self._note(before, passes, of_rank=ranks is not None, ranks=self._number_of_ranks())
             return
         add_first = before is not None and before.of_rank
         if not add_first:
@@ -149,10 +151,10 @@ class LeavesSums(nn.Module):
         together = [ranks.number for ranks in (self._over_ranks, self._parts) if ranks is not None]
         return math.prod(together) if together else 0
 
-    def _note(self, before: Left | None, **of: Any) -> None:
-        """One sum more is in ``p.grad``."""
+    def _note(self, before: Left | None, passes: Mapping[nn.Parameter, int] | None = None, **of: Any) -> None:
+        """One sum more is in ``p.grad``; ``passes``: see ``leave``."""
         self._last_left = self._with_one_more(Left(0, 0.0) if before is None else before, **of)
-        leave(self._places, self._last_left)
+        leave(self._places, self._last_left, passes)
 
     def _with_one_more(self, before: Left, **of: Any) -> Left:
         """What a gradient holds that held ``before``, once this pass has left its sum."""

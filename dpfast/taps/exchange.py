@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from dpfast.taps.carried import carried
+from dpfast.taps.fingerprints import are_beyond_rounding
 from dpfast.taps.layout import NO_SAMPLES, Call, Mixed, Place, Rows
 from dpfast.taps.picks import NO_ROUTES
 from dpfast.taps.random_numbers import RandomNumbers, same_random_numbers
 from dpfast.taps.tap import Tap
 from dpfast.taps.told import NOTHING, Told, together
-from dpfast.taps.witness import Key, Run, first_samples, run_on, stand_ins, whose_rows
+from dpfast.taps.witness import Key, Run, alike, equal, first_samples, run_on, stand_ins, whose_rows
 
 _IN_BACKWARD = (
     "the gradient at its output changes with a sample that is not its own, and what the forward pass gives does not; "
@@ -176,12 +177,16 @@ class _Exchange:
         parted = {i: self._parted(i, base, runs, which) for i in range(len(base.outputs))}
         outputs = dict.fromkeys((i for i, dims in parted.items() if dims == []), _MIXED)
         met = [] if wrong or outputs else self._met_in_backward(found, base.grads, [run.grads for run in runs], which)
-        losses = {
-            i: _IN_LOSS for i in base.losses if not (wrong or met) and self._meet_in_loss(i, found, base, runs, which)
-        }
+        asked = [] if wrong or met else list(base.losses)
+        losses = {i: _IN_LOSS for i in asked if self._meet_in_loss(i, found, base, runs, which)}
+        whole = bool(met or losses)  # to the bit; a kernel without a mask, where nobody is padded, adds up otherwise
+        if whole:
+            base, *runs = (self._run(j, noisy, whole=True) for j in ((), *which))
+            met = met and self._met_in_backward(found, base.grads, [run.grads for run in runs], which)
+            losses = {i: m for i, m in losses.items() if self._meet_in_loss(i, found, base, runs, which)}
         if wrong or outputs or met or losses:  # is it the exchange that it comes from?
-            repeated = self._run((), noisy)
-            if not _alike(base, repeated):
+            repeated = self._run((), noisy, whole=whole)
+            if not alike(base, repeated):
                 return Told({}, {}, changed=True, why=_DIFFERS)
             if outputs:
                 outputs = self._of_batch(outputs, base, noisy)
@@ -198,7 +203,7 @@ class _Exchange:
             last = self.taps[max(met, key=lambda key: base.order[key])[0]].layer
             found.update(dict.fromkeys(met, Mixed(_IN_BACKWARD.format(last))))
         changed = any(
-            not _equal(x, y)
+            not equal(x, y)
             for run in runs
             for key, calls in run.calls.items()
             for x, y in zip(calls, base.calls.get(key, []), strict=False)
@@ -230,14 +235,13 @@ class _Exchange:
         except Exception:  # what it kept may fit no batch of this size
             return ()
 
-    def _run(self, others: tuple[int, ...], noisy: bool, size: int | None = None) -> Run:
+    def _run(self, others: tuple[int, ...], noisy: bool, size: int | None = None, *, whole: bool = False) -> Run:
         """One forward with the samples of these numbers exchanged."""
         size = size or self.size
         leaves = self._batch(others, size)
         self.again()
-        run, _ = run_on(
-            self.model, self.taps, self.structure, leaves, self.places, size, self.others, noisy=noisy, exchanged=others
-        )
+        witnesses: dict[str, Any] = {"noisy": noisy, "exchanged": others, "whole": whole}
+        run, _ = run_on(self.model, self.taps, self.structure, leaves, self.places, size, self.others, **witnesses)
         self.routes = self.routes | run.routes[0]
         self.keeps = self.keeps or bool(run.keeps)
         return run
@@ -305,7 +309,7 @@ class _Exchange:
                 whose = whose_rows(len(rows), self.size, place, rows.device)  # type: ignore[arg-type]  # as above
                 others = [run.get(key, [])[number : number + 1] for run in runs]
                 if whose is not None and any(
-                    bool(((other[0] != rows) & _of_others(whose, some)).any())
+                    bool((_differ(other[0], rows) & _of_others(whose, some)).any())
                     for other, some in zip(others, which, strict=True)
                     if other and other[0].shape == rows.shape
                 ):
@@ -350,6 +354,11 @@ def _is_a_number_each(x: Any) -> bool:
     return isinstance(x, Tensor) and x.dim() == 1 and not x.is_floating_point()
 
 
+def _differ(rows: Tensor, others: Tensor) -> Tensor:
+    """Which do: fingerprints, or gradients as they are."""
+    return rows != others if rows.dim() == 1 else are_beyond_rounding(others, rows)
+
+
 def _of_others(whose: Tensor, some: tuple[int, ...]) -> Tensor:
     """Which rows are of none of these samples."""
     return torch.isin(whose, torch.tensor(some, device=whose.device), invert=True)
@@ -371,22 +380,3 @@ def _exchanged(x: Tensor, dim: int, numbers: tuple[int, ...]) -> Tensor:
 
 def _is_odd(place: Place) -> bool:
     return isinstance(place, str) and place != NO_SAMPLES
-
-
-def _equal(x: Any, y: Any) -> bool:
-    if isinstance(x, Tensor) and isinstance(y, Tensor):
-        return torch.equal(x, y)
-    return type(x) is type(y) and bool(x == y)
-
-
-def _alike(one: Run, two: Run) -> bool:
-    """Whether two runs gave the same."""
-    noted = [(one.calls, two.calls), (one.grads, two.grads)]
-    noted += [(grads, two.losses.get(i, {})) for i, grads in one.losses.items()]
-    if any(x.keys() != y.keys() for x, y in noted):
-        return False
-    pairs = [(x, there[key]) for some, there in noted for key, x in some.items()]
-    return all(len(x) == len(y) and all(map(_equal, x, y)) for x, y in pairs) and all(
-        x.keys() == y.keys() and all(_equal(x[d], y[d]) for d in x)
-        for x, y in zip(one.outputs, two.outputs, strict=True)
-    )

@@ -38,12 +38,30 @@ def _factors(device: torch.device) -> Tensor:
 
 class Prints(NamedTuple):
     """Of a tensor's rows along a dimension; in the samples' order, where the model has put them in another (sorted by
-    length): ``order``, the rows' numbers in that order."""
+    length): ``order``, the rows' numbers in that order. ``whole``: of gradients the rows are kept themselves."""
 
     dim: int
     order: Tensor | None
+    whole: bool = False
 
     def of(self, x: Tensor) -> Tensor:
         """Fingerprints."""
         found = fingerprints(x, self.dim)
         return found if self.order is None else found[self.order]
+
+    def of_gradient(self, x: Tensor) -> Tensor:
+        """Fingerprints, or rows (R, K)."""
+        if not self.whole:
+            return self.of(x)
+        rows = x.detach().movedim(self.dim, 0).flatten(1) if x.dim() > 1 else x.detach().unsqueeze(1)
+        return rows.clone() if self.order is None else rows[self.order]
+
+
+def are_beyond_rounding(x: Tensor, y: Tensor) -> Tensor:
+    """Which rows (R, K) differ by more than the same sums do that another kernel adds up in another order."""
+    allowed = _ROUNDINGS * torch.finfo(x.dtype).eps if x.dtype in (torch.float32, torch.float64) else 0.0
+    x, y = x.double(), y.double()
+    return ~((x - y).norm(dim=1) <= allowed * x.norm(dim=1))
+
+
+_ROUNDINGS = 32

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dpfast.arithmetic import is_traced, reduced_convolutions, reduced_products, sums
+from dpfast.arithmetic import is_traced, reduced_convolutions, reduced_products
 from dpfast.taps.passes import in_backward, saves_as_torch_does
 
 _keeps_graph: Any = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
@@ -26,7 +27,7 @@ class Held:
     def hold(self, output: Tensor, made_of: Tensor) -> None:
         """Holds the output, if it is known to be of fp32's or fp64's precision."""
         plain = type(output) is Tensor and output.device.type == "cpu" and output.dtype == made_of.dtype
-        plain = plain and output.numel() > 0
+        plain = plain and output.dtype in (torch.float32, torch.float64) and output.numel() > 0
         exact = not reduced_convolutions() and reduced_products() == 0.0
         here = not is_traced() and in_backward() is None and _keeps_graph is not None
         if plain and exact and here and saves_as_torch_does():
@@ -49,6 +50,18 @@ class Held:
 
 
 def _seal(x: Tensor) -> Tensor:
-    """Two numbers, as bits, by which a write is seen that torch does not count (``.data``): a norm rests on it."""
-    of_blocks = torch.stack(sums.sums_of_blocks(*[x.detach().reshape(1, -1)] * 2))  # squares, too, in one reading
-    return of_blocks.sum(1, dtype=torch.float64).view(torch.int64)
+    """Numbers, as bits, by which a write is seen that torch does not count (``.data``): a norm rests on it. Each is of
+    a part of one sample, so what is not finite hides no other's, and weighs every place differently."""
+    rows = x.detach().reshape(len(x), -1)
+    width = next(some for some in range(_PART, 0, -1) if rows.shape[1] % some == 0)
+    parts = torch.mv(rows.view(-1, width), _weights(width, x.dtype))
+    return parts.view(torch.int64 if x.dtype is torch.float64 else torch.int32)
+
+
+_PART = 512
+"""Entries that one number is of, at most."""
+
+
+@lru_cache(maxsize=64)
+def _weights(width: int, dtype: torch.dtype) -> Tensor:
+    return torch.rand(width, generator=torch.Generator().manual_seed(width), dtype=dtype, device="cpu") + 0.5

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from dpfast.errors import UnsupportedModuleError
 from dpfast.factors import Dense, Factor, OuterProduct, merge, standardised
 from dpfast.taps.leaves import leaf, without_values
+from dpfast.taps.nested import each_tensor
 from dpfast.taps.passes import in_backward, saves_as_torch_does
 from dpfast.taps.registry import Activations
 from dpfast.taps.uses import told_apart
@@ -124,7 +125,12 @@ class Shared(Tensor):
         if func in _ASKS and type(args[0]) is cls:
             return func(args[0].value, *args[1:], **(kwargs or {}))
         operation = Operation(func, args, kwargs or {})
-        return operation.shared[0].tap.follow(operation) if operation.shared else operation.plain()
+        if not operation.shared:
+            return operation.plain()
+        tap = operation.shared[0].tap
+        if torch.is_grad_enabled() and operation.writes():
+            raise UnsupportedModuleError(f"{tap.layer}: {operation.name!r} {_WRITES}")
+        return tap.follow(operation)
 
     def copies(self, dim: int, n: int) -> Tensor:
         """One for each of n samples, in dimension ``dim`` (of size 1, or one more before it), or in one more in front
@@ -219,6 +225,14 @@ _LOOK_AT_OTHERS = {Tensor.to, Tensor.type_as, Tensor.expand_as, Tensor.reshape_a
 """Operations in which only dtype, device or shape of other tensors count."""
 
 
+_WRITES = (
+    "writes to a parameter, or to what was made of parameters alone, whose earlier uses and other names would have the "
+    "gradients of later ones: make a new tensor (x = x * y, not x *= y), or torch.cat and torch.where for parts of one"
+)
+_WRITERS = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}
+_WRITERS |= {"__setitem__", "__set__"}  # of an attribute
+
+
 class Operation:
     """One operation that a Shared tensor goes into.
 
@@ -233,6 +247,16 @@ class Operation:
         self.args, self.kwargs = _settled((args, kwargs), found, self.shared)
         self.others = [x for x in found if not isinstance(x, Shared)]
         self.way = (getattr(func, "__name__", None), *(x.way if isinstance(x, Shared) else x.dim() for x in found))
+
+    @property
+    def name(self) -> str:
+        return getattr(self.func, "__name__", "")
+
+    def writes(self) -> bool:
+        """Whether it changes a Shared tensor."""
+        in_place = self.name in _WRITERS or (self.name.endswith("_") and not self.name.endswith("__"))
+        in_place = in_place or self.kwargs.get("inplace") is True
+        return isinstance(self.kwargs.get("out"), Shared) or (in_place and isinstance(self.args[0], Shared))
 
     def meets_others(self) -> bool:
         """Whether a gradient would go through a tensor that is not Shared, a parameter that was frozen when the way was
@@ -339,7 +363,7 @@ class Meeting:
 
 def _plain(x: Any) -> Any:
     """The same with plain tensors."""
-    return _each(x, lambda x: x.value if isinstance(x, Shared) else x)
+    return each_tensor(x, lambda x: x.value if isinstance(x, Shared) else x)
 
 
 def _settled(x: Any, found: list[Any], shared: list[Shared]) -> Any:
@@ -353,27 +377,7 @@ def _settled(x: Any, found: list[Any], shared: list[Shared]) -> Any:
                 shared.append(x)
         return x
 
-    return _each(x, settled)
-
-
-_ATOMS = frozenset((int, float, bool, str, type(None), torch.Size, torch.dtype, torch.device))
-"""What nearly all other arguments are."""
-
-
-def _each(x: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    kind = type(x)
-    if kind in _ATOMS:
-        return x
-    if isinstance(x, Tensor):
-        return function(x)
-    if isinstance(x, (tuple, list)):
-        if all(type(y) in _ATOMS for y in x):
-            return x
-        parts = [_each(y, function) for y in x]
-        return kind(*parts) if hasattr(x, "_fields") else kind(parts)
-    if isinstance(x, dict):
-        return {k: _each(y, function) for k, y in x.items()}
-    return x
+    return each_tensor(x, settled)
 
 
 def _as_it_is(x: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dpfast.errors import InputError, StateError, UnsupportedModuleError
 from dpfast.taps.around import is_around, sees_its_own_heads, with_inner, without_its_own_sums
-from dpfast.taps.detached import DetachableParameters, Shown, detached_parameters
+from dpfast.taps.detached import DetachableParameters, detached_parameters
 from dpfast.taps.gathered import RoutedLayer, picked_here
 from dpfast.taps.layout import NO_SAMPLES, NOT_RUN, SHARED, Place, Rows, kind_here, place_in
 from dpfast.taps.leaves import leaf
@@ -122,7 +122,7 @@ class Tap(RoutedLayer):
                 return substitute(self.module, Pieces(self), *args, **kwargs)
         rule = find_rule(self.module)
         if rule is None and self.known((OWN,)) == 0 and not (self.taps.force_functorch or self._by_rows()):
-            with detached_parameters(owned, self._own_once()):
+            with detached_parameters(owned, self.own):
                 return forward(*args, **kwargs)
         fresh = makes_fresh_output(rule)
         watch = Watch(self) if not fresh and may_keep_output(forward) else None
@@ -174,17 +174,6 @@ class Tap(RoutedLayer):
     def own(self, parameter: nn.Parameter) -> Tensor:
         """What the module's own forward gets in its place, where that has no rule."""
         return self._stand_in(OWN, parameter) if parameter.requires_grad else parameter.detach()
-
-    def _own_once(self) -> Shown:
-        """:meth:`own` for one forward, which gets the same again where it asks for a parameter again."""
-        given: dict[nn.Parameter, Tensor] = {}
-
-        def own(parameter: nn.Parameter) -> Tensor:
-            if parameter not in given:
-                given[parameter] = self.own(parameter)
-            return given[parameter]
-
-        return own
 
     def elsewhere(self, parameter: nn.Parameter) -> Tensor:
         """What other modules' forwards get in its place."""

@@ -75,7 +75,7 @@ class Run(NamedTuple):
 
     def note_grad(self, key: Key, prints: Prints, grad: Tensor) -> None:
         """A hook on a tap's output."""
-        self.arrived.setdefault(key, []).append(prints.of(grad))
+        self.arrived.setdefault(key, []).append(prints.of_gradient(grad))
 
 
 class Witness(OfCopy):
@@ -84,6 +84,7 @@ class Witness(OfCopy):
     Attributes:
         at: where taps have their samples. size: how many there are.
         noisy: outputs are given noise. exchanged: the samples whose noise is another one.
+        whole: gradients are noted as they are.
     """
 
     number: int
@@ -92,6 +93,7 @@ class Witness(OfCopy):
     at: dict[Key, Place]
     noisy: bool
     exchanged: tuple[int, ...]
+    whole: bool
     took_and_gave: list[tuple[int | None, Call]]
     inputs: Sequence[Any] = ()  # of the model
 
@@ -106,11 +108,12 @@ class Witness(OfCopy):
         *,
         noisy: bool = False,
         exchanged: tuple[int, ...] = (),
+        whole: bool = False,
     ) -> Witness:
         tap.__class__ = cls
         assert isinstance(tap, cls)
         tap.number, tap.seen, tap.at, tap.size, tap.took_and_gave = number, seen, at, size, []
-        tap.noisy, tap.exchanged = noisy, exchanged
+        tap.noisy, tap.exchanged, tap.whole = noisy, exchanged, whole
         return tap
 
     def known_place(self, rank: int) -> Any:
@@ -155,7 +158,7 @@ class Witness(OfCopy):
         size = x.shape[dim] if dim < x.dim() else 0
         fits = size % self.size == 0 if isinstance(place, Rows) else size == self.size
         calls = self.seen.calls.setdefault(key, [])
-        prints = Prints(dim, self._order(dim) if isinstance(place, int) else None)
+        prints = Prints(dim, self._order(dim) if isinstance(place, int) else None, self.whole)
         calls.append(prints.of(x) if fits else tuple(x.shape))
         if not (self.noisy and fits and size):
             return None
@@ -205,12 +208,13 @@ def run_on(
     *,
     noisy: bool = False,
     exchanged: tuple[int, ...] = (),
+    whole: bool = False,
 ) -> tuple[Run, list[Witness]]:
     """One forward pass of a copy on these inputs, of ``size`` samples; with noise, a backward pass as well.
 
     Args:
         structure, leaves: the inputs. places: of taps. stand_ins: what stands where parameters are, by their id.
-        noisy, exchanged: of the witnesses.
+        noisy, exchanged, whole: of the witnesses.
     """
     # A backward pass within that one (reentrant checkpoints) must not come to the parameters themselves.
     leaves_here = {id(p): _leaf(p) for p in model.parameters()} if noisy else {}
@@ -218,7 +222,8 @@ def run_on(
     model, copies = copied(model, taps, leaves_here | stand_ins)
     run = Run.begun()
     witnesses = [
-        Witness.of(tap, i, run, places, size, noisy=noisy, exchanged=exchanged) for i, tap in enumerate(copies)
+        Witness.of(tap, i, run, places, size, noisy=noisy, exchanged=exchanged, whole=whole)
+        for i, tap in enumerate(copies)
     ]
     leaves = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
     for witness in witnesses:
@@ -308,7 +313,7 @@ def _backwards(run: Run, outputs: Sequence[Tensor], losses: dict[int, Tensor], t
 
 
 def _note(given: dict[int, Tensor], number: int, prints: Prints, grad: Tensor) -> None:
-    given[number] = prints.of(grad)
+    given[number] = prints.of_gradient(grad)
 
 
 def _in_reentrant_checkpoint(outputs: Sequence[Tensor]) -> bool:
@@ -368,3 +373,22 @@ def _replaced(output: Any, x: Tensor, by: Tensor) -> Any:
         return by
     leaves, structure = tree_flatten(output)
     return tree_unflatten([by if y is x else y for y in leaves], structure)
+
+
+def equal(x: Any, y: Any) -> bool:
+    if isinstance(x, Tensor) and isinstance(y, Tensor):
+        return torch.equal(x, y)
+    return type(x) is type(y) and bool(x == y)
+
+
+def alike(one: Run, two: Run) -> bool:
+    """Whether two runs gave the same."""
+    noted = [(one.calls, two.calls), (one.grads, two.grads)]
+    noted += [(grads, two.losses.get(i, {})) for i, grads in one.losses.items()]
+    if any(x.keys() != y.keys() for x, y in noted):
+        return False
+    pairs = [(x, there[key]) for some, there in noted for key, x in some.items()]
+    return all(len(x) == len(y) and all(map(equal, x, y)) for x, y in pairs) and all(
+        x.keys() == y.keys() and all(equal(x[d], y[d]) for d in x)
+        for x, y in zip(one.outputs, two.outputs, strict=True)
+    )

@@ -280,3 +280,64 @@ def test_a_weight_that_is_written_to_uncounted(write, sizes):
 def test_channels_last(name):
     layer, x, _ = case(name)
     check_rule(layer.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last))
+
+
+class Behind(nn.Module):
+    """Writes to the output of a standardised convolution so that torch does not count it."""
+
+    def __init__(self, write, *sizes, **options):
+        super().__init__()
+        self.layer, self.write = StdConv(*sizes, **options), write
+
+    def forward(self, x):
+        y = self.layer(x)
+        if self.write is not None:
+            self.write(y.data)
+        return y
+
+
+@pytest.mark.parametrize("spoilt", [None, torch.nan, torch.inf])
+@pytest.mark.parametrize(
+    "write",
+    [lambda y: y.mul_(10.0), lambda y: y.copy_(y.flip(-1)), lambda y: y.copy_(y.flip(1)), lambda y: y.neg_()],
+    ids=["scaled", "moved", "channels moved", "negated"],
+)
+def test_an_output_that_is_written_to_uncounted(write, spoilt):
+    """The norm must not follow from it; nor may another sample's NaN hide the write."""
+    torch.manual_seed(0)
+    model = Behind(write, 12, 40, 3, padding=1, bias=False)
+    x, weights = torch.randn(5, 12, 4, 8), torch.randn(40, 4, 8)
+    if spoilt is not None:
+        x[3] = spoilt
+    truth = loop_over_samples(model, lambda m, x: (m(x) * weights.to(x.dtype)).sum(), x, dtype=torch.float64)
+    norms = truth["layer.weight"].flatten(1).norm(dim=1)
+    wrapped = dpfast.GradSampleModuleFastGradientClipping(model, max_grad_norm=1.0, loss_reduction="sum")
+    (wrapped(x) * weights).sum().backward()
+    found, sound = wrapped.get_norm_sample().double(), norms.isfinite()
+    assert torch.allclose(found[sound], norms[sound], rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_output_of_autocast_is_not_exact(dtype):
+    """Its rounding made norms of gradients along the weight too small, and two dtypes met in one call."""
+    torch.manual_seed(0)
+    sizes = {"kernel_size": 3, "padding": 1, "bias": False}
+    model = nn.Sequential(StdConv(3, 12, **sizes), StdConv(12, 40, **sizes))
+    wrapped = dpfast.GradSampleModuleFastGradientClipping(model, max_grad_norm=1.0, loss_reduction="sum")
+    with torch.autocast("cpu", dtype):
+        loss = wrapped(torch.randn(2, 3, 4, 4)).float().square().sum()
+    loss.backward()
+    model[1].weight.grad = None
+    assert wrapped.get_norm_sample().isfinite().all() and model[0].weight.grad.norm() <= 2.0
+
+
+@pytest.mark.parametrize("groups", [2, 4])
+def test_groups_of_channels_whose_sum_is_taken_after_the_norm(groups):
+    torch.manual_seed(0)
+    model = nn.Sequential(StdConv(16, 32, 3, padding=1, groups=groups))
+    x = torch.randn(3, 16, 4, 4)
+    truth = loop_over_samples(model, lambda m, x: m(x).square().sum(), x, dtype=torch.float64)
+    wrapped = dpfast.GradSampleModuleFastGradientClipping(model, max_grad_norm=1.0, loss_reduction="sum")
+    wrapped(x).square().sum().backward()
+    norms = sum(g.flatten(1).square().sum(1) for g in truth.values()).sqrt()
+    assert torch.allclose(wrapped.get_norm_sample().double(), norms, rtol=1e-4)

@@ -1,0 +1,29 @@
+"""Arguments of functions, in which tensors may stand anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_ATOMS = frozenset((int, float, bool, str, type(None), torch.Size, torch.dtype, torch.device))
+"""What nearly all other arguments are."""
+
+
+def each_tensor(x: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """``x`` with ``function(tensor)`` in the place of each tensor in it."""
+    kind = type(x)
+    if kind in _ATOMS:
+        return x
+    if isinstance(x, Tensor):
+        return function(x)
+    if isinstance(x, (tuple, list)):
+        if all(type(y) in _ATOMS for y in x):
+            return x
+        parts = [each_tensor(y, function) for y in x]
+        return kind(*parts) if hasattr(x, "_fields") else kind(parts)
+    if isinstance(x, dict):
+        return {k: each_tensor(y, function) for k, y in x.items()}
+    return x
