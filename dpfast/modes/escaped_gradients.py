@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dpfast.errors import EscapedGradientError, UnsupportedModuleError
 from dpfast.modes.accumulation import note_ordinary, note_unwatched
-from dpfast.taps import in_backward
+from dpfast.taps import has_hooks, in_backward, owned_modules
 
 
 class Trainable:
@@ -115,12 +115,24 @@ class Guards:
             self._expect_ordinary(parameter)
             return
         name = next((n for n, p in self._model.named_parameters() if p is parameter), "of another model")
+        if name != "of another model" and not _is_tapped(self._model, parameter):
+            raise EscapedGradientError(
+                f"a gradient reached parameter {name} {tuple(parameter.shape)} without being clipped, or parted by "
+                "samples: its module was put into the model after that was wrapped, and nothing catches it. Wrap the "
+                "model again, or call remove_hooks() and add_hooks() on the wrapped one"
+            )
         raise EscapedGradientError(
             f"a gradient reached parameter {name} {tuple(parameter.shape)} without being clipped, or parted by "
             "samples: it is used outside its own module's forward (functionally by another module, in a penalty on the "
             "weights, or by another wrapped model). Call the module instead, register a rule for the module that uses "
             "it, or freeze it; weight decay belongs in the optimizer"
         )
+
+
+def _is_tapped(model: nn.Module, parameter: nn.Parameter) -> bool:
+    """Whether a module that is caught answers for it."""
+    owned = chain.from_iterable(owned_modules(m) for m in model.modules() if has_hooks(m))
+    return any(p is parameter for m in owned for p in m._parameters.values())
 
 
 def _note_ordinary(came: list[tuple[nn.Parameter, Tensor | None, int]]) -> None:

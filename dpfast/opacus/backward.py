@@ -177,10 +177,21 @@ def _all_from_rules(graph: _Graph, module: Any, losses: Tensor) -> list[nn.Param
         owner = owners.get(p)
         sampler = module.NORM_SAMPLERS.get(type(owner)) if module.use_ghost_clipping else None
         calls: Any = getattr(owner, "activations", ())
-        one_row_a_loss = len(calls) == 1 and losses.shape == calls[0][0].shape[dim : dim + 1]
+        one_row_a_loss = len(calls) == 1 and _has_row_a_loss(calls[0][0], losses, dim)
         if not (getattr(sampler, "keeps_factors", False) and one_row_a_loss and _used_once(leaf, graph)):
             return None
     return parameters
+
+
+def _has_row_a_loss(x: Tensor, losses: Tensor, dim: int) -> bool:
+    """Whether a layer's input has the samples in that dimension, as far as shapes tell: not where positions, of
+    (N, T, D) or of numbers (N, T), are as many, nor of numbers in a row, which may be positions. These must not be
+    weighted by samples' factors."""
+    if losses.shape != x.shape[dim : dim + 1]:
+        return False
+    if x.dim() == (3 if x.is_floating_point() else 2):
+        return x.shape[1 - dim] != len(losses)
+    return x.is_floating_point() or x.dim() > 2
 
 
 def _used_once(leaf: Node, graph: _Graph) -> bool:

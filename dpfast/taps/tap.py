@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from dpfast.errors import InputError, StateError, UnsupportedModuleError
+from dpfast.errors import DpfastError, InputError, StateError, UnsupportedModuleError
 from dpfast.taps.around import is_around, sees_its_own_heads, with_inner, without_its_own_sums
 from dpfast.taps.detached import DetachableParameters, detached_parameters
 from dpfast.taps.gathered import RoutedLayer, picked_here
@@ -106,16 +106,17 @@ class Tap(RoutedLayer):
             return forward(*args, **kwargs)
         fault = find_fault(self.module)
         if fault is not None:
-            return _failing_in_backward(forward(*args, **kwargs), f"{self.layer}: {fault}")
+            return _failing_in_backward(forward(*args, **kwargs), UnsupportedModuleError(f"{self.layer}: {fault}"))
         owned = owned_modules(self.module)
         parameters = [p for m in owned for p in m._parameters.values() if p is not None and p.requires_grad]
         if not parameters:
             return forward(*args, **kwargs)
         if self.taps.forward_here() is None and in_backward() is None:
-            raise StateError(
+            error = StateError(
                 f"{self.layer} runs outside of the wrapped model's forward (by another method, or alone), where its "
                 "rows would be taken for samples; let forward call it, or take torch.no_grad() or disable_hooks()"
             )
+            return _failing_in_backward(forward(*args, **kwargs), error)  # who detaches it (to save it) goes on
         substitute = find_forward(self.module)
         if substitute is not None:
             with detached_parameters(owned, self.as_it_is):
@@ -370,15 +371,15 @@ def _is_followed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return any(isinstance(x, Tensor) and x.requires_grad for x in tree_flatten((args, kwargs))[0])
 
 
-def _failing_in_backward(output: Any, message: str) -> Any:
+def _failing_in_backward(output: Any, error: DpfastError) -> Any:
     """The output, whose gradient is an error."""
 
     def fail(grad: Tensor) -> None:
-        raise UnsupportedModuleError(message)
+        raise error
 
     followed = [x for x in tree_flatten(output)[0] if isinstance(x, Tensor) and x.requires_grad]
     if not followed:  # no gradient would come by, but what comes out is not fit for private training either
-        raise UnsupportedModuleError(message)
+        raise error
     for x in followed:
         x.register_hook(fail)
     return output

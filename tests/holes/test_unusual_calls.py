@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpfast import GradSampleModule, GradSampleModuleFastGradientClipping
-from dpfast.errors import DpfastWarning, InputError, StateError, UnsupportedModuleError
+from dpfast.errors import DpfastWarning, EscapedGradientError, InputError, StateError, UnsupportedModuleError
 
 MASK = torch.tensor([True, True, False, False])
 C = 0.1
@@ -253,8 +253,11 @@ def test_methods_other_than_forward(cls):
     model, x = cls(Encodes()), torch.randn(2, 5, 4)
     model(x).square().mean().backward()
     for call in (model.encode, lambda x: model._module.lin(x)):
+        model.zero_grad()
         with pytest.raises(StateError, match=r"lin \(Linear\) runs outside of the wrapped model's forward"):
-            call(x)
+            call(x).sum().backward()
+        assert all(p.grad is None for p in model.parameters())
+        assert torch.equal(call(x).detach(), call(x))  # as PEFT saves prompts
         with torch.no_grad():
             call(x)
 
@@ -310,3 +313,19 @@ def test_a_list_of_what_may_be_samples_is_said():
         model([torch.randn(4, 4) for _ in range(6)])
         clipping(OfAList())((torch.randn(4, 4), torch.randn(4, 4)))  # a pair: a state, two views
         clipping(OfAList())(torch.randn(6, 4, 4))
+
+
+def test_a_layer_that_was_put_in_after_wrapping():
+    """The error named functional use, and its remedies did not help."""
+    model = GradSampleModuleFastGradientClipping(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)), max_grad_norm=C)
+    x = torch.randn(3, 4)
+    model(x).square().sum().backward()
+    model.zero_grad()
+    model._module[1] = nn.Linear(4, 2)
+    with pytest.raises(EscapedGradientError, match=r"1\.\w+ .* put into the model after that was wrapped"):
+        model(x).square().sum().backward()
+    model.zero_grad()
+    model.remove_hooks()
+    model.add_hooks()
+    model(x).square().sum(1).mean().backward()
+    assert model._module[1].weight.grad.norm() > 0.0

@@ -341,3 +341,38 @@ def test_a_script_of_opacus_s(name):
     (exact, sizes, epsilon), (found, our_sizes, our_epsilon) = runs
     assert sizes == our_sizes and epsilon == our_epsilon
     assert_gradients(found, exact)
+
+
+class Positions(nn.Module):
+    """A table looked up once for all samples, (T,)."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.positions, self.head = nn.Embedding(40, 8), nn.Embedding(16, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head((self.words(x) + self.positions(torch.arange(x.shape[1]))).tanh().mean(1))
+
+
+class TimeFirst(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.head = nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(self.norm(self.first(x.transpose(0, 1))).tanh().mean(0))
+
+
+@pytest.mark.parametrize(
+    ("make", "x"), [(Positions, torch.randint(0, 40, (5, 5))), (TimeFirst, torch.randn(5, 5, 6))], ids=["table", "time"]
+)
+def test_as_many_positions_as_samples(make, x):
+    """Opacus takes one for the other in its norms; its sums at least are the samples', and so are ours."""
+    torch.manual_seed(0)
+    net, weights = make(), torch.tensor([2000.0, 0.0, 0.0, 0.0, 0.0])
+    losses = lambda m, x: m(x).square().sum(1) * weights  # noqa: E731
+    expected, _, _ = ghost_step(copy.deepcopy(net), losses, x, install=False)
+    found, passes, _ = ghost_step(net, losses, x, install=True)
+    assert passes == 2
+    for name, p in found.items():
+        assert torch.allclose(p, expected[name], atol=1e-5), name
