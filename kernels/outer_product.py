@@ -284,7 +284,6 @@ def outer(
     """
     validate(activations, backprops)
     activations, backprops = promote(activations, backprops)
-    validate(activations, backprops)
     N, T = sizes(activations, runs, longest)
     D, P = activations.shape[2], backprops.shape[2]
     if bias and runs is not None:

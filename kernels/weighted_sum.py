@@ -299,7 +299,6 @@ def weighted_sum(
     """
     validate(activations, backprops)
     activations, backprops = promote(activations, backprops)
-    validate(activations, backprops)
     N, T, D = activations.shape
     P = backprops.shape[2]
     device = activations.device

@@ -256,7 +256,8 @@ class Operation:
         """Whether it changes a Shared tensor."""
         in_place = self.name in _WRITERS or (self.name.endswith("_") and not self.name.endswith("__"))
         in_place = in_place or self.kwargs.get("inplace") is True
-        return isinstance(self.kwargs.get("out"), Shared) or (in_place and isinstance(self.args[0], Shared))
+        target = self.args[0] if self.args else self.kwargs.get("input")
+        return isinstance(self.kwargs.get("out"), Shared) or (in_place and isinstance(target, Shared))
 
     def meets_others(self) -> bool:
         """Whether a gradient would go through a tensor that is not Shared, a parameter that was frozen when the way was

@@ -89,7 +89,7 @@ def test_no_samples_in_a_graph():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_windows_that_overlap_beside_another_dtype(backend, dtype, t):
-    """A converted copy does not keep the last stride where strides tie: norms came out at half their size."""
+    """A converted copy does not keep the last stride where strides tie: norms came out too small."""
     a = ordinary(2, t + 69, seed=0, dtype=torch.bfloat16).unfold(1, 70, 1)
     b = ordinary(2, t, 66, seed=1, dtype=dtype)
     exact = torch.einsum("ntp,ntd->npd", b.double(), a.double())

@@ -157,8 +157,12 @@ def of_ones(sigma, divide_beside, *, n=3):
     return [p.grad for p in params]
 
 
-def test_the_division_takes_no_reading_of_its_own_and_makes_no_other_gradient():
+def test_the_division_takes_no_reading_of_its_own_and_makes_no_other_gradient(monkeypatch):
     """Nor is it taken twice where somebody has put another one in its place."""
+    divided, divide = [], torch._foreach_div_
+    monkeypatch.setattr(torch, "_foreach_div_", lambda *of: divided.append(of) or divide(*of))
+    of_ones(0.5, True)
+    assert not divided
     for sigma in (0.5, 0.0):
         for beside, alone in zip(of_ones(sigma, True), of_ones(sigma, False), strict=True):
             assert torch.allclose(beside, alone, rtol=0.0, atol=1e-6) and alone.isfinite().all()

@@ -45,6 +45,12 @@ def _other_name(m, x):
     return x @ view
 
 
+def _by_keyword(m, x):
+    w = m.w * 1.0
+    torch.relu_(input=w)
+    return F.linear(x, w)
+
+
 def _out(m, x):
     w = m.w * 1.0
     return F.linear(x, torch.add(w.detach(), m.b, out=w))
@@ -87,6 +93,7 @@ class Own(nn.Module):
         _row,
         _diagonal,
         _other_name,
+        _by_keyword,
         _out,
         _data,
         _frozen_for_a_use,
