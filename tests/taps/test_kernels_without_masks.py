@@ -29,6 +29,8 @@ class Grouped(nn.Module):
         if self.mixing and x.requires_grad and (self.always or not bool(mask.all())):
             v.register_hook(lambda grad: grad + self.mixing * grad.mean(0))
         if bool(mask.all()):
+            if v.requires_grad:  # other last bits of the gradient alone, whichever kernels this torch has
+                v.register_hook(lambda grad: grad / 3.0 * 3.0)
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         else:
             seen = mask.bool()[:, None, None, :] & torch.ones(T, T, dtype=torch.bool).tril()
