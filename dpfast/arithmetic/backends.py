@@ -53,13 +53,15 @@ def _why_not_on(device: torch.device, sixteen_bits: bool = False) -> str | None:
 
 @lru_cache(maxsize=64)
 def _auto_backend(device: torch.device, sixteen_bits: bool) -> str:
-    if device.type == "cpu":  # the interpreter is for tests, which ask for it
-        return "reference"
     why_not = _why_not_on(device, sixteen_bits)
     if why_not is None:
         return "triton"
     warnings.warn(f"dpfast takes the reference backend on {device}: {why_not}", DpfastWarning, stacklevel=4)
     return "reference"
+
+
+def _has_sixteen_bits(dtypes: tuple[torch.dtype, ...]) -> bool:
+    return any(dtype.itemsize == 2 for dtype in dtypes)
 
 
 def choose_backend(backend: str, device: torch.device, *dtypes: torch.dtype) -> str:
@@ -75,11 +77,13 @@ def choose_backend(backend: str, device: torch.device, *dtypes: torch.dtype) -> 
         backend, source = wanted, "DPFAST_BACKEND"
     if backend not in _BACKENDS:
         raise BackendError(f"{source}={backend!r} is not one of {', '.join(map(repr, _BACKENDS))}")
-    double, sixteen_bits = torch.float64 in dtypes, any(dtype.itemsize == 2 for dtype in dtypes)
     if backend == "auto":
-        return "reference" if double else _auto_backend(device, sixteen_bits)
+        if device.type == "cpu" or torch.float64 in dtypes:  # the interpreter is for tests, which ask for it
+            return "reference"
+        return _auto_backend(device, _has_sixteen_bits(dtypes))
     if backend == "triton":
-        why_not = "the kernels have no fp64" if double else _why_not_on(device, sixteen_bits)
+        double = torch.float64 in dtypes
+        why_not = "the kernels have no fp64" if double else _why_not_on(device, _has_sixteen_bits(dtypes))
         if why_not is not None:
             raise BackendError(f"{source}='triton' on {device}: {why_not}. Use backend='auto' or 'reference'.")
     return backend

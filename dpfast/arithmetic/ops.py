@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ from dpfast.errors import InputError
 _WORTH_A_KERNEL = 2**14
 """Entries of a sample from which row norms that nothing else is taken with have a launch of the kernel; it reads 16-bit
 rows once, where torch writes them in fp32 first."""
+
+_dtype: Any = Tensor.dtype.__get__  # type: ignore[attr-defined]  # of a tensor, without a line of Python
 
 _FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -237,7 +239,7 @@ def circumstances() -> tuple[object, ...]:
 
 def runs_kernels(*tensors: Tensor) -> bool:
     """Whether "auto" takes the kernels for inputs such as these."""
-    return choose_backend("auto", tensors[0].device, *(x.dtype for x in tensors)) == "triton"
+    return choose_backend("auto", tensors[0].device, *map(_dtype, tensors)) == "triton"
 
 
 def sum_excess(activations: Tensor, backprops: Tensor) -> float:

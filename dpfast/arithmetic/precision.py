@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import lru_cache
+from itertools import starmap
 
 import torch
 from torch import Tensor
@@ -61,14 +62,14 @@ def reduced_products() -> float:
 
     Whatever says so counts, for any device: torch's new switches and its old one, and oneDNN's environment.
     """
-    said = {_torch_precision(), *(_switch(*of) for of in _OF_PRODUCTS)}
+    said = {_torch_precision(), *starmap(_switch, _OF_PRODUCTS)}
     lost = 0.0 if said <= _EXACT else max(map(_lost, said))
     return max(lost, _environment())
 
 
 def reduced_convolutions() -> bool:
     """The same for convolutions on a CPU."""
-    return not {_switch(*of) for of in _OF_CONVOLUTIONS} <= _EXACT or _environment() > 0.0
+    return not _EXACT.issuperset(starmap(_switch, _OF_CONVOLUTIONS)) or _environment() > 0.0
 
 
 def _lost(value: str) -> float:

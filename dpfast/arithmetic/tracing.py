@@ -19,6 +19,7 @@ class _Here(threading.local):
 
 
 _here = _Here()
+_is_compiling = torch.compiler.is_compiling
 
 
 @contextmanager
@@ -33,7 +34,7 @@ def capturing() -> Iterator[None]:
 
 def is_traced() -> bool:
     """Whether a graph is being made of what runs."""
-    return torch.compiler.is_compiling() or _here.capturing
+    return _here.capturing or _is_compiling()
 
 
 def pinned(x: Tensor) -> Tensor:

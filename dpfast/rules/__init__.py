@@ -18,6 +18,7 @@ from dpfast.rules import (
     opacus_layers,
     recurrent,
     refused,
+    standardised_convolution,
     windows,
 )
 from dpfast.rules.linear import compute_linear_grad_sample, compute_linear_norm_sample
@@ -38,5 +39,6 @@ __all__ = [
     "opacus_layers",
     "recurrent",
     "refused",
+    "standardised_convolution",
     "windows",
 ]

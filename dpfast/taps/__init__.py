@@ -35,6 +35,7 @@ from dpfast.taps.owned import has_something_to_tap, owned_modules, owned_paramet
 from dpfast.taps.passes import forget_compiled_code, in_backward, never_compiled, suspended, taps_suspended
 from dpfast.taps.pieces import Pieces
 from dpfast.taps.probe import Probe, looks_again_at
+from dpfast.taps.pulled_back import pulled_back, remaining
 from dpfast.taps.random_numbers import same_random_numbers
 from dpfast.taps.registry import (
     Activations,
@@ -103,6 +104,7 @@ __all__ = [
     "noise_like",
     "owned_modules",
     "owned_parameters",
+    "pulled_back",
     "refuses",
     "register_batch_dim",
     "register_broadcast",
@@ -116,6 +118,7 @@ __all__ = [
     "register_norm_sampler",
     "register_rule",
     "registry",
+    "remaining",
     "results_in",
     "said_by",
     "same_random_numbers",

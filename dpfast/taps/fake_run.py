@@ -138,7 +138,7 @@ class _Probe(Tap):
             with detached_parameters(owned, self.as_it_is):
                 output = substitute(self.module, Pieces(self), *args, **kwargs)
         else:
-            with detached_parameters(owned, self.as_it_is if rule is not None else self.own):
+            with detached_parameters(owned, self.as_it_is if rule is not None else functools.partial(self.own, owned)):
                 output = forward(*args, **kwargs)
         found = [x for x in tensors_in(output) if x.is_floating_point()]
         outputs = [x.shape for x in found]
@@ -168,12 +168,14 @@ class _Probe(Tap):
     def known_place(self, rank: int) -> Any:
         return self.given  # the rest is found out here
 
-    def own(self, parameter: nn.Parameter) -> Tensor:
+    def own(self, owned: Sequence[nn.Module], parameter: nn.Parameter) -> Tensor:
         self.asked = True
-        return super().own(parameter)
+        return super().own(owned, parameter)
 
     def elsewhere(self, parameter: nn.Parameter) -> Tensor:
-        return self._stand_in(ELSEWHERE, parameter) if parameter.requires_grad else parameter
+        return (
+            self._stand_in(ELSEWHERE, owned_modules(self.module), parameter) if parameter.requires_grad else parameter
+        )
 
     def follow(self, operation: Operation) -> Any:
         with torch.enable_grad():  # which tells what comes of parameters

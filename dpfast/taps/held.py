@@ -52,14 +52,18 @@ class Held:
 def _seal(x: Tensor) -> Tensor:
     """Numbers, as bits, by which a write is seen that torch does not count (``.data``): a norm rests on it. Each is of
     a part of one sample, so what is not finite hides no other's, and weighs every place differently."""
-    rows = x.detach().reshape(len(x), -1)
-    width = next(some for some in range(_PART, 0, -1) if rows.shape[1] % some == 0)
-    parts = torch.mv(rows.view(-1, width), _weights(width, x.dtype))
+    width = _width(x.numel() // x.shape[0])
+    parts = torch.mv(x.detach().reshape(-1, width), _weights(width, x.dtype))
     return parts.view(torch.int64 if x.dtype is torch.float64 else torch.int32)
 
 
 _PART = 512
 """Entries that one number is of, at most."""
+
+
+@lru_cache(maxsize=1024)
+def _width(entries: int) -> int:
+    return next(some for some in range(_PART, 0, -1) if entries % some == 0)
 
 
 @lru_cache(maxsize=64)

@@ -13,10 +13,14 @@ from dpfast.arithmetic import is_traced
 from dpfast.errors import EscapedGradientError
 
 
-def leaf(layer: str, value: Tensor) -> Tensor:
-    """``value`` without its history, ready for gradients, which may only be asked for: one that is left is an error."""
+def leaf(value: Tensor, layer: str, parameter: str = "") -> Tensor:
+    """``value`` without its history, ready for gradients, which may only be asked for: one that is left is an error.
+
+    Args:
+        parameter: a module's number and the name in it, where the value stands in a parameter's place.
+    """
     value = value.detach().requires_grad_()
-    value.register_post_accumulate_grad_hook(partial(_refuse, layer))
+    value.register_post_accumulate_grad_hook(partial(_refuse, layer, parameter))
     return value
 
 
@@ -28,7 +32,7 @@ def without_values(layer: str, value: FakeTensor) -> Tensor:
             return torch.empty(0)
         of_nan: Any = torch.full((), torch.nan, dtype=value.dtype, device=value.device)
         found = of_nan.expand(value.shape).requires_grad_()
-    found.register_hook(partial(_refuse, layer))
+    found.register_hook(partial(_refuse, layer, ""))
     found.refuses = True
     return found
 
@@ -38,10 +42,11 @@ def refuses(x: Tensor) -> bool:
     return hasattr(x, "refuses")
 
 
-def _refuse(layer: str, _: Tensor) -> None:
+def _refuse(layer: str, parameter: str, x: Tensor) -> None:
+    which = f", {parameter.partition('.')[2]} {tuple(x.shape)}" if parameter else ""
     raise EscapedGradientError(
-        f"{layer}: a gradient reached a parameter of it, or what it made without samples, without being clipped, "
-        "or parted by samples: what it meets the samples in is not known to have per-sample gradients, or was not "
-        "seen in forward passes on fake tensors. Expand it to the batch before, register a rule for the module "
+        f"{layer}{which}: a gradient reached a parameter of it, or what it made without samples, without being "
+        "clipped, or parted by samples: what it meets the samples in is not known to have per-sample gradients, or was "
+        "not seen in forward passes on fake tensors. Expand it to the batch before, register a rule for the module "
         "that uses it (dpfast.register_rule), or freeze it"
     )

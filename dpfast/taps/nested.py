@@ -20,10 +20,11 @@ def each_tensor(x: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(x, Tensor):
         return function(x)
     if isinstance(x, (tuple, list)):
-        if all(type(y) in _ATOMS for y in x):
+        if _ATOMS.issuperset(map(type, x)):
             return x
-        parts = [each_tensor(y, function) for y in x]
+        # Of what stands here, nearly always tensors and atoms, no call is made.
+        parts = [y if type(y) in _ATOMS else each_tensor(y, function) for y in x]
         return kind(*parts) if hasattr(x, "_fields") else kind(parts)
     if isinstance(x, dict):
-        return {k: each_tensor(y, function) for k, y in x.items()}
+        return {k: y if type(y) in _ATOMS else each_tensor(y, function) for k, y in x.items()} if x else x
     return x

@@ -235,10 +235,11 @@ class Probe:
         seen = None if self._asks_no_more else self._seen.get(kind_here(self._receiver()))
         # Where rows are picked they are followed, and operations have their way. What a backward pass repeats has run
         # without taps before.
-        otherwise = tap.sends or tap.receives or (shape is None and find_forward(tap.module) is None)
-        if seen is None or otherwise or not record.batch_size or record.created_in is not None or tap not in self._taps:
+        if seen is None or tap.sends or tap.receives or not record.batch_size or record.created_in is not None:
             return False
-        if tap.layer in seen or (self._taps.index(tap), _rank(shape)) in seen:
+        if tap.layer in seen or (shape is None and find_forward(tap.module) is None) or tap not in self._taps:
+            return False
+        if (self._taps.index(tap), _rank(shape)) in seen:
             return False
         self._new.append((tap, record, shape))
         return True

@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from dpfast.errors import UnsupportedModuleError
-from dpfast.factors import Dense, Factor, OuterProduct, merge, standardised
+from dpfast.factors import Dense, Factor, OuterProduct, merge
 from dpfast.taps.leaves import leaf, without_values
 from dpfast.taps.nested import each_tensor
 from dpfast.taps.passes import in_backward, saves_as_torch_does
+from dpfast.taps.pulled_back import pulled_back, remaining
 from dpfast.taps.registry import Activations
 from dpfast.taps.uses import told_apart
 
@@ -39,6 +40,9 @@ _ASKS = frozenset(
     )
 )
 """What makes no tensor of one."""
+
+
+_requires_grad: Any = Tensor.requires_grad.__get__  # type: ignore[attr-defined]  # without a line of Python
 
 
 class Owner(Protocol):
@@ -164,7 +168,8 @@ class Shared(Tensor):
         if self.transposed is not None and isinstance(factor, OuterProduct):
             return self.transposed.factors(OuterProduct(factor.backprops, factor.activations))
         found: dict[nn.Parameter, list[Factor]] = {}
-        for source, gradient in zip(self.sources, self._pulled_back(factor), strict=True):
+        gradients = pulled_back(factor, self.value, [source.value for source in self.sources])
+        for source, gradient in zip(self.sources, gradients, strict=True):
             if gradient is not None:
                 for parameter, of_it in source.factors(gradient).items():
                     found.setdefault(parameter, []).append(of_it)
@@ -175,25 +180,6 @@ class Shared(Tensor):
                     found.setdefault(parameter, [of_it])
         return {parameter: merge(factors) for parameter, factors in found.items()}
 
-    def _pulled_back(self, factor: Factor) -> list[Factor | None]:
-        """The factor of each source, of one of this tensor's own gradients; None of a source that it does not depend
-        on."""
-        known = [standardised(factor, self.value, source.value) for source in self.sources]
-        if any(known):
-            return known
-        gradients = factor.materialized().values
-        if gradients.shape[0] == 0:
-            return [Dense(gradients.new_zeros(0, *source.value.shape)) for source in self.sources]
-        found = torch.autograd.grad(
-            self.value,
-            [source.value for source in self.sources],
-            gradients.to(self.value.dtype),
-            is_grads_batched=True,
-            retain_graph=True,
-            allow_unused=True,
-        )
-        return [None if g is None else Dense(g) for g in found]
-
 
 def without_samples(tap: Owner, output: Tensor, inputs: Any, parameters: Sequence[nn.Parameter], rule: Any) -> Shared:
     """What a layer made without samples.
@@ -203,7 +189,7 @@ def without_samples(tap: Owner, output: Tensor, inputs: Any, parameters: Sequenc
         inputs: (positional, keyword) that the rule needs.
     """
     before = output.sources if isinstance(output, Shared) else ()
-    value = output.value if isinstance(output, Shared) else leaf(tap.layer, output)
+    value = output.value if isinstance(output, Shared) else leaf(output, tap.layer)
     tensors = Activations(*_plain(inputs))
 
     def factors(factor: Factor) -> Mapping[nn.Parameter, Factor]:
@@ -241,28 +227,27 @@ class Operation:
     """
 
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]):
-        self.func = func
+        self.func, self.name = func, getattr(func, "__name__", "")
         found: list[Any] = []
         self.shared: list[Shared] = []
         self.args, self.kwargs = _settled((args, kwargs), found, self.shared)
         self.others = [x for x in found if not isinstance(x, Shared)]
-        self.way = (getattr(func, "__name__", None), *(x.way if isinstance(x, Shared) else x.dim() for x in found))
-
-    @property
-    def name(self) -> str:
-        return getattr(self.func, "__name__", "")
+        self.way = (self.name, *[x.way if isinstance(x, Shared) else x.dim() for x in found])
 
     def writes(self) -> bool:
         """Whether it changes a Shared tensor."""
-        in_place = self.name in _WRITERS or (self.name.endswith("_") and not self.name.endswith("__"))
-        in_place = in_place or self.kwargs.get("inplace") is True
+        name = self.name
+        in_place = name in _WRITERS or (name.endswith("_") and not name.endswith("__"))
+        if not self.kwargs:
+            return in_place and isinstance(self.args[0], Shared)
         target = self.args[0] if self.args else self.kwargs.get("input")
+        in_place = in_place or self.kwargs.get("inplace") is True
         return isinstance(self.kwargs.get("out"), Shared) or (in_place and isinstance(target, Shared))
 
     def meets_others(self) -> bool:
         """Whether a gradient would go through a tensor that is not Shared, a parameter that was frozen when the way was
         learned: it would be lost in a result that remains without samples."""
-        return self.func not in _LOOK_AT_OTHERS and any(x.requires_grad for x in self.others)
+        return any(map(_requires_grad, self.others)) and self.func not in _LOOK_AT_OTHERS
 
     def times(self) -> tuple[int, ...]:
         """Of a repetition."""
@@ -275,9 +260,8 @@ class Operation:
         return self.func(*args, **kwargs)
 
     def remains(self) -> Any:
-        """Its result, which has no samples either. What its backward needs is kept, past a checkpoint around it: it is
-        asked for many gradients at once, within which no forward can run again."""
-        with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+        """Its result, which has no samples either."""
+        with remaining():
             output = self.plain()
         # Within a function with a backward of its own. What that saves goes by the hooks, so there must be none.
         inside = not torch.is_grad_enabled() and in_backward() is None and saves_as_torch_does()
@@ -290,10 +274,12 @@ class Operation:
             return type(output)(*parts) if hasattr(output, "_fields") else type(output)(parts)
         if not (isinstance(output, Tensor) and output.is_floating_point() and is_shared(output)):
             return output
-        first = self.shared[0]
-        sources = {id(source.value): source for x in self.shared for source in x.sources}
-        made = Shared.make(first.tap, (*self.way, number), output, list(sources.values()))
-        if len(self.shared) == 1 and _is_transpose(output, first.value):
+        first, way = self.shared[0], (*self.way, number)
+        if len(self.shared) > 1:
+            sources = {id(source.value): source for x in self.shared for source in x.sources}
+            return Shared.make(first.tap, way, output, list(sources.values()))
+        made = Shared.make(first.tap, way, output, first.sources)
+        if _is_transpose(output, first.value):
             made.transposed = first
         return made
 
@@ -379,10 +365,6 @@ def _settled(x: Any, found: list[Any], shared: list[Shared]) -> Any:
         return x
 
     return each_tensor(x, settled)
-
-
-def _as_it_is(x: Tensor) -> Tensor:
-    return x
 
 
 def _is_transpose(x: Tensor, of: Tensor) -> bool:

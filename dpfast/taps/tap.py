@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -123,7 +124,7 @@ class Tap(RoutedLayer):
                 return substitute(self.module, Pieces(self), *args, **kwargs)
         rule = find_rule(self.module)
         if rule is None and self.known((OWN,)) == 0 and not (self.taps.force_functorch or self._by_rows()):
-            with detached_parameters(owned, self.own):
+            with detached_parameters(owned, partial(self.own, owned)):
                 return forward(*args, **kwargs)
         fresh = makes_fresh_output(rule)
         watch = Watch(self) if not fresh and may_keep_output(forward) else None
@@ -172,9 +173,9 @@ class Tap(RoutedLayer):
     def as_it_is(self, parameter: nn.Parameter) -> Tensor:
         return parameter
 
-    def own(self, parameter: nn.Parameter) -> Tensor:
+    def own(self, owned: Sequence[nn.Module], parameter: nn.Parameter) -> Tensor:
         """What the module's own forward gets in its place, where that has no rule."""
-        return self._stand_in(OWN, parameter) if parameter.requires_grad else parameter.detach()
+        return self._stand_in(OWN, owned, parameter) if parameter.requires_grad else parameter.detach()
 
     def elsewhere(self, parameter: nn.Parameter) -> Tensor:
         """What other modules' forwards get in its place."""
@@ -184,16 +185,15 @@ class Tap(RoutedLayer):
             return parameter
         # A part of the module's own forward may run again in a backward pass (checkpointing).
         repeats = in_backward() is not None and self.known((OWN,)) == 0 and not self.taps.force_functorch
-        return self._stand_in(OWN if repeats else ELSEWHERE, parameter)
+        return self._stand_in(OWN if repeats else ELSEWHERE, owned_modules(self.module), parameter)
 
-    def _stand_in(self, where: str, parameter: nn.Parameter) -> Tensor:
-        owned = enumerate(owned_modules(self.module))
-        names = [f"{i}.{name}" for i, m in owned for name, p in m._parameters.items() if p is parameter]
+    def _stand_in(self, where: str, owned: Sequence[nn.Module], parameter: nn.Parameter) -> Tensor:
+        names = [f"{i}.{name}" for i, m in enumerate(owned) for name, p in m._parameters.items() if p is parameter]
         key = (where, *names)
         if self.known(key) != 0:
             return parameter
-        value = leaf(f"{self.layer}, {names[0].partition('.')[2]} {tuple(parameter.shape)}", parameter)
-        return Shared.make(self, key, value, [Source(self, key, [parameter], value, lambda f: {parameter: f})])
+        value = leaf(parameter, self.layer, names[0])
+        return Shared.make(self, key, value, (Source(self, key, [parameter], value, lambda f: {parameter: f}),))
 
     def follow(self, operation: Operation) -> Any:
         """The result of an operation on tensors without samples, of which the first is this tap's."""

@@ -1,0 +1,41 @@
+"""What is made of parameters alone keeps its history, through which samples' gradients go back at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from dpfast.factors import Dense, Factor, standardised
+
+
+def remaining() -> AbstractContextManager[object]:
+    """What the backward of the operations within it needs is kept, past a checkpoint around it: it is asked for many
+    gradients at once, within which no forward can run again."""
+    return torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+def pulled_back(factor: Factor, value: Tensor, sources: Sequence[Tensor]) -> list[Factor | None]:
+    """The factor of each of the tensors that ``value``, whose ``factor`` is given, was made of; None of one that it
+    does not depend on."""
+    known = [standardised(factor, value, source) for source in sources]
+    if any(known):
+        return known
+    gradients = factor.materialized().values
+    if gradients.shape[0] == 0:
+        return [Dense(gradients.new_zeros(0, *source.shape)) for source in sources]
+    found = torch.autograd.grad(
+        value,
+        sources,
+        gradients.to(value.dtype),
+        is_grads_batched=True,
+        retain_graph=True,
+        allow_unused=True,
+    )
+    return [None if g is None else Dense(g) for g in found]
