@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 
@@ -122,7 +122,7 @@ def _shares_threads(macs: int, like: Tensor) -> bool:
 @contextmanager
 def _a_thread_a_sample(samples: Tensor) -> Iterator[None]:
     """No more threads than samples, so that none is split between threads (0.3 µs, where there are fewer samples)."""
-    threads, n = torch.get_num_threads(), len(samples)
+    threads, n = torch.get_num_threads(), samples.shape[0]
     if n >= threads or samples.device.type != "cpu":
         yield
         return
@@ -192,14 +192,33 @@ _ROWS = 96
 """Rows of a product that a thread takes at least: as fast by MKL as the whole product, on one thread."""
 
 
-def in_chunks(x: Tensor, y: Tensor) -> Tensor:
-    """``xᵀ y`` of (k, r) and (k, c), its rows shared among threads: the same bits with any number of them."""
-    (k, r), c = x.shape, y.shape[1]
+def in_chunks(x: Tensor, y: Tensor) -> Callable[[int], Tensor]:
+    """What gives ``x_iᵀ y_i`` of one of (n, k, r) and (n, k, c), its rows shared among threads: the same bits with any
+    number of them. All that it takes but the product is done here: between products no cache holds the lines of code
+    that it would run through."""
+    (_, k, r), c = x.shape, y.shape[2]
     if by_onednn(r, k, c, x):
-        return onednn(x.mT, y.mT)
-    chunks = next(chunks for chunks in range(max(1, r // _ROWS), 0, -1) if r % chunks == 0)
-    parts = x.unflatten(1, (chunks, -1)).permute(1, 2, 0)
-    return batched(parts, y.expand(chunks, -1, -1), to_keep=True).view(r, c)
+        transposed = [of.mT.unbind() for of in (x, y)]
+        return lambda i: onednn(*(of[i] for of in transposed))
+    chunks = _chunks(r)
+    rows = r // chunks
+    parts = x.unflatten(2, (chunks, rows)).permute(0, 2, 3, 1).unbind()
+    others = y.unsqueeze(1).expand(-1, chunks, -1, -1).unbind()
+    if is_one_call(chunks, rows, k, c, x):
+        return lambda i: torch.bmm(parts[i], others[i]).view(r, c)
+    return lambda i: batched(parts[i], others[i], to_keep=True).view(r, c)
+
+
+@lru_cache(maxsize=1024)
+def _chunks(r: int) -> int:
+    return next(chunks for chunks in range(max(1, r // _ROWS), 0, -1) if r % chunks == 0)
+
+
+def is_one_call(n: int, r: int, k: int, c: int, like: Tensor) -> bool:
+    """Whether :func:`batched`, of what is to be kept, is ``torch.bmm``: the routine of its other ways."""
+    plain = like.dtype is torch.float32 and not is_traced() and min(r, c) >= BATCH_INVARIANT_FROM and k > 0
+    plain = plain and torch.get_num_threads() <= n and not _shares_threads(r * k * c, like)
+    return plain and not by_onednn(r, k, c, like)
 
 
 def multiplier() -> str:

@@ -67,16 +67,24 @@ def grad_sample(activations: Tensor, backprops: Tensor, *, scale: float = 1.0, t
     return out
 
 
-def gradient(rows: Tensor, columns: Tensor, dtype: torch.dtype) -> Tensor:
-    """``Σ_t r_t c_tᵀ`` of one sample, (T, R) and (T, C) with T > 0, on all threads."""
-    rows, columns = rows.to(dtype), columns.to(dtype)
-    if len(rows) <= bounds.CHAIN_BLOCK:
-        return products.in_chunks(rows, columns)
-    out: Any = None
-    for some, others in zip(rows.split(bounds.CHAIN_BLOCK), columns.split(bounds.CHAIN_BLOCK), strict=True):
-        part = products.in_chunks(some, others)
-        out = part if out is None else out.add_(part)
-    return out
+def gradients(rows: Tensor, columns: Tensor, dtype: torch.dtype) -> Callable[[int], Tensor]:
+    """What gives ``Σ_t r_nt c_ntᵀ`` of one sample, of (N, T, R) and (N, T, C) with T > 0, on all threads."""
+    if rows.dtype is not dtype or columns.dtype is not dtype:  # nobody needs all samples in more bits at once
+        ones = rows.split(1), columns.split(1)
+        return lambda n: gradients(ones[0][n].to(dtype), ones[1][n].to(dtype), dtype)(0)
+    parts = (x.split(bounds.CHAIN_BLOCK, 1) for x in (rows, columns))
+    products_of = [products.in_chunks(*part) for part in zip(*parts, strict=True)]
+    if len(products_of) == 1:
+        return products_of[0]
+
+    def added(n: int) -> Tensor:
+        first, *others = products_of
+        out = first(n)
+        for product in others:
+            out.add_(product(n))
+        return out
+
+    return added
 
 
 def grad_sample_blocks(activations: Tensor, backprops: Tensor) -> Iterator[Tensor]:
@@ -161,7 +169,7 @@ def weighted_values(values: Tensor, coefficients: Tensor) -> Tensor:
     values, c = values.to(dtype), towards_zero(coefficients, dtype)
     if drops_samples(c):
         values = values.masked_fill((c == 0).unsqueeze(-1), 0.0)
-    return torch.bmm(c.expand(len(values), 1, -1), values)
+    return torch.bmm(c.expand(values.shape[0], 1, -1), values)
 
 
 def weighted_bias_sum(backprops: Tensor, coefficients: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ class SumError(NamedTuple):
 
     def bound(self) -> Tensor:
         """(M,) fp64."""
-        return _sum_errors([self], len(self.norms[0]))[0]
+        return _sum_errors([self], self.norms[0].shape[0])[0]
 
 
 class Unfinished(NamedTuple):
@@ -89,7 +89,7 @@ def finish_norms(parts: Sequence[Unfinished], n: int) -> SquaredNorm:
     stand one after the other. A row's bits do not depend on the others."""
     norms = torch.cat([p.norm for p in parts]) if len(parts) > 1 else parts[0].norm
     value = norms.view(-1, n).square()
-    layers = [len(p.norm) // n for p in parts]
+    layers = [p.norm.shape[0] // n for p in parts]
     relative, least, slop = norm_terms(parts, layers)
     upper = torch.addcmul(least, value, relative).sqrt_().add_(_errors(parts, n)).square_()
     return SquaredNorm(value, upper.mul_(slop))
@@ -132,7 +132,7 @@ def norms_of_layers(values: Sequence[Sequence[Tensor]], errors: Tensor) -> Unfin
     norms = []
     for of_sample in values:
         row_norms = [_row_norm(v) for v in of_sample]
-        if len({len(rows) for rows in row_norms}) == 1:
+        if len({rows.shape[0] for rows in row_norms}) == 1:
             norms.append(sums.norm_of_rows(torch.stack(row_norms)))
         else:
             norms.append(torch.stack([sums.norm_of_rows(rows) for rows in row_norms]))
@@ -145,21 +145,24 @@ def _errors(parts: Sequence[Unfinished], n: int) -> Tensor:
     """(F, n)"""
     alike: dict[Hashable, list[int]] = {}
     for i, part in enumerate(parts):
-        alike.setdefault(part.kind or i, []).append(i)
+        alike.setdefault("none" if part.error is None else part.kind or i, []).append(i)
     blocks: list[tuple[list[int], Tensor]] = []
     for members in alike.values():
         of_sums: list[Any] = [e for i in members if isinstance(e := parts[i].error, SumError)]
         if of_sums:
             for some in _at_a_time(members, [e.norms[0].numel() for e in of_sums]):
                 blocks.append((some, _sum_errors([of_sums[members.index(i)] for i in some], n)))
-        else:
-            error: Any = parts[members[0]].error
-            blocks.append((members, (torch.zeros_like(parts[members[0]].norm) if error is None else error).view(-1, n)))
+            continue
+        norm, error = parts[members[0]].norm, parts[members[0]].error
+        if error is None:
+            blocks.append((members, norm.new_zeros(sum(parts[i].norm.shape[0] for i in members) // n, n)))
+        elif isinstance(error, Tensor):
+            blocks.append((members, error.view(-1, n)))
     if [i for members, _ in blocks for i in members] == list(range(len(parts))):
         return torch.cat([rows for _, rows in blocks]) if len(blocks) > 1 else blocks[0][1]
     found: dict[int, Tensor] = {}
     for members, rows in blocks:
-        layers = [len(parts[i].norm) // n for i in members]
+        layers = [parts[i].norm.shape[0] // n for i in members]
         found.update(zip(members, rows.split(layers) if len(members) > 1 else [rows], strict=True))
     return torch.cat([found[i] for i in range(len(parts))])
 
@@ -178,7 +181,7 @@ def _at_a_time(members: Sequence[int], entries: Sequence[int]) -> list[list[int]
 
 def _sum_errors(errors: Sequence[SumError], n: int) -> Tensor:
     """(F, n), of errors with as many positions and norms."""
-    layers = [len(e.norms[0]) // n for e in errors] if n else [1]
+    layers = [e.norms[0].shape[0] // n for e in errors] if n else [1]
     return sum_errors([e.norms for e in errors], n, sum_error_columns(errors, layers))
 
 
@@ -191,7 +194,7 @@ def sum_errors(of: Sequence[Sequence[Tensor]], n: int, columns: Sequence[Tensor]
         if len({x.dtype for x in norms}) > 1:
             norms = [x.double() for x in norms]
         rows = torch.cat(norms) if len(norms) > 1 else norms[0]
-        rows = rows.view(len(relative), n, rows.shape[1]).double() + lost_k
+        rows = rows.view(relative.shape[0], n, rows.shape[1]).double() + lost_k
         product = rows if product is None else product.mul_(rows)
     return torch.addcmul(least, product.sum(-1), relative)
 

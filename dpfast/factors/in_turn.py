@@ -40,7 +40,7 @@ class InTurn:
 
     def write(self, samples: slice) -> Unfinished:
         """The gradients of these; gives what their norms follow from, a layer's after the other's."""
-        values = [[layer.write(n, self.dtype) for layer in self._layers] for n in range(samples.start, samples.stop)]
+        values = [[layer.write(n) for layer in self._layers] for n in range(samples.start, samples.stop)]
         return norms_of_layers(values, self._errors[:, samples])
 
     def add(self, factors: Sequence[float]) -> None:
@@ -62,15 +62,15 @@ class _Layer:
         rows, columns = factor.backprops, factor.activations
         if self._transposed:  # rows of the smaller matrix are what costs less: see products.onednn
             rows, columns = columns, rows
-        self._rows, self._columns = rows.unbind(), columns.unbind()
+        self._gradient = reference.gradients(rows, columns, factor.dtype)
         # Gradients of samples, until the next ones are written: glibc would give the memory of all layers' back in
         # between, and fault it in again each time.
         self._values: list[Tensor] = []
         self._are_added = True
         self._total: Any = None
 
-    def write(self, n: int, dtype: torch.dtype) -> Tensor:
-        values = reference.gradient(self._rows[n], self._columns[n], dtype)
+    def write(self, n: int) -> Tensor:
+        values = self._gradient(n)
         if self._are_added:
             self._values, self._are_added = [], False
         self._values.append(values)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
@@ -95,7 +97,7 @@ class OuterProduct:
     def device(self) -> torch.device:
         return self.backprops.device
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
         """Of sums."""
         return accumulating_dtype(self.activations, self.backprops)

@@ -155,7 +155,7 @@ class PatchProduct(Patches):
             yield from (products.onednn(*of).view(1, *self.shape) for of in zip(rows, patches, strict=True))
             return
         for image, rows in zip(self.image.split(self._together), self.rows.split(self._together), strict=True):
-            n, image, rows = len(rows), image.to(dtype), rows.to(dtype)
+            n, image, rows = rows.shape[0], image.to(dtype), rows.to(dtype)
             missing = 0 if self._together == 1 else next(size for size in (2, 4, 8, TOGETHER) if n <= size) - n
             if missing:
                 image, rows = (torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) for x in (image, rows))
@@ -179,8 +179,9 @@ class PatchProduct(Patches):
     @property
     def _is_depthwise(self) -> bool:
         """Whether each channel has its own patches and one row; on a CPU, in fp32."""
-        is_fp32 = accumulating_dtype(self.image, self.rows) is torch.float32
-        return self.shape[:2] == (self.groups, 1) and self.rows.device.type == "cpu" and is_fp32
+        if self.groups == 1 or self.shape[:2] != (self.groups, 1) or self.rows.device.type != "cpu":
+            return False
+        return accumulating_dtype(self.image, self.rows) is torch.float32
 
     @property
     def _is_narrow(self) -> bool:
@@ -246,7 +247,7 @@ class PatchProduct(Patches):
     def _added_up(self, image: Tensor, rows: Tensor, padding: Sequence[int]) -> Tensor:
         """Gradients (n, *shape) of n samples: as the weight gradient of one sample with n times the groups, or as
         products of pixels or of small patches; of depthwise kernels as a convolution of the images with the rows."""
-        n = len(rows)
+        n = rows.shape[0]
         if self._is_pointwise:
             patches, rows = self._cut_out(self._padded(image) if any(padding) else image, rows)
             return products.batched(rows, patches.mT).view(n, *self.shape)

@@ -79,7 +79,7 @@ class Patches:
 
     def _cut_out(self, image: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Patches (n·groups, D/groups·kernel, positions) of an image without padding, and rows to match."""
-        n, dims = len(image), len(self.kernel)
+        n, dims = image.shape[0], len(self.kernel)
         if self.shape[2:].numel() > 1:  # else a patch is a pixel
             # (n, D, *positions, *kernel) -> (n, D, *kernel, *positions)
             image = self._windows(image).movedim(tuple(range(2 + dims, 2 + 2 * dims)), tuple(range(2, 2 + dims)))

@@ -69,4 +69,5 @@ def total_sq_norm(norms: Sequence[AnyNorm], n: int, places: Sequence[Sequence[in
 def _kind(norm: AnyNorm) -> tuple[str, tuple[int, int]]:
     """Those of one kind are worked out in fewest calls where they stand together."""
     own = getattr(norm, "inner", norm)  # what a standardised weight's follows from
-    return type(norm).__name__ + type(own).__name__, (isinstance(own, Unfinished) and own.kind) or (0, 0)
+    kind = (own.kind or (0, int(own.error is not None))) if isinstance(own, Unfinished) else (0, 0)
+    return type(norm).__name__ + type(own).__name__, kind

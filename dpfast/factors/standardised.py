@@ -208,7 +208,7 @@ class Standardised:
         (square, mean), width, dtype = self._moments, self.normal.shape[1], self.normal.dtype
         sq_q = q.square()
         taken = torch.addcmul(m, mean, q, value=-2.0).mul_(m).add_(sq_q, alpha=2.0).addcmul_(sq_q, square, value=-1.0)
-        none = taken.new_zeros(len(taken))
+        none = taken.new_zeros(taken.shape[0])
         products, of_rows = (None, none) if inputs is None else inputs
         numbers = (taken.sum(-1).div_(width), m.norm(dim=-1), q.norm(dim=-1), none if error is None else error, of_rows)
         delta, slop = bounds.gamma(self._block + 1, dtype) + bounds.gamma(self._block + 4, dtype), 1.01 / width
@@ -268,9 +268,9 @@ def _two_sums(normal: Tensor, rows: Tensor) -> Tensor:
 def _sums_by_block(normal: Tensor, rows: Tensor) -> list[list[Tensor]]:
     """Of each sample, one after the other."""
     rows = rows.contiguous()
-    return [sums.sums_of_blocks(normal, x) for x in (rows if len(rows) > 1 else [rows])]
+    return [sums.sums_of_blocks(normal, x) for x in (rows.unbind() if rows.shape[0] > 1 else [rows])]
 
 
 def _added(blocks: Sequence[Sequence[Tensor]], normal: Tensor) -> Tensor:
     together = torch.stack([of_blocks for both in blocks for of_blocks in both])
-    return together.view(len(blocks), 2, len(normal), -1).sum(-1, dtype=torch.float64)
+    return together.view(len(blocks), 2, normal.shape[0], -1).sum(-1, dtype=torch.float64)

@@ -194,8 +194,11 @@ class GradSampleModuleFastGradientClipping(LeavesSums, LastNorms, PerUnit, GradS
     def on_factor(self, step: Step, parameter: nn.Parameter, factor: Factor, only_use: bool) -> None:
         if not step.gathered:
             self._start_step(step)
-        only_use = only_use and parameter not in step.gathered  # forwards do not show all uses that come (checkpoints)
-        entry = step.gathered.setdefault(parameter, Gathered())
+        entry = step.gathered.get(parameter)
+        if entry is None:
+            entry = step.gathered[parameter] = Gathered()
+        else:
+            only_use = False  # forwards do not show all uses that come (checkpoints)
         if self._parts is not None and (step.second is None or self._parts.is_part(factor)):
             entry.factors.append(factor.kept() if self.use_ghost_clipping else factor.materialized())
             return
@@ -208,10 +211,11 @@ class GradSampleModuleFastGradientClipping(LeavesSums, LastNorms, PerUnit, GradS
             raise StateError(used_again(self._name(parameter)))
         if not self.use_ghost_clipping:
             factor = factor.materialized()
-        if is_traced():
+        traced = is_traced()
+        if traced:
             pin(factor)
         # A subclass may need all norms; in a graph all factors come from one place.
-        clips_alone = type(self._norm_clipper) is ConstantPerLayerClipper and not is_traced()
+        clips_alone = type(self._norm_clipper) is ConstantPerLayerClipper and not traced
         entry.closed = only_use and (clips_alone or self.passes == 2)
         if self._budget is not None and not entry.closed:
             self._budget.tell(self._places[parameter], factor, only_use)

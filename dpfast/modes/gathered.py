@@ -115,9 +115,10 @@ def take_norms(
     """``each``: the norm of every entry. Else one over all, what is left to do for n samples done at once."""
     used = [e for e in entries if e is not None]
     without = [e for e in used if e.norm is None]
+    traced = is_traced()
     for entry in without:
         entry.factors = [merge(entry.factors)]
-        if is_traced():
+        if traced:
             pin(entry.factors[0])
     factors = [e.factors[0] for e in without]
     for entry, norm in zip(without, sq_norms(factors) if each else map(norm_or_unfinished, factors), strict=True):
@@ -164,7 +165,7 @@ def _small(
     alike: dict[Any, list[nn.Parameter]] = {}
     for p, entry in of.items():
         factor = entry.factors[0] if entry is not None and entry.total is None else None
-        if type(factor) is Dense and factor.num_samples and 0 < factor.values[0].numel() <= _SMALL:
+        if type(factor) is Dense and factor.num_samples and 0 < factor.shape.numel() <= _SMALL:
             alike.setdefault((p.dtype, factor.values.dtype, factor.values.device), []).append(p)
     for (dtype, *_), parameters in alike.items():
         if len(parameters) > 1:

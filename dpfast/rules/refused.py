@@ -29,10 +29,13 @@ def batch_norm(layer: nn.modules.batchnorm._BatchNorm) -> str | None:
 
 @register_fault(nn.modules.instancenorm._InstanceNorm)
 def running_statistics(layer: nn.modules.instancenorm._InstanceNorm) -> str | None:
-    """Statistics of the samples are kept in buffers, outside what is clipped."""
-    if not layer.track_running_stats:
+    """Statistics of the samples are kept in buffers, outside what is clipped; in eval mode it normalises by them."""
+    if not (layer.track_running_stats and (layer.training or any(p.requires_grad for p in layer.parameters()))):
         return None
-    return "keeps running statistics of the samples, which are not private; build it with track_running_stats=False"
+    return (
+        "keeps running statistics of the samples, which are not private; build it with track_running_stats=False, or "
+        "freeze it and put it in eval mode"
+    )
 
 
 @register_fault((nn.Embedding, nn.EmbeddingBag))

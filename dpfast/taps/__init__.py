@@ -9,7 +9,8 @@ from dpfast.taps.around import sees_its_own_heads
 from dpfast.taps.broadcast import BroadcastMethod
 from dpfast.taps.copies import without_graphs
 from dpfast.taps.detached import DetachableParameters
-from dpfast.taps.documents import Documents, Told
+from dpfast.taps.document_look import Told
+from dpfast.taps.documents import Documents
 from dpfast.taps.exchange import said_by
 from dpfast.taps.followed import Source
 from dpfast.taps.gathered import end_model, experts_of, follow_model

@@ -257,6 +257,20 @@ def test_frozen_batch_norm_in_eval_mode_is_accepted():
     assert model[0].weight.grad_sample.shape == (3, 4, 4)
 
 
+def test_statistics_of_an_instance_norm_that_is_frozen_and_in_eval_mode():
+    """It keeps none then, and normalises by what it has, as a batch norm does."""
+    norm = nn.InstanceNorm1d(4, affine=True, track_running_stats=True).eval()
+    assert not dpfast.GradSampleModule.is_supported(norm)
+    norm.requires_grad_(False)
+    norm.running_mean.add_(0.5)
+    model = nn.Sequential(nn.Conv1d(3, 4, 3), norm)
+    x = torch.randn(4, 3, 6)
+    exact = loop_over_samples(model, lambda m, x: m(x).square().sum(), x, dtype=torch.float64)
+    wrapped = dpfast.GradSampleModule(model, loss_reduction="sum")
+    wrapped(x).square().sum().backward()
+    assert torch.allclose(model[0].weight.grad_sample.double(), exact["0.weight"], rtol=1e-3, atol=1e-5)
+
+
 @pytest.mark.parametrize("option", ["scale_grad_by_freq", "max_norm"])
 def test_embeddings_that_mix_samples_are_refused(option):
     table = nn.Embedding(4, 3, **{option: 1.0 if option == "max_norm" else True})
