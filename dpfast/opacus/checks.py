@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn, optim
 
-from dpfast.errors import InputError, StateError
+from dpfast.errors import DpfastWarning, InputError, StateError
 from dpfast.modes import Left, held_by, not_noted
+
+_private: WeakKeyDictionary[Any, WeakSet[Any]] = WeakKeyDictionary()
+"""What an engine has made private, as long as both live. Not the engine's own, so that engines can be copied."""
 
 
 def check_before_steps(private: Any) -> Any:
@@ -18,8 +24,11 @@ def check_before_steps(private: Any) -> Any:
     for p in parameters_of(wrapped):
         if not hasattr(p, "summed_grad"):  # Opacus gives one to those alone that are trainable now
             p.summed_grad = None
-    if hasattr(wrapped, "register_step_pre_hook"):
-        wrapped.register_step_pre_hook(_check_step)
+    stepping = wrapped
+    while not hasattr(stepping, "_optimizer_step_pre_hooks") and hasattr(stepping, "optimizer"):
+        stepping = stepping.optimizer  # Accelerate's has the method for it, inherited, and only the one inside has hooks
+    if hasattr(stepping, "_optimizer_step_pre_hooks"):
+        stepping.register_step_pre_hook(_check_step)
     return private
 
 
@@ -91,5 +100,28 @@ def check_one(modules: frozenset[int]) -> None:
         raise StateError(
             f"this step takes the clipped sums of {len(modules)} wrapped modules, and each clips by itself: a sample "
             f"could move what is released by {len(modules)}**0.5 times max_grad_norm and more. Wrap one module that "
-            "holds them all, or give each an optimizer, and a share of the privacy budget"
+            "holds them all"
         )
+
+
+def warn_of_another(engine: Any, module: Any) -> None:
+    """Warns where the engine has made another module private that lives: its accountant counts each one's steps as on
+    draws of their own, and two on one draw are one release with 2**0.5 times the sensitivity."""
+    made = _private.setdefault(engine, WeakSet())
+    made.add(module)
+    if _are_several(made):
+        gc.collect()  # a wrapped model is in a cycle with its taps, so one that is gone may still be there
+        if _are_several(made):
+            warnings.warn(
+                "this engine has made another module private, and its accountant counts the steps of each as on a "
+                "draw of its own. Steps of both on one batch must be accounted together, and its epsilon is too small "
+                "for them: wrap one module that holds both, or take for each the batches of the loader that its own "
+                "make_private has returned",
+                DpfastWarning,
+                stacklevel=3,
+            )
+
+
+def _are_several(made: WeakSet[Any]) -> bool:
+    """Whether they are of several models; one that was wrapped anew is the same."""
+    return len({id(getattr(m, "_module" if hasattr(m, "_module") else "model", m)) for m in made}) > 1

@@ -26,7 +26,7 @@ from dpfast.distributed import (
 from dpfast.errors import InputError, StateError
 from dpfast.errors import UnsupportedModuleError as OurError
 from dpfast.modes import ConstantPerLayerClipper, GradSampleModule, GradSampleModuleFastGradientClipping
-from dpfast.opacus.checks import check_before_steps, check_noise
+from dpfast.opacus.checks import check_before_steps, check_noise, warn_of_another
 from dpfast.opacus.compiled import graph_size, losses_of, padded_loader
 from dpfast.opacus.losses import ClippedLoss
 from dpfast.opacus.optimizers import (
@@ -153,6 +153,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
                     raise
                 ours = f"grad_sample_mode={grad_sample_mode!r} is none of {', '.join(MODES)}"
                 raise InputError(f"{ours}; {error}") from None
+            warn_of_another(self, made[0])
             return tuple(ClippedLoss.of(x) if type(x) is DPLossFastGradientClipping else x for x in made)
         check_noise(noise_multiplier)
         check_clipping(grad_sample_mode, clipping, max_grad_norm)
@@ -170,6 +171,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
         self._dealt_out = True
         try:
             module, optimizer, data_loader = super().make_private(**arguments)
+            warn_of_another(self, module)
             if grad_sample_mode != "dpfast_two_pass":
                 return module, optimizer, data_loader
             criterion = ClippedLoss(module, optimizer, arguments["criterion"], loss_reduction)

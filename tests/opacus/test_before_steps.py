@@ -195,3 +195,40 @@ def test_a_compiled_step_of_the_engine_without_the_mask():
     for name in ("train", "eval", "parameters", "state_dict", "zero_grad"):
         with pytest.raises(AttributeError, match=rf"no '{name}'; the model is step\.model"):
             getattr(step, name)
+
+
+@pytest.fixture
+def accelerator():
+    accelerate = pytest.importorskip("accelerate")
+    yield accelerate.Accelerator(cpu=True)
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_optimizer_that_accelerate_has_prepared(mode, times, accelerator):
+    """It inherits ``register_step_pre_hook`` and has nowhere to put a hook; the optimizer in it has."""
+    stepped = []
+    for prepared in (False, True):
+        model = net()
+        optimizer = inner = torch.optim.SGD(model.parameters(), lr=0.5)
+        for _ in range(times if prepared else 0):
+            optimizer = type(accelerator.prepare_optimizer(inner))(optimizer)
+        data = DataLoader(TensorDataset(torch.zeros(N, D), torch.zeros(N).long()), batch_size=N)
+        options = {"noise_multiplier": 0.0, "max_grad_norm": 0.1, "poisson_sampling": False, "grad_sample_mode": mode}
+        module, optimizer, *criterion, _ = PrivacyEngine().make_private(
+            module=model, optimizer=optimizer, data_loader=data, **options
+        )
+        criterion = criterion[0] if criterion else nn.CrossEntropyLoss()
+        torch.manual_seed(1)
+        x, y = batch()
+        criterion(module(x), y).backward()
+        optimizer.step()
+        stepped.append(values(model))
+    assert all(map(torch.equal, *stepped))
+    if mode != "dpfast_materialize":
+        optimizer.zero_grad()
+        criterion(module(x), y).backward()
+        with pytest.raises(StateError, match="clipped sums without noise"):
+            inner.step()
+        assert all(map(torch.equal, values(model), stepped[1]))
