@@ -134,11 +134,11 @@ def _check_batch(module: nn.Module, batch: tuple[Any, ...], batch_dim: int, wher
         tolerance = max(tolerance, 2.0 * max(lost))
     options: dict[str, Any] = {"batch_first": batch_dim == 0, "loss_reduction": "sum"}
 
-    def compare(what: str, actual: Tensor | None, expected: Tensor) -> None:
+    def compare(what: str, actual: Tensor | None, expected: Tensor, summands: float = 0.0) -> None:
         assert actual is not None, f"{what} ({where}): missing"
         assert actual.shape == expected.shape, f"{what} ({where}): {tuple(actual.shape)}, not {tuple(expected.shape)}"
         difference = float((actual.double() - expected).norm())
-        error = difference / max(float(expected.norm()), _SMALL * size) if difference else 0.0
+        error = difference / max(float(expected.norm()), summands, _SMALL * size) if difference else 0.0
         assert error <= tolerance, f"{what} ({where}): relative error {error:.1e} is above {tolerance:.0e}"
 
     wrapped = GradSampleModule(copy.deepcopy(module), **options)
@@ -161,7 +161,9 @@ def _check_batch(module: nn.Module, batch: tuple[Any, ...], batch_dim: int, wher
     assert (share >= 1.0 - _SLACK - one).all() and (share <= 1.0 + one).all(), f"clip factors ({where}): {share}"
     for name, p in wrapped._module.named_parameters():
         if p.requires_grad:
-            compare(f"clipped sum of {name}", p.grad, torch.einsum("n,n...->...", coefficients, exact[name]))
+            summands = _size_of_summands(coefficients, exact[name])
+            expected = torch.einsum("n,n...->...", coefficients, exact[name])
+            compare(f"clipped sum of {name}", p.grad, expected, summands)
 
     wrapped = GradSampleModuleFastGradientClipping(copy.deepcopy(module), passes=2, **options)
     loss = separable_loss(wrapped, *batch)
@@ -186,18 +188,26 @@ def _check_factor(factor: Factor, tolerance: float, where: str) -> None:
     coefficients = torch.rand(len(norms), dtype=torch.float64)
     coefficients[1::2] = 0.0
     expected = torch.einsum("n,n...->...", coefficients, gradients.double())
+    summands = _size_of_summands(coefficients, gradients.double())
     for verb, form in {"": factor, "kept ": factor.kept(), "materialized ": factor.materialized()}.items():
         value, upper = form.sq_norm()
-        for what, actual, exact in (
-            ("sq_norm", value.sqrt(), norms),
-            ("materialize", form.materialize(2.0), 2.0 * gradients),
-            ("weighted_sum", form.weighted_sum(coefficients.to(gradients.dtype)), expected),
+        for what, actual, exact, least in (
+            ("sq_norm", value.sqrt(), norms, 0.0),
+            ("materialize", form.materialize(2.0), 2.0 * gradients, 0.0),
+            ("weighted_sum", form.weighted_sum(coefficients.to(gradients.dtype)), expected, summands),
         ):
-            error = relative_error(actual, exact)
+            error = relative_error(actual, exact, least)
             assert error <= max(tolerance, 1e-5), f"{where}: {verb}{what} has relative error {error:.1e}"
         # The gradients that we compare with are rounded too; the bound may not stay below them by more than that.
         slack = 1e-12 if gradients.dtype == torch.float64 else 1e-6
         assert (upper.sqrt() >= norms * (1.0 - slack)).all(), f"{where}: the bound of {verb}sq_norm is below the norm"
+
+
+def _size_of_summands(coefficients: Tensor, gradients: Tensor) -> float:
+    """``√Σ_n (c_n ‖g_n‖)²``: the least that the error of ``Σ_n c_n g_n`` is compared with. Samples cancel in a sum and
+    their roundings do not, which add up as numbers that know nothing of each other. One summand that is missing or has
+    another sign is 1/√N of it, where it would be 1/N of the sum of the norms."""
+    return float((coefficients * norms_of({"": gradients})).norm())
 
 
 def clipped_sum(gradients: dict[str, Tensor], max_grad_norm: float) -> dict[str, Tensor]:
@@ -213,10 +223,10 @@ def norms_of(gradients: dict[str, Tensor]) -> Tensor:
     return torch.stack(squares).sum(0).sqrt()
 
 
-def relative_error(actual: Tensor, exact: Tensor) -> float:
-    """``‖actual − exact‖ / ‖exact‖`` in fp64; 0 where both are zero or empty, inf for NaN."""
+def relative_error(actual: Tensor, exact: Tensor, least: float = 0.0) -> float:
+    """``‖actual − exact‖ / max(‖exact‖, least)`` in fp64; 0 where both are zero or empty, inf for NaN."""
     difference = float((actual.double() - exact.double()).norm())
-    size = float(exact.double().norm())
+    size = max(float(exact.double().norm()), least)
     if difference == 0.0:
         return 0.0
     return difference / size if size > 0.0 and difference == difference else float("inf")

@@ -1,0 +1,94 @@
+"""check_rule takes right rules, also where samples cancel in the clipped sum, and names what is wrong with others."""
+
+import pytest
+import torch
+from torch import nn
+
+import dpfast
+from dpfast.factors import Dense, OuterProduct
+from dpfast.taps import registry
+from dpfast.testing import check_rule
+
+
+class Rescaled(nn.Module):
+    """That of docs/writing-a-rule.md."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return self.scale * (x @ self.weight.T)
+
+
+class Sums(Dense):
+    """Gradients whose sums alone are wrong, and where no factor of several is 0: the look at a factor has some."""
+
+    def __init__(self, values, wrong):
+        super().__init__(values)
+        self.wrong = wrong
+
+    def weighted_sum(self, coefficients):
+        right = super().weighted_sum(coefficients)
+        return right if len(coefficients) < 2 or (coefficients == 0).any() else self.wrong(right, coefficients, self.values)
+
+
+SUMS = {
+    "5 % off": lambda right, c, g: 1.05 * right,
+    "another sign": lambda right, c, g: -right,
+    "a sample is missing": lambda right, c, g: torch.einsum("n,n...->...", c[1:].to(g.dtype), g[1:]),
+    "a sample has another sign": lambda right, c, g: right - 2.0 * c[0].to(g.dtype) * g[0],
+    "a sample twice": lambda right, c, g: right + c[0].to(g.dtype) * g[0],
+}
+GRADIENTS = {
+    "5 % off": lambda g: 1.05 * g,
+    "another sign": lambda g: -g,
+    "a sample is missing": lambda g: torch.cat([0.0 * g[:1], g[1:]]),
+    "a sample has another sign": lambda g: torch.cat([-g[:1], g[1:]]),
+}
+
+
+@pytest.fixture
+def rescaled():
+    """Registers the rule with other gradients of ``scale``."""
+
+    def register(scale=Dense):
+        @dpfast.register_rule(Rescaled)
+        def rule(layer, activations, backprops):
+            (x,) = activations
+            gradients = (backprops * (x @ layer.weight.T)).sum(1)
+            return {layer.weight: OuterProduct(x, backprops * layer.scale), layer.scale: scale(gradients)}
+
+    yield register
+    registry.RULES.pop(Rescaled)
+
+
+@pytest.mark.parametrize(
+    ("make", "shape", "seed"),
+    [(Rescaled, (5, 7, 3), 39), (lambda: nn.LayerNorm(6), (5, 7, 6), 38), (lambda: nn.GroupNorm(2, 4), (5, 4, 9), 34)],
+    ids=["Rescaled", "LayerNorm", "GroupNorm"],
+)
+def test_samples_that_cancel_in_a_clipped_sum(make, shape, seed, rescaled):
+    """Their roundings in bf16 do not: an error of the sum was compared with what is left of the sum."""
+    rescaled()
+    torch.manual_seed(seed)
+    layer, x = make(), torch.randn(shape)
+    check_rule(layer, x, dtypes=[torch.bfloat16])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("what", SUMS)
+def test_sums_that_are_wrong(what, dtype, rescaled):
+    rescaled(lambda values: Sums(values, SUMS[what]))
+    torch.manual_seed(0)
+    with pytest.raises(AssertionError, match="clipped sum of scale"):
+        check_rule(Rescaled(), torch.randn(5, 7, 3), dtypes=[dtype])
+
+
+@pytest.mark.parametrize("seed", [0, 39])
+@pytest.mark.parametrize("what", GRADIENTS)
+def test_gradients_that_are_wrong(what, seed, rescaled):
+    rescaled(lambda values: Dense(GRADIENTS[what](values)))
+    torch.manual_seed(seed)
+    with pytest.raises(AssertionError, match="grad_sample of scale"):
+        check_rule(Rescaled(), torch.randn(5, 7, 3))
