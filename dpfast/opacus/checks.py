@@ -26,7 +26,7 @@ def check_before_steps(private: Any) -> Any:
             p.summed_grad = None
     stepping = wrapped
     while not hasattr(stepping, "_optimizer_step_pre_hooks") and hasattr(stepping, "optimizer"):
-        stepping = stepping.optimizer  # Accelerate's has the method for it, inherited, and only the one inside has hooks
+        stepping = stepping.optimizer  # Accelerate's inherits the method for it; the one inside alone has hooks
     if hasattr(stepping, "_optimizer_step_pre_hooks"):
         stepping.register_step_pre_hook(_check_step)
     return private

@@ -85,6 +85,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
     _over_ranks = False  # whether, meanwhile, the module leaves sums over ranks
     _batches: PoissonBatches | None = None  # meanwhile
     _units: tuple[Any, int | None] | None = None  # meanwhile: whose each record is, and the most that are taken
+    _drawn_from: Any = None  # meanwhile: the loader that was given
 
     def make_private(
         self,
@@ -117,16 +118,18 @@ class PrivacyEngine(opacus.PrivacyEngine):
                 within ``module.units(...)``.
             records_a_unit: the most records of a unit in a step.
             options: batch_first, poisson_sampling, noise_generator, wrap_model, rand_on_empty and others, as in the
-                Opacus that is installed. With ``wrap_model=False`` go on using the model itself; what is returned in
-                the module's place holds the norms, and its ``cleanup()`` takes the hooks off.
+                Opacus that is installed. With ``wrap_model=False`` (not with "dpfast_compiled") go on using the model
+                itself; what is returned in the module's place holds the norms, and its ``cleanup()`` takes the hooks
+                off.
 
         Returns:
             (module, optimizer, data_loader), with the criterion before data_loader where there are two passes.
 
         Raises:
-            InputError: batches whose samples are not first, or a criterion without ``reduction``, in "dpfast_compiled";
-                per-layer thresholds that are not one for each trainable parameter; ``clipping`` that the mode
-                does not have. UnsupportedModuleError: Opacus's too, the module mixes samples or is in eval mode.
+            InputError: batches whose samples are not first, ``wrap_model=False`` or a criterion without ``reduction``
+                in "dpfast_compiled"; per-layer thresholds that are not one for each trainable parameter; ``clipping``
+                that the mode does not have. UnsupportedModuleError: Opacus's too, the module mixes samples or is in
+                eval mode.
             ValueError: the module is wrapped already, in another mode or with other options.
         """
         arguments = {
@@ -154,6 +157,8 @@ class PrivacyEngine(opacus.PrivacyEngine):
                 ours = f"grad_sample_mode={grad_sample_mode!r} is none of {', '.join(MODES)}"
                 raise InputError(f"{ours}; {error}") from None
             warn_of_another(self, made[0])
+            if "ghost" in grad_sample_mode:  # one that was wrapped already would go on clipping to another C
+                made[0].max_grad_norm = made[1].max_grad_norm
             return tuple(ClippedLoss.of(x) if type(x) is DPLossFastGradientClipping else x for x in made)
         check_noise(noise_multiplier)
         check_clipping(grad_sample_mode, clipping, max_grad_norm)
@@ -165,10 +170,15 @@ class PrivacyEngine(opacus.PrivacyEngine):
         self._wrap_model = wrap_model
         self._graph_size, self._criterion = None, arguments["criterion"]
         if grad_sample_mode == "dpfast_compiled":
+            if not wrap_model:
+                raise InputError(
+                    "a backward pass of the model itself is not private in dpfast_compiled: leave wrap_model=False "
+                    "out, and call the step that is returned in the module's place"
+                )
             if not options.get("batch_first", True):
                 raise InputError("dpfast_compiled takes batches whose samples are first (batch_first=True)")
             self._graph_size = graph_size(len(data_loader.dataset) / len(data_loader))  # type: ignore[arg-type]  # sized
-        self._dealt_out = True
+        self._dealt_out, self._drawn_from = True, data_loader
         try:
             module, optimizer, data_loader = super().make_private(**arguments)
             warn_of_another(self, module)
@@ -183,7 +193,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
         finally:
             self._wrapped = None
             self._module, self._dealt_out, self._over_ranks, self._batches = None, False, False, None
-            self._graph_size = self._criterion = self._units = None
+            self._graph_size = self._criterion = self._units = self._drawn_from = None
 
     def make_private_with_epsilon(
         self, *, criterion: Any = None, grad_sample_mode: str = "dpfast", **options: Any
@@ -284,6 +294,8 @@ class PrivacyEngine(opacus.PrivacyEngine):
         grad_sample_mode: str = "hooks",
         **options: Any,
     ) -> Any:
+        if grad_sample_mode in MODES:
+            expected_batch_size = self._expected_batch_size(ranks=dist.get_world_size() if distributed else 1)
         given: dict[str, Any] = {
             "noise_multiplier": noise_multiplier,
             "expected_batch_size": expected_batch_size,
@@ -308,11 +320,6 @@ class PrivacyEngine(opacus.PrivacyEngine):
         batches = None
         if isinstance(self._batches, UnitPoissonSampler):
             self._module.needs_units = True
-            expected = self._batches.num_units * self._batches.sample_rate
-            expected_batch_size = max(1, int(expected * (1.0 + 2.0**-40)))  # 98 times 1/49 may be less than 2
-            if distributed:  # as Opacus: of a rank
-                expected_batch_size /= dist.get_world_size()  # type: ignore[assignment]  # Opacus's own is a float then
-            given["expected_batch_size"] = expected_batch_size
         if self._over_ranks:  # p.grad is the sum over all ranks
             given["expected_batch_size"] = expected_batch_size * (dist.get_world_size() if distributed else 1)
             batches = self._batches
@@ -346,6 +353,14 @@ class PrivacyEngine(opacus.PrivacyEngine):
         )
         prepared.batches = batches
         return prepared
+
+    def _expected_batch_size(self, ranks: int) -> Any:
+        """Records, or units, that a rank expects in a draw: a float over several, as Opacus's own. In whole numbers,
+        where Opacus takes 49 times 1/49 for less than 1."""
+        units = isinstance(self._batches, UnitPoissonSampler)
+        drawn = self._batches.num_units if units else len(self._drawn_from.dataset)  # type: ignore[union-attr]
+        expected = max(1, drawn // len(self._drawn_from))
+        return expected / ranks if ranks > 1 else expected
 
 
 def validate(module: nn.Module, *, over_ranks: bool = True) -> None:

@@ -16,6 +16,7 @@ from opacus.validators.errors import UnsupportedModuleError
 from opacus_cases import PRIVATE_C as C
 from opacus_cases import loader, opacus_example, private, train, weights
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import dpfast
 from dpfast.errors import InputError, StateError
@@ -333,3 +334,43 @@ def test_layers_that_opacus_has_replacements_for(mode):
     criterion(module(x), y).backward()
     optimizer.pre_step()
     assert_gradients({name: p.grad * 6 for name, p in model.named_parameters()}, exact, 2e-5)
+
+
+@pytest.mark.parametrize("mode", ["dpfast", "dpfast_two_pass", "dpfast_materialize", "dpfast_compiled"])
+@pytest.mark.parametrize(("n", "batch_size"), [(49, 1), (98, 2), (103, 1), (147, 3), (93, 1), (96, 4)])
+def test_the_expected_batch_size_in_whole_numbers(mode, n, batch_size):
+    """49 times 1/49 is less than 1 in fp64: one record was refused as none, and two were divided by one."""
+    net = nn.Linear(2, 2)
+    data = DataLoader(TensorDataset(torch.randn(n, 2), torch.zeros(n).long()), batch_size=batch_size)
+    _, optimizer, *_ = PrivacyEngine().make_private(
+        module=net,
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
+        data_loader=data,
+        noise_multiplier=1.0,
+        max_grad_norm=C,
+        grad_sample_mode=mode,
+    )
+    assert optimizer.expected_batch_size == batch_size
+
+
+@pytest.mark.parametrize("mode", ["ghost", "dpfast_two_pass", "dpfast"])
+@pytest.mark.parametrize("limits", [(1.0, 0.1), (0.1, 1.0)])
+def test_a_module_that_is_made_private_again_with_another_c(mode, limits):
+    """Opacus leaves a module that is wrapped as it is: noise for 0.1, and a sample added 1."""
+    model, x, y = opacus_example("mlp", magnitude=10.0)
+    exact = clipped_sum(loop_over_samples(model, sum_loss, x, y), limits[1])
+    module = model
+    for limit in limits:
+        _, module, optimizer, criterion, _ = private(mode, model=module, max_grad_norm=limit, loss_reduction="sum")
+    if mode == "dpfast":
+        criterion = nn.CrossEntropyLoss(reduction="sum")
+    criterion(module(x), y).backward()
+    optimizer.step()
+    assert module.max_grad_norm == optimizer.max_grad_norm == limits[1]
+    assert_gradients({name: p.grad for name, p in model.named_parameters()}, exact, 1e-4)
+
+
+def test_the_compiled_step_has_no_model_to_go_on_using():
+    with pytest.raises(InputError, match="leave wrap_model=False out, and call the step"):
+        private("dpfast_compiled", wrap_model=False)
+    private("dpfast_compiled", wrap_model=True)

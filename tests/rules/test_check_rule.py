@@ -30,7 +30,9 @@ class Sums(Dense):
 
     def weighted_sum(self, coefficients):
         right = super().weighted_sum(coefficients)
-        return right if len(coefficients) < 2 or (coefficients == 0).any() else self.wrong(right, coefficients, self.values)
+        if len(coefficients) < 2 or (coefficients == 0).any():
+            return right
+        return self.wrong(right, coefficients, self.values)
 
 
 SUMS = {
