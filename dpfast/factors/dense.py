@@ -21,6 +21,7 @@ from dpfast.arithmetic import (
     sums,
     unfinished_norm,
 )
+from dpfast.errors import InputError
 
 
 class Factor(Protocol):
@@ -59,7 +60,8 @@ class Dense:
     Args:
         values: (N, *shape). Kept, not copied; never written to.
         error: how far ``values`` may be from the exact gradients, in L2 norm, (N,) fp64, or what it follows from, or
-            what gives it: who wants neither a norm nor to keep the gradients does not need it. None: not at all.
+            what gives it: who wants neither a norm nor to keep the gradients does not need it. None: not at all. What a
+            rule of others gives is looked at by :meth:`check_error`.
         norm: their norms, where these are known already.
 
     Attributes:
@@ -114,6 +116,18 @@ class Dense:
             self._error = self._error()
         return self._error
 
+    def check_error(self) -> None:
+        """Of a rule of somebody's own: an error below 0 would lower a bound that holds without it, and counts as none.
+
+        Raises:
+            InputError: it is no tensor (N,), nor what gives one.
+        """
+        error = self._error
+        if callable(error):
+            self._error = lambda: _not_negative(error(), self.num_samples)
+        elif error is not None:
+            self._error = _not_negative(error, self.num_samples)
+
     def unfinished(self) -> Unfinished | None:
         """What the norm follows from; None where that is known."""
         return None if self._norm is not None else unfinished_norm([self.values], self.settled())
@@ -124,6 +138,15 @@ class Dense:
     def kept(self) -> Factor:
         self.settled()
         return self
+
+
+def _not_negative(error: Tensor | SumError, n: int) -> Tensor | SumError:
+    if isinstance(error, SumError):
+        return error
+    if not isinstance(error, Tensor) or error.numel() != n:
+        given = tuple(error.shape) if isinstance(error, Tensor) else repr(error)
+        raise InputError(f"the error of Dense is {given}, and not a tensor ({n},): give each sample's, in L2 norm")
+    return error.reshape(n).clamp(min=0.0)
 
 
 class InBlocks:

@@ -7,6 +7,7 @@ and ``escaped_gradients`` are what they share; ``clippers`` says what is release
 
 from dpfast.modes import autograd_grad_sample
 from dpfast.modes.accumulation import Left, held_by, left_in, not_noted, shares_noise
+from dpfast.modes.answers import answer_of
 from dpfast.modes.clipped import Clipped, clip_to
 from dpfast.modes.clippers import (
     AutomaticClipper,
@@ -49,6 +50,7 @@ __all__ = [
     "TappedModel",
     "Units",
     "UnitsInGraph",
+    "answer_of",
     "autograd_grad_sample",
     "check_parameters",
     "check_threshold",

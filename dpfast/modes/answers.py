@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
 
 from torch import nn
 
 from dpfast.distributed import local
-from dpfast.errors import UnsupportedModuleError
+from dpfast.errors import DpfastError, UnsupportedModuleError
 from dpfast.factors import Factor
+from dpfast.taps import Activations, Rule, looked_at
+
+
+def answer_of(
+    rule: Rule, layer: str, module: nn.Module, activations: Activations, backprops: Any
+) -> Mapping[nn.Parameter, Factor]:
+    """What the rule gives, :func:`looked_at`. What it raises beside our errors has a note of the layer, where
+    Python has notes (3.11).
+    """
+    try:
+        found = rule(module, activations, backprops)
+    except DpfastError:
+        raise
+    except Exception as error:
+        if (add_note := getattr(error, "add_note", None)) is not None:
+            add_note(f"dpfast: raised by the rule of {layer}")
+        raise
+    return looked_at(rule, type(module).__name__, found)
 
 
 def check_answer(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from dpfast.distributed import part_of
 from dpfast.errors import DpfastError, InputError, StateError, UnsupportedModuleError
 from dpfast.factors import Factor, Runs, RunsInGraph, by_unit, folded
+from dpfast.modes.answers import answer_of
 from dpfast.rules import functorch
 from dpfast.taps import (
     Activations,
@@ -333,7 +334,8 @@ def factors_of(
     try:
         with taps_suspended():
             gradients = backprops[0] if len(backprops) == 1 else backprops
-            found = rule(module, activations, gradients)  # type: ignore[misc]  # a piece always has one
+            assert rule is not None  # a piece always has one
+            found = answer_of(rule, tap.layer, module, activations, gradients)
         if part is not None:
             found = part.factors(found, len(backprops[0]))
         of_tokens = units if units is not None and units.of_tokens else None

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from dpfast.factors import Factor
+from dpfast.taps.others import looked_at
 from dpfast.taps.registry import Activations
 from dpfast.taps.shared import Owner
 from dpfast.taps.uses import added, told_apart
@@ -42,7 +43,8 @@ class Pieces:
 
         def of_piece(module: nn.Module, activations: Activations, backprops: Any) -> Mapping[nn.Parameter, Factor]:
             uses = told_apart(parameters)
-            found = added(parameters, uses, rule(uses, activations, backprops))
+            answer = looked_at(rule, type(module).__name__, rule(uses, activations, backprops))
+            found = added(parameters, uses, answer)
             return {p: factor for p, factor in found.items() if p is not None and p.requires_grad}
 
         of_piece.__name__ = rule.__name__

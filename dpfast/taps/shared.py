@@ -24,6 +24,7 @@ from dpfast.errors import UnsupportedModuleError
 from dpfast.factors import Dense, Factor, OuterProduct, merge
 from dpfast.taps.leaves import leaf, without_values
 from dpfast.taps.nested import each_tensor
+from dpfast.taps.others import looked_at
 from dpfast.taps.passes import in_backward, saves_as_torch_does
 from dpfast.taps.pulled_back import pulled_back, remaining
 from dpfast.taps.registry import Activations
@@ -201,7 +202,8 @@ def without_samples(tap: Owner, output: Tensor, inputs: Any, parameters: Sequenc
                 n, *(x.shape[1:] if alone and x.dim() and x.shape[0] == 1 else x.shape)
             )
         )
-        return rule(tap.module, given, backprops.squeeze(1) if alone else backprops)
+        found = rule(tap.module, given, backprops.squeeze(1) if alone else backprops)
+        return looked_at(rule, type(tap.module).__name__, found)
 
     key = ("alone" if value is not getattr(output, "value", None) else "through", value.dim())
     return Shared.make(tap, key, value, (*before, Source(tap, key, parameters, value, factors)))
