@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from dpfast.errors import DpfastWarning, InputError
 from dpfast.factors import Factor
-from dpfast.modes import GradSampleModule
+from dpfast.modes import GradSampleModule, answer_of
 from dpfast.opacus import backward
 from dpfast.opacus.clip_factors import rounded_up
 from dpfast.rules import compute_linear_grad_sample, linear
@@ -32,6 +33,9 @@ LEFT_TO_OPACUS: tuple[type[nn.Module], ...] = (nn.MultiheadAttention, nn.RNNBase
 other inputs or outputs that count, and Opacus's validator refuses them."""
 
 _ABSENT = object()
+
+_lock = threading.Lock()
+"""Of the registries, and of what we have put there."""
 
 
 class _Installed:
@@ -51,7 +55,7 @@ class _Installed:
             self.before[cls] = current
             module = getattr(current, "__module__", "") or ""
             owner = module if current is not _ABSENT and module.partition(".")[0] != "opacus" else None
-        self.theirs[cls] = self.ours[cls] = sampler
+        self.ours[cls] = self.theirs[cls] = sampler  # in this order: what is theirs by us is in ours, Ctrl-C or not
         return owner
 
     def restore(self) -> None:
@@ -106,19 +110,20 @@ def install(output_dtype: OutputDtype = "backprops") -> None:
     """
     if output_dtype not in ("backprops", "float32", "param"):
         raise InputError(f"output_dtype={output_dtype!r} must be 'backprops', 'float32' or 'param'")
-    backward.install()
     owners: dict[str, str] = {}
-    for key, rule in registry.RULES.items():
-        cls = _imported(key) if isinstance(key, str) else key
-        if cls is None or issubclass(cls, LEFT_TO_OPACUS):
-            continue
-        for registered, sampler in (
-            (_GRAD_SAMPLERS, _rounded(_grad_sampler(key, rule), output_dtype)),
-            (_NORM_SAMPLERS, _norm_sampler(key, rule)),
-        ):
-            owner = registered.put(cls, sampler)
-            if owner:
-                owners[f"{cls.__name__} {registered.name}"] = owner
+    with _lock:
+        backward.install()
+        for key, rule in list(registry.RULES.items()):
+            cls = _imported(key) if isinstance(key, str) else key
+            if cls is None or issubclass(cls, LEFT_TO_OPACUS):
+                continue
+            for registered, sampler in (
+                (_GRAD_SAMPLERS, _rounded(_grad_sampler(key, rule), output_dtype)),
+                (_NORM_SAMPLERS, _norm_sampler(key, rule)),
+            ):
+                owner = registered.put(cls, sampler)
+                if owner:
+                    owners[f"{cls.__name__} {registered.name}"] = owner
     if owners:
         what = ", ".join(f"the {sampler} of {module}" for sampler, module in owners.items())
         warnings.warn(
@@ -131,13 +136,14 @@ def install(output_dtype: OutputDtype = "backprops") -> None:
 
 def uninstall() -> None:
     """Puts back Opacus's two backward passes, its clip factors and what stood in its registries before
-    :func:`install`. Safe to call twice.
+    :func:`install`. Safe to call twice, and from several threads.
 
     A sampler that somebody has registered over dpfast's since is left where it is.
     """
-    _GRAD_SAMPLERS.restore()
-    _NORM_SAMPLERS.restore()
-    backward.uninstall()
+    with _lock:
+        _GRAD_SAMPLERS.restore()
+        _NORM_SAMPLERS.restore()
+        backward.uninstall()
 
 
 def _imported(name: str) -> type[nn.Module] | None:
@@ -158,7 +164,7 @@ def _norm_sampler(key: type[nn.Module], rule: Rule) -> Sampler:
         return own
 
     def sampler(layer: nn.Module, activations: list[Tensor], backprops: Tensor) -> dict[nn.Parameter, Tensor]:
-        factors = rule(layer, Activations(activations), backprops)
+        factors = answer_of(rule, type(layer).__name__, layer, Activations(activations), backprops)
         double = backprops.dtype == torch.float64
         return {p: _norm(backward.keep(p, factor), double) for p, factor in factors.items()}
 

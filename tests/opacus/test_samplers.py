@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import threading
 import warnings
 
 import pytest
@@ -17,7 +18,7 @@ from torch import nn
 
 import dpfast.opacus
 from dpfast.errors import DpfastWarning, InputError, MissingDependencyError
-from dpfast.opacus import _supported
+from dpfast.opacus import _supported, samplers
 from dpfast.taps import registry
 from dpfast.testing import clipped_sum, loop_over_samples, norms_of, relative_error
 
@@ -257,3 +258,30 @@ def test_opacus_takes_ours_for_wrapped_modules():
     assert isinstance(dpfast.GradSampleModule(nn.Linear(2, 2)), AbstractGradSampleModule)
     assert isinstance(dpfast.GradSampleModuleFastGradientClipping(nn.Linear(2, 2)), AbstractGradSampleModule)
     assert not isinstance(nn.Linear(2, 2), AbstractGradSampleModule)
+
+
+def test_install_and_uninstall_in_several_threads(monkeypatch):
+    """One that came while another was halfway found registries that fitted nothing: a KeyError, or samplers left."""
+    halfway, goes_on = threading.Event(), threading.Event()
+    norm_sampler = samplers._norm_sampler
+
+    def waits(key, rule):
+        halfway.set()
+        goes_on.wait(10)
+        return norm_sampler(key, rule)
+
+    before = dict(GRAD), dict(NORM)
+    monkeypatch.setattr(samplers, "_norm_sampler", waits)
+    installs = threading.Thread(target=dpfast.opacus.install)
+    installs.start()
+    halfway.wait(10)
+    uninstalls = threading.Thread(target=dpfast.opacus.uninstall)
+    uninstalls.start()
+    uninstalls.join(0.2)
+    waited = uninstalls.is_alive()
+    goes_on.set()
+    installs.join()
+    uninstalls.join()
+    dpfast.opacus.uninstall()
+    dpfast.opacus.uninstall()
+    assert waited and before == (GRAD, NORM)
