@@ -14,6 +14,12 @@ from torch import nn, optim
 from dpfast.errors import DpfastWarning, InputError, StateError
 from dpfast.modes import Left, held_by, not_noted
 
+NO_COPIES = (
+    "a private optimizer is not copied or pickled: torch would take three of its attributes, and break step() of all "
+    "others of its class on the way. Copy the model, give a new optimizer the state_dict() of this one, and make that "
+    "private (make_private of an engine whose accountant goes on, or the constructor)"
+)
+
 _private: WeakKeyDictionary[Any, WeakSet[Any]] = WeakKeyDictionary()
 """What an engine has made private, as long as both live. Not the engine's own, so that engines can be copied."""
 

@@ -23,6 +23,7 @@ from dpfast.modes import (
     shares_noise,
 )
 from dpfast.opacus.checks import (
+    NO_COPIES,
     check_before_steps,
     check_clipped,
     check_frozen,
@@ -70,7 +71,7 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
             ``disable_hooks()`` or ``remove_hooks()``; of some parameters beside clipped sums of others), where several
             wrapped modules have left them, where they are sums over ranks and there is no ``secret``, or where they are
             still this rank's alone (``no_sync``; the module called past its DistributedDataParallel), or clipped to
-            more than ``max_grad_norm``; ``step()`` of the wrapped ``optimizer`` on sums that have no noise.
+            more than ``max_grad_norm``; ``step()`` of the wrapped ``optimizer`` on sums that have no noise; a copy.
             InputError: ``secret`` in secure mode; a noise multiplier or an expected batch size that is out of range.
 
     >>> from dpfast.modes import GradSampleModuleFastGradientClipping
@@ -106,6 +107,10 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
         if secret is not None:
             self._stream = secret.new_stream()
             shares_noise(self.params, self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raises StateError: copies and pickles."""
+        raise StateError(NO_COPIES)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

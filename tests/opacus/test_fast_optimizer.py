@@ -1,6 +1,7 @@
 """DPOptimizerFast against Opacus's own optimizer, and the noise it adds."""
 
 import copy
+import pickle
 
 import opacus
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 
 import dpfast
 from dpfast.errors import StateError
-from dpfast.opacus import DPOptimizerFast, noise
+from dpfast.opacus import DPOptimizerFast, OnePassOptimizer, noise
 
 
 def model_with_gradients(dtype=torch.float32, width=5):
@@ -184,3 +185,29 @@ def test_noise_by_pieces_is_that_of_the_whole(pieces, extra):
     optimizer_of(DPOptimizerFast, model, sigma=0.5, seed=3, loss_reduction="sum").pre_step()
     whole = torch.normal(0.0, 1.0, model["p"].shape, generator=torch.Generator().manual_seed(3))
     assert torch.equal(model["p"].grad, whole)
+
+
+@pytest.mark.parametrize("copies", [copy.copy, copy.deepcopy, pickle.dumps], ids=["copy", "deepcopy", "pickle"])
+@pytest.mark.parametrize("bound", [False, True])
+def test_copies_are_refused_and_break_nothing(copies, bound):
+    """torch's ``__setstate__`` failed half-way, having changed ``step`` of the class: no optimizer of it could step."""
+
+    def made():
+        torch.manual_seed(0)
+        module = dpfast.GradSampleModuleFastGradientClipping(nn.Linear(5, 7), max_grad_norm=2.0)
+        cls, options = (OnePassOptimizer, {"module": module}) if bound else (DPOptimizerFast, {})
+        return module, optimizer_of(cls, module, sigma=1.0, **options)
+
+    def stepped(module, optimizer):
+        module(torch.ones(8, 5)).square().sum(1).mean().backward()
+        optimizer.step()
+        return [p.detach().clone() for p in module.parameters()]
+
+    expected = stepped(*made())
+    module, optimizer = made()
+    with pytest.raises(StateError, match=r"not copied or pickled.*state_dict\(\)"):
+        copies(optimizer)
+    for some in ((module, optimizer), made()):
+        assert all(map(torch.equal, stepped(*some), expected))
+    another = made()[1]
+    another.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # what the message says
