@@ -16,9 +16,8 @@ from dpfast.taps import Activations, Rule, looked_at
 def answer_of(
     rule: Rule, layer: str, module: nn.Module, activations: Activations, backprops: Any
 ) -> Mapping[nn.Parameter, Factor]:
-    """What the rule gives, :func:`looked_at`. What it raises beside our errors has a note of the layer, where
-    Python has notes (3.11).
-    """
+    """What the rule gives, :func:`looked_at`. What it raises beside our errors has a note of the layer, where Python
+    has notes (3.11)."""
     try:
         found = rule(module, activations, backprops)
     except DpfastError:

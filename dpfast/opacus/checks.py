@@ -33,7 +33,7 @@ def check_before_steps(private: Any) -> Any:
     stepping = wrapped
     while not hasattr(stepping, "_optimizer_step_pre_hooks") and hasattr(stepping, "optimizer"):
         stepping = stepping.optimizer  # Accelerate's inherits the method for it; the one inside alone has hooks
-    if hasattr(stepping, "_optimizer_step_pre_hooks"):
+    if hasattr(stepping, "register_step_pre_hook"):
         stepping.register_step_pre_hook(_check_step)
     return private
 

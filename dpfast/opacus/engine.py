@@ -156,9 +156,9 @@ class PrivacyEngine(opacus.PrivacyEngine):
                     raise
                 ours = f"grad_sample_mode={grad_sample_mode!r} is none of {', '.join(MODES)}"
                 raise InputError(f"{ours}; {error}") from None
-            warn_of_another(self, made[0])
             if "ghost" in grad_sample_mode:  # one that was wrapped already would go on clipping to another C
                 made[0].max_grad_norm = made[1].max_grad_norm
+            warn_of_another(self, made[0])
             return tuple(ClippedLoss.of(x) if type(x) is DPLossFastGradientClipping else x for x in made)
         check_noise(noise_multiplier)
         check_clipping(grad_sample_mode, clipping, max_grad_norm)
