@@ -67,8 +67,13 @@ def rescaled():
 
 @pytest.mark.parametrize(
     ("make", "shape", "seed"),
-    [(Rescaled, (5, 7, 3), 39), (lambda: nn.LayerNorm(6), (5, 7, 6), 38), (lambda: nn.GroupNorm(2, 4), (5, 4, 9), 34)],
-    ids=["Rescaled", "LayerNorm", "GroupNorm"],
+    [
+        (Rescaled, (5, 7, 3), 39),
+        (lambda: nn.LayerNorm(6), (5, 7, 6), 38),
+        (lambda: nn.GroupNorm(2, 4), (5, 4, 9), 34),
+        (lambda: nn.Linear(3, 1), (5, 3), 40),
+    ],
+    ids=["Rescaled", "LayerNorm", "GroupNorm", "Linear"],
 )
 def test_samples_that_cancel_in_a_clipped_sum(make, shape, seed, rescaled):
     """Their roundings in bf16 do not: an error of the sum was compared with what is left of the sum."""
