@@ -13,6 +13,7 @@ from torch import nn, optim
 
 from dpfast.errors import DpfastWarning, InputError, StateError
 from dpfast.modes import Left, held_by, not_noted
+from dpfast.opacus.signals import Signals
 
 NO_COPIES = (
     "a private optimizer is not copied or pickled: torch would take three of its attributes, and break step() of all "
@@ -25,8 +26,10 @@ _private: WeakKeyDictionary[Any, WeakSet[Any]] = WeakKeyDictionary()
 
 
 def check_before_steps(private: Any) -> Any:
-    """Has the optimizer that a private one wraps look at what it is about to step on; returns the private one."""
+    """Has the optimizer that a private one wraps look at what it is about to step on, and the private one at whether
+    the loop goes on that it was in; returns the private one."""
     wrapped = private.original_optimizer
+    private._step_skip_queue = Signals(private)
     for p in parameters_of(wrapped):
         if not hasattr(p, "summed_grad"):  # Opacus gives one to those alone that are trainable now
             p.summed_grad = None

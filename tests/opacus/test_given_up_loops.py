@@ -1,0 +1,180 @@
+"""Loops over Opacus's BatchMemoryManager that end within a draw, and what the next loop steps on."""
+
+import itertools
+import warnings
+
+import pytest
+import torch
+from cases import assert_gradients, sum_loss
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from dpfast.errors import DpfastWarning, StateError
+from dpfast.opacus import PrivacyEngine
+from dpfast.testing import clipped_sum, loop_over_samples
+
+MODES = ["dpfast", "dpfast_two_pass", "dpfast_materialize"]
+C, N = 0.5, 24
+
+pytestmark = pytest.mark.filterwarnings("ignore:Secure RNG", "ignore:Full backward hook", "ignore:Optimal order")
+
+
+class Training:
+    """A private loop without noise that has the samples of every draw, of the sampler's own record."""
+
+    def __init__(self, mode, workers=0):
+        torch.manual_seed(0)
+        self.net = nn.Linear(4, 3)
+        self.x, self.y = torch.randn(N, 4) * 3, torch.randint(0, 3, (N,))
+        self.samples = loop_over_samples(self.net, sum_loss, self.x, self.y)
+        data = TensorDataset(self.x, self.y, torch.arange(N))
+        loader = DataLoader(data, batch_size=12, num_workers=workers, generator=torch.Generator().manual_seed(3))
+        self.module, self.optimizer, *criterion, self.loader = PrivacyEngine(accountant="rdp").make_private(
+            module=self.net,
+            optimizer=torch.optim.SGD(self.net.parameters(), lr=0.0),
+            data_loader=loader,
+            noise_multiplier=0.0,
+            max_grad_norm=C,
+            loss_reduction="sum",
+            grad_sample_mode=mode,
+        )
+        self.criterion = criterion[0] if criterion else nn.CrossEntropyLoss(reduction="sum")
+        self.draws, sampler = [], self.loader.batch_sampler
+        self.loader.__dict__["batch_sampler"] = self.Recorded(sampler, self.draws)
+
+    class Recorded:
+        def __init__(self, sampler, draws):
+            self.sampler, self.draws = sampler, draws
+
+        def __iter__(self):
+            for draw in self.sampler:
+                self.draws.append(sorted(draw))
+                yield draw
+
+        def __len__(self):
+            return len(self.sampler)
+
+    def parts(self):
+        return BatchMemoryManager(data_loader=self.loader, max_physical_batch_size=4, optimizer=self.optimizer)
+
+    def backward(self, x, y, *_):
+        self.optimizer.zero_grad()
+        self.criterion(self.module(x), y).backward()
+
+    def step(self, *part):
+        """Whether it was a whole one."""
+        self.backward(*part)
+        self.optimizer.step()
+        return not self.optimizer._is_last_step_skipped
+
+    def epoch(self):
+        """All whole steps are those of one draw, to the last bit of fp32."""
+        first, taken, steps = len(self.draws), [], 0
+        with self.parts() as parts:
+            for x, y, which in parts:
+                taken += which.tolist()
+                if self.step(x, y):
+                    assert sorted(taken) == self.draws[first + steps]
+                    exact = clipped_sum({name: g[taken] for name, g in self.samples.items()}, C)
+                    assert_gradients({name: p.grad for name, p in self.net.named_parameters()}, exact)
+                    taken, steps = [], steps + 1
+        assert steps == len(self.loader) and not taken
+
+
+def give_up(training, how):
+    with training.parts() as parts:
+        for number, part in enumerate(parts):
+            if how == "before step()" and number == 1:
+                training.backward(*part)
+                raise KeyboardInterrupt
+            whole = training.step(*part)
+            if (how == "after a part" and not whole) or (how == "after a whole step" and whole):
+                break
+
+
+@pytest.mark.parametrize(
+    ("how", "workers"), [("before step()", 0), ("after a part", 0), ("after a whole step", 1), ("before step()", 1)]
+)
+@pytest.mark.parametrize("mode", MODES)
+def test_the_next_loop_begins_with_a_draw_of_its_own(mode, how, workers):
+    training = Training(mode, workers)
+    try:
+        give_up(training, how)
+    except KeyboardInterrupt as interrupt:
+        kept = interrupt  # as a notebook keeps the last traceback, and the generator in it
+        assert kept.__traceback__
+    with pytest.warns(DpfastWarning, match="ended within a draw"):
+        training.epoch()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DpfastWarning)
+        training.epoch()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_that_was_interrupted_before_its_noise_is_dropped(mode):
+    """The draw is one part, so neither the queue nor the last step tells of it."""
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    training = Training(mode)
+    training.optimizer.add_noise = interrupted
+    part = training.x[:4], training.y[:4]
+    with pytest.raises(KeyboardInterrupt):
+        training.step(*part)
+    del training.optimizer.add_noise
+    with training.parts() as parts:
+        next(iter(parts))  # and no zero_grad(), as in a loop that calls it behind step()
+        assert all(p.summed_grad is None for p in training.optimizer.params)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_loops_that_end_as_they_should_are_not_touched(mode):
+    """Epochs within one BatchMemoryManager, a break behind a whole step, and signals of one's own."""
+    training = Training(mode)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DpfastWarning)
+        with training.parts() as parts:
+            whole = sum(training.step(*part) for _ in range(2) for part in parts)
+            assert whole == 2 * len(training.loader)
+            for part in parts:
+                if training.step(*part):
+                    break
+        give_up(training, "after a whole step")
+        for last in (False, True):
+            training.optimizer.signal_skip_step(not last)
+            assert training.step(training.x[4 * last : 4 * last + 4], training.y[4 * last : 4 * last + 4]) == last
+        exact = clipped_sum({name: g[:8] for name, g in training.samples.items()}, C)
+        assert_gradients({name: p.grad for name, p in training.net.named_parameters()}, exact)
+        training.epoch()
+
+
+def ahead(batches):
+    """One batch is always there before it is asked for."""
+    following = next(batches)
+    for batch in batches:
+        yield following
+        following = batch
+
+
+def test_fetching_ahead_over_the_end_of_the_loader_is_refused():
+    """As nobody can tell it from a loop that was given up at the same place."""
+    training = Training("dpfast")
+    with training.parts() as parts:
+        with pytest.raises(StateError, match="1 parts of draws were fetched"):
+            for part in ahead(itertools.chain.from_iterable(parts for _ in range(2))):
+                training.step(*part)
+        training.epoch()
+
+
+def test_another_loop_within_one_is_refused():
+    training = Training("dpfast", workers=1)
+    with training.parts() as parts:
+        loop = iter(parts)
+        training.step(*next(loop))
+        with training.parts() as others, pytest.warns(DpfastWarning, match="ended within a draw"):
+            list(others)
+        with pytest.raises(StateError, match="goes on after another one"):
+            next(loop)
+    training.epoch()
