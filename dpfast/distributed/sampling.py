@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
+from dpfast.distributed.handed_out import HandedOut
 from dpfast.distributed.secret import SharedSecret
 from dpfast.distributed.wrappers import in_process_group, number_of_ranks
 from dpfast.errors import InputError, StateError
@@ -27,11 +30,15 @@ class PoissonBatches(Sampler[list[int]]):
         rank, ranks: this rank's number and how many there are; of the default process group if None, if there is one.
 
     Attributes:
-        step: of the next draw. Set it to go on where a run has stopped.
+        step: of the next draw. Set it to go on where a run has stopped. (A loader whose workers fetch ahead is beyond
+            what steps have taken; ``PrivateState`` knows of that.)
 
     Raises:
-        InputError: ``sample_rate`` or ``num_samples`` out of range.
+        InputError: ``sample_rate`` or ``num_samples`` out of range; on iterating, a ``DataLoader(in_order=False)``.
     """
+
+    _step: int
+    _untaken: int
 
     def __init__(
         self,
@@ -57,9 +64,38 @@ class PoissonBatches(Sampler[list[int]]):
         return self.steps
 
     def __iter__(self) -> Iterator[list[int]]:
+        handed_out = HandedOut()
+        self._untaken = self._step
         for _ in range(self.steps):
-            step, self.step = self.step, self.step + 1
+            step, self._step = self._step, self._step + 1
+            self._handed_out = handed_out  # again: another iteration may have come between
+            handed_out.note(step, sys._getframe(1))
             yield self.batch(step)
+
+    @property
+    def step(self) -> int:
+        return self._step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._step = self._untaken = step
+        self._handed_out = HandedOut()
+
+    @property
+    def draw(self) -> int:
+        """The number of the draw that the loop's last batch is of: the one before ``step``, or an earlier one where
+        workers fetch ahead."""
+        last = self._handed_out.last()
+        return self._step - 1 if last is None else last
+
+    def take(self, draw: int) -> None:
+        """A step has taken that draw, and those before it are done with."""
+        self._untaken = max(self._untaken, draw + 1)
+
+    @property
+    def untaken(self) -> int:
+        """The number of the first draw that no step has taken and that the loop has been given or will be."""
+        return self._step if self._handed_out.over else self._untaken
 
     def batch(self, step: int) -> list[int]:
         """This rank's part of one step's draw, as indices into the data set."""
@@ -68,9 +104,14 @@ class PoissonBatches(Sampler[list[int]]):
         mine: list[int] = taken.nonzero().flatten()[self._rank :: self._ranks].tolist()
         return mine
 
+    def __getstate__(self) -> dict[str, Any]:
+        """No iteration goes on in a copy."""
+        return {**vars(self), "_handed_out": HandedOut()}
+
     def must_agree(self) -> tuple[object, ...]:
         """What all ranks must have alike, or a sample could be in the parts of two of them."""
-        return self.num_samples, self.sample_rate, self.steps, self.step, self._ranks, self._secret.fingerprint()
+        of_draw = self.step, self.draw
+        return self.num_samples, self.sample_rate, self.steps, *of_draw, self._ranks, self._secret.fingerprint()
 
     @property
     def drop_last(self) -> bool:

@@ -13,11 +13,18 @@ class PrivateState:
     """The accountant's history, the steps of noise and batches, and the secret's fingerprint (not the secret).
 
     torch.distributed.checkpoint's ``Stateful``: ``dcp.save({"private": PrivateState(...), ...})`` and ``dcp.load``, on
-    any number of ranks. Steps taken again since the checkpoint have the batches and the noise that they had; a loader
-    whose workers fetch ahead has drawn more batches than were taken, and those are left out.
+    any number of ranks. Steps taken again since the checkpoint have the batches and the noise that they had, wherever
+    in the loop it was written and however far a loader's workers have fetched ahead. Noise follows from the number of
+    the step, the number of its draw and its size: a step that gets another draw than it had (a loop was left early, a
+    batch was skipped) has other noise too.
+
+    Of other randomness (dropout, augmentation) nothing is known here: keep its generators' states beside this one, or a
+    step that is taken again has the same noise on another sum, and the two give samples away. So would another model,
+    loss or clipper.
 
     Args:
-        optimizer: has a ``secret``. accountant: Opacus's. batches: as the optimizer's own, if None.
+        optimizer: has a ``secret``; its ``batches`` are these from now on. accountant: Opacus's. batches: as the
+            optimizer's own, if None; without any, it is up to the loop to take the same batches again.
 
     Raises:
         InputError: the optimizer has no secret; on loading, it has another one or another stream.
@@ -27,19 +34,22 @@ class PrivateState:
         if optimizer.stream is None:
             raise InputError("the optimizer draws noise that cannot be drawn again; give it secret=SharedSecret(...)")
         self._optimizer, self._accountant = optimizer, accountant
-        self._batches = optimizer.batches if batches is None else batches
+        if batches is not None:
+            optimizer.batches = batches
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers and names."""
+        """Plain numbers and names. What an unfinished step has taken is not among them: it is taken again from its
+        beginning."""
+        batches = self._optimizer.batches
         return {
             "accountant": dict(self._accountant.state_dict()),
             "noise": self._optimizer.stream,
             "noised_steps": self._optimizer.noised_steps,
-            "batch": None if self._batches is None else self._batches.step,
+            "batch": None if batches is None else batches.untaken,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on where :meth:`state_dict` was."""
+        """Goes on where :meth:`state_dict` was; what waits for a step to end is dropped. Begin to iterate after it."""
         if tuple(state_dict["noise"]) != self._optimizer.stream:
             raise InputError(
                 "this checkpoint was written with another secret, or by another of its optimizers: steps since then "
@@ -47,5 +57,6 @@ class PrivateState:
             )
         self._accountant.load_state_dict(state_dict["accountant"])
         self._optimizer.noised_steps = state_dict["noised_steps"]
-        if self._batches is not None:
-            self._batches.step = state_dict["batch"]
+        self._optimizer._step_skip_queue.give_up()
+        if self._optimizer.batches is not None:
+            self._optimizer.batches.step = state_dict["batch"]

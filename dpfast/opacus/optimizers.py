@@ -88,8 +88,11 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
     _taken = 0.0  # the largest sensitivity that this step has taken
     _modules: frozenset[int] = frozenset()  # whose sums this step has taken
     _divides = _divided = False  # whether adding noise may divide, too, and whether it has
+    _draw: int | None = None  # of the batches, as ranks have agreed on it in this step's last backward pass
+    _numbers: tuple[Any, ...] = ()  # that the noise of this step follows from
     batches: PoissonBatches | None = None
-    """Where they are known: all ranks must be at the same step of them, or a sample could count twice."""
+    """Where they are known: all ranks must be at the same draw of them, or a sample could count twice. Noise follows
+    from its number, and from the noise's size: what is taken again with other samples or thresholds has other noise."""
 
     def __init__(self, optimizer: optim.Optimizer, *, secret: SharedSecret | None = None, **options: Any):
         if secret is not None and options.get("secure_mode"):
@@ -137,6 +140,7 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
         """What all ranks must have alike: replicas with different noise would drift apart, and two that have the same
         noise in different sizes give the gradient away."""
         assert self._secret is not None
+        self._draw = None if self.batches is None else self.batches.draw
         return (
             self._secret.fingerprint(),
             self._stream,
@@ -217,7 +221,7 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
         std = getattr(self, "_adjusted_noise_multiplier", self.noise_multiplier) * self.max_grad_norm
         for p in self.params:
             _check_processed_flag(p.summed_grad)
-        of_part = None if self._secret is None else self._share_noise(self._secret)
+        of_part = None if self._secret is None else self._share_noise(self._secret, float(std))
         whole = []
         for number, p in enumerate(self.params):
             if of_part is not None and is_parted(p):
@@ -226,7 +230,7 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
                 whole.append(local(p.summed_grad))
         if self._draws_by_blocks(whole, std):
             secret = self._secret or new_secret()
-            step = ("noise", "blocks") if self._secret is None else ("noise", self._stream, self.noised_steps, "blocks")
+            step = ("noise", "blocks") if self._secret is None else ("noise", self._stream, *self._numbers, "blocks")
             self._divided = self._divides and self.loss_reduction == "mean" and len(whole) == len(self.params)
             divisor = self._divisor if self._divided else 1.0
             add_noise_by_blocks(whole, std, lambda block: secret.generator(*step, block), divisor=divisor)
@@ -242,16 +246,20 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
         given = self.secure_mode or (self._secret is None and self.generator is not None)
         return not given and std != 0 and are_worth_blocks(sums)
 
-    def _share_noise(self, secret: SharedSecret) -> Callable[[int, int], torch.Generator]:
+    def _share_noise(self, secret: SharedSecret, std: float) -> Callable[[int, int], torch.Generator]:
         """This step's noise: ``generator`` becomes that of whole parameters, the same on all ranks. Returns that of a
         sharded one, by its number and a block's."""
-        step, self.noised_steps = self.noised_steps, self.noised_steps + bool(self.params)
+        draw, self._draw = self._draw, None
+        if self.batches is not None:
+            draw = self.batches.draw if draw is None else draw
+            self.batches.take(draw)
+        self._numbers = (self.noised_steps, draw, std)
+        self.noised_steps += bool(self.params)
+        step: tuple[Any, ...] = ("noise", self._stream, *self._numbers)
         shares_noise(self.params, self)  # what is trainable may have changed
         for p in self.params[:1]:
-            self.generator = secret.generator("noise", self._stream, step, device=p.device)
-        return lambda number, block: secret.generator(
-            "noise", self._stream, step, number, block, device=self.params[number].device
-        )
+            self.generator = secret.generator(*step, device=p.device)
+        return lambda number, block: secret.generator(*step, number, block, device=self.params[number].device)
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """As in Opacus, which leaves what is frozen just now with the sums of its last step."""

@@ -59,6 +59,12 @@ class Signals(list[bool]):
             self._begin(iteration)
         super().append(skip)
 
+    def give_up(self) -> None:
+        """The step that has begun will not end: what it has taken is dropped."""
+        self.clear()
+        self._optimizer._is_last_step_skipped = False  # so that zero_grad() drops what waits
+        self._optimizer.zero_grad(set_to_none=True)
+
     def _begin(self, iteration: FrameType) -> None:
         before, self._iteration = self._iteration, iteration
         goes_on = iteration is self._given_up
@@ -67,9 +73,7 @@ class Signals(list[bool]):
         if not within and not wait_for_noise(private.params):
             return
         self._given_up = before
-        self.clear()
-        private._is_last_step_skipped = False  # so that zero_grad() drops what waits
-        private.zero_grad(set_to_none=True)
+        self.give_up()
         if goes_on:
             raise StateError(_TWO_LOOPS)
         if parts and before is not None and before.f_locals.get("self") is iteration.f_locals["self"]:
