@@ -1,5 +1,6 @@
 """More than one process: clipped sums that cross ranks, noise and Poisson batches that ranks agree on."""
 
+from dpfast.distributed.agreement import refuse_disagreement
 from dpfast.distributed.noise import add_noise
 from dpfast.distributed.placements import is_parted, is_shard, local
 from dpfast.distributed.sampling import PoissonBatches
@@ -32,6 +33,7 @@ __all__ = [
     "part_of",
     "parts_of",
     "ranks_of",
+    "refuse_disagreement",
     "sums_of",
     "told_to_all",
 ]

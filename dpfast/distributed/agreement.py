@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from dpfast.errors import StateError
 
 DISAGREEMENT = (
     "ranks disagree on what is clipped to what, or on which step this is: max_grad_norm, the clipper, loss_reduction, "
@@ -33,3 +37,20 @@ def ranks_agree(total: Tensor, ranks: int) -> Tensor:
     """
     sums, squares = total.double().chunk(2)
     return (sums * sums == ranks * squares).all()
+
+
+def refuse_disagreement(sums: Sequence[Tensor], *what: object) -> None:
+    """An all-reduce of its own, over the default group, for who sends ``sums`` by others' code.
+
+    Raises:
+        StateError: on all ranks, where some have something else; on a GPU, where nobody waits to learn of it, the sums
+            become NaN there.
+    """
+    total = agreement(*what).to(sums[0].device)
+    dist.all_reduce(total)
+    disagree = ~ranks_agree(total, dist.get_world_size())
+    if disagree.device.type != "cpu":
+        for x in sums:
+            x.masked_fill_(disagree.to(x.device), torch.nan)
+    elif disagree:
+        raise StateError(DISAGREEMENT)

@@ -27,6 +27,9 @@ class SharedSecret:
     Args:
         secret: 32 bytes, the same on all ranks; :meth:`agreed` makes one.
 
+    Attributes:
+        ranks: how many have agreed on it; an optimizer refuses it for a sum over another number of them. None: unknown.
+
     Raises:
         InputError: another length.
     """
@@ -36,6 +39,7 @@ class SharedSecret:
             raise InputError(f"a secret has {_BYTES} bytes, not {len(secret)}; SharedSecret.agreed() makes one")
         self._secret = bytes(secret)
         self._streams = count()
+        self.ranks: int | None = None
 
     def __repr__(self) -> str:
         return "SharedSecret(...)"
@@ -51,7 +55,8 @@ class SharedSecret:
     @classmethod
     def agreed(cls, generator: torch.Generator | None = None, group: Any = None) -> SharedSecret:
         """The first rank's, sent to all of ``group``; from the operating system, or from that rank's ``generator``
-        where a run must be repeatable."""
+        where a run must be repeatable. Trainings in groups of their own need secrets of their own: with one for all
+        they would add the same noise to different sums."""
         if generator is None:
             secret = os.urandom(_BYTES)
         else:
@@ -60,7 +65,9 @@ class SharedSecret:
         if dist.is_available() and dist.is_initialized():
             box = [secret]
             dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0) if group is not None else 0, group=group)
-            secret = box[0]
+            made = cls(box[0])
+            made.ranks = dist.get_world_size(group)
+            return made
         return cls(secret)
 
     def generator(self, *what: str | int, device: torch.device | str = "cpu") -> torch.Generator:

@@ -110,8 +110,8 @@ class LeavesSums(nn.Module):
 
     def _settings(self, before: Left | None) -> tuple[object, ...]:
         """What all ranks must have alike."""
-        clipper, passes = self._clipper(), 0 if before is None else before.passes
-        return *clipper.must_agree(), *self._of_what, self._keys, passes, noise_of(self._places)
+        of_sum = (0, 0.0) if before is None else (before.passes, before.sensitivity)  # under no_sync() nobody compares
+        return *self._clipper().must_agree(), *self._of_what, self._keys, *of_sum, noise_of(self._places)
 
     def _left_before(self) -> Left | None:
         """What earlier passes have left in ``p.grad``, to which another sum may be added."""

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn, optim
 
+from dpfast.distributed import SharedSecret, number_of_ranks
 from dpfast.errors import DpfastWarning, InputError, StateError
 from dpfast.modes import Left, held_by, not_noted
 from dpfast.opacus.signals import Signals
@@ -134,3 +135,31 @@ def warn_of_another(engine: Any, module: Any) -> None:
 def _are_several(made: WeakSet[Any]) -> bool:
     """Whether they are of several models; one that was wrapped anew is the same."""
     return len({id(getattr(m, "_module" if hasattr(m, "_module") else "model", m)) for m in made}) > 1
+
+
+def check_ranks(left: Left | None, secret: SharedSecret | None) -> None:
+    """Raises StateError where the sum is not over all ranks that add the same noise; ``secret``: what that is from."""
+    if left is None:
+        return
+    if left.of_rank:
+        raise StateError(
+            "p.grad holds clipped gradients of this rank alone: the last backward pass was under no_sync(); take "
+            "one without it before step()"
+        )
+    if left.ranks == 0 and secret is not None and number_of_ranks() > 1:
+        raise StateError(
+            "p.grad holds clipped gradients of this rank alone, and the optimizer shares its noise with others: "
+            "call the DistributedDataParallel, not the module inside it (and leave out its python_reducer)"
+        )
+    if left.ranks > 1 and secret is None:
+        raise StateError(
+            f"p.grad holds the sum over {left.ranks} ranks, which must all add the same noise: give the optimizer "
+            "secret=dpfast.distributed.SharedSecret.agreed() and the expected batch size of all ranks, or have "
+            "dpfast.opacus.PrivacyEngine make it of a model in DistributedDataParallel"
+        )
+    if left.ranks and secret is not None and secret.ranks not in (None, left.ranks):
+        raise StateError(
+            f"p.grad holds the sum over {left.ranks} ranks, and its noise is from a secret that {secret.ranks} ranks "
+            "have agreed on: others of them would add the same noise to another sum, and the difference of the two has "
+            "none. Give this optimizer SharedSecret.agreed(group=...) of the ranks that its sum is over"
+        )

@@ -13,7 +13,14 @@ from opacus.optimizers.ddpoptimizer_fast_gradient_clipping import DistributedDPO
 from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processed
 from torch import Tensor, optim
 
-from dpfast.distributed import PoissonBatches, SharedSecret, add_noise, is_parted, local, number_of_ranks
+from dpfast.distributed import (
+    PoissonBatches,
+    SharedSecret,
+    add_noise,
+    is_parted,
+    local,
+    refuse_disagreement,
+)
 from dpfast.errors import InputError, StateError
 from dpfast.modes import (
     GradSampleModuleFastGradientClipping,
@@ -29,6 +36,7 @@ from dpfast.opacus.checks import (
     check_frozen,
     check_noise,
     check_one,
+    check_ranks,
     parameters_of,
 )
 from dpfast.opacus.noise import add_noise_by_blocks, add_noise_in_order, are_worth_blocks, new_secret
@@ -166,7 +174,7 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
             raise StateError("no parameter has a gradient: no backward pass since the last step")
         left = held_by(params)
         check_clipped(params, left)
-        self._check_ranks(left)
+        check_ranks(left, self._secret)
         if left is not None:
             self._check_sensitivity(left)
             modules = self._modules | left.modules
@@ -180,24 +188,6 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
             p.grad = None
             summed = getattr(p, "summed_grad", None)  # none of a new group's
             p.summed_grad = grad if summed is None else summed.add_(grad)
-
-    def _check_ranks(self, left: Left | None) -> None:
-        if left is not None and left.of_rank:
-            raise StateError(
-                "p.grad holds clipped gradients of this rank alone: the last backward pass was under no_sync(); take "
-                "one without it before step()"
-            )
-        if left is not None and left.ranks == 0 and self._secret is not None and number_of_ranks() > 1:
-            raise StateError(
-                "p.grad holds clipped gradients of this rank alone, and the optimizer shares its noise with others: "
-                "call the DistributedDataParallel, not the module inside it (and leave out its python_reducer)"
-            )
-        if left is not None and left.ranks > 1 and self._secret is None:
-            raise StateError(
-                f"p.grad holds the sum over {left.ranks} ranks, which must all add the same noise: give the optimizer "
-                "secret=dpfast.distributed.SharedSecret.agreed() and the expected batch size of all ranks, or have "
-                "dpfast.opacus.PrivacyEngine make it of a model in DistributedDataParallel"
-            )
 
     def _check_sensitivity(self, left: Left) -> None:
         if not left.sensitivity <= self.max_grad_norm * (1.0 + _ROUNDING):
@@ -380,7 +370,15 @@ class OnePassOptimizer(_BoundToModule):
 
 
 class _DistributedFast(DistributedDPOptimizerFastGradientClipping, DPOptimizerFast):
-    """Opacus's class in front: only where it asks for noise, on worker 0, is ours added."""
+    """Opacus's class in front: only where it asks for noise, on worker 0, is ours added. Each worker divides its own
+    sum before they are added, and the noise is divided as worker 0's is."""
+
+    def add_noise(self) -> None:
+        if self.params:
+            of_sum = self.accumulated_iterations, self.expected_batch_size, self.loss_reduction, len(self.params)
+            of_noise = float(self.noise_multiplier), float(self.max_grad_norm)
+            refuse_disagreement([p.summed_grad for p in self.params], *of_sum, *of_noise)
+        super().add_noise()
 
 
 class DistributedOnePassOptimizer(OnePassOptimizer, _DistributedFast):
