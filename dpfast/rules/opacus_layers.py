@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from dpfast.rules.recurrent import recurrent
-from dpfast.taps import Pieces, register_batch_dim, register_fault, register_forward
+from dpfast.rules.recurrent import packed_one_by_one, recurrent
+from dpfast.taps import Pieces, register_batch_dim, register_by_row, register_fault, register_forward
 
 
 class _AsTorch:
@@ -31,12 +31,23 @@ class _AsTorch:
         return repr(self.layer)
 
 
-@register_forward([f"opacus.layers.dp_rnn.{name}" for name in ("DPRNN", "DPGRU", "DPLSTM")])
+_RECURRENT = [f"opacus.layers.dp_rnn.{name}" for name in ("DPRNN", "DPGRU", "DPLSTM")]
+
+
+@register_forward(_RECURRENT)
 def opacus_recurrent(
     layer: nn.Module, piece: Pieces, input: Tensor | PackedSequence, state_init: Any = None
 ) -> tuple[Any, ...]:
     """As the class's forward."""
     return recurrent(_AsTorch(layer), piece, input, state_init)
+
+
+@register_by_row(_RECURRENT)
+def opacus_one_by_one(layer: nn.Module, input: Tensor | PackedSequence, state_init: Any = None) -> Any:
+    """As for torch's own."""
+    if not isinstance(input, PackedSequence):
+        return type(layer).forward(layer, input, state_init)
+    return packed_one_by_one(_AsTorch(layer), input, state_init)
 
 
 _ATTENTION = "opacus.layers.dp_multihead_attention.DPMultiheadAttention"

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import _VF, Tensor, nn
-from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
 
 from dpfast.arithmetic import accumulating_dtype
 from dpfast.errors import InputError
 from dpfast.factors import Factor, OuterProduct, row_sum
-from dpfast.taps import Activations, Pieces, register_forward, register_rule
+from dpfast.taps import Activations, Pieces, register_by_row, register_forward, register_rule
 
 State = tuple[Tensor, ...]
 
@@ -48,6 +48,47 @@ def recurrent(layer: nn.RNNBase, piece: Pieces, input: Any, hx: Any = None) -> t
     if packed and input.unsorted_indices is not None:
         final = tuple(s.index_select(1, input.unsorted_indices) for s in final)
     return input, final if layer.mode == "LSTM" else final[0]
+
+
+@register_by_row((nn.RNN, nn.GRU, nn.LSTM))
+def one_by_one(layer: nn.RNNBase, input: Any, hx: Any = None) -> tuple[Any, ...]:
+    """As the class's forward, packed samples by themselves: how many there are at a time changes the last bits, and how
+    long they are what dropout draws."""
+    if not isinstance(input, PackedSequence):
+        return type(layer).forward(layer, input, hx)
+    return packed_one_by_one(layer, input, hx)
+
+
+def packed_one_by_one(layer: Any, input: PackedSequence, hx: Any) -> tuple[Any, ...]:
+    """A packed sequence's samples by themselves, without dropout."""
+    alone, dim = _WithoutDropout(layer), 0 if layer.batch_first else 1
+    padded, lengths = pad_packed_sequence(PackedSequence(input.data, input.batch_sizes), batch_first=True)
+    states = _initial_states(layer, input, hx)
+    outputs, finals = [], []
+    for i, length in enumerate(lengths.tolist()):
+        own = tuple(s[:, i : i + 1] for s in states)
+        x = padded[i, :length].unsqueeze(dim)
+        output, final = recurrent(alone, _untapped, x, own if layer.mode == "LSTM" else own[0])
+        outputs.append(output.squeeze(dim))
+        finals.append(final if layer.mode == "LSTM" else (final,))
+    last = tuple(torch.cat(parts, 1) for parts in zip(*finals, strict=True))
+    if input.unsorted_indices is not None:
+        last = tuple(s.index_select(1, input.unsorted_indices) for s in last)
+    return input._replace(data=pack_sequence(outputs).data), last if layer.mode == "LSTM" else last[0]
+
+
+class _WithoutDropout:
+    dropout = 0.0
+
+    def __init__(self, layer: Any):
+        self.layer = layer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.layer, name)
+
+
+def _untapped(rule: Any, function: Any, parameters: Any, *inputs: Any, fresh: bool) -> Any:
+    return function(*inputs, *parameters)
 
 
 def _initial_states(layer: nn.RNNBase, input: Any, hx: Any) -> tuple[Tensor, ...]:

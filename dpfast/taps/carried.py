@@ -16,8 +16,9 @@ from dpfast.taps import kept
 from dpfast.taps.gathered import following_model
 from dpfast.taps.inputs import results_in
 from dpfast.taps.layout import Place
+from dpfast.taps.seen import Key, Run
 from dpfast.taps.tap import Tap
-from dpfast.taps.witness import Key, Run, Witness, copied
+from dpfast.taps.witness import Witness, copied
 
 
 def carried(

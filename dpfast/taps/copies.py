@@ -141,7 +141,7 @@ class OfCopy(Tap):
     def _as_picked(
         self, picked: Picked, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        self.picked = picked.numbers
+        self.picked = picked.numbers[:, :1] if picked.packed and picked.numbers is not None else picked.numbers
         try:
             return self.caught(forward, args, kwargs)
         finally:

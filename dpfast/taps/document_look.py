@@ -26,8 +26,9 @@ from dpfast.taps.layout import Place, Rows, tokens_in
 from dpfast.taps.passes import in_backward
 from dpfast.taps.random_numbers import same_random_numbers
 from dpfast.taps.registry import find_by_row, find_forward
+from dpfast.taps.seen import Key
 from dpfast.taps.tap import Tap
-from dpfast.taps.witness import Key, copied, stand_ins
+from dpfast.taps.witness import copied, stand_ins
 
 _SAME = 0.02
 """How far, in norm, a layer's rows may be from those of its tokens in another order: rounding, in 16 bits too."""

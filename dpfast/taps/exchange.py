@@ -20,9 +20,10 @@ from dpfast.taps.fingerprints import are_beyond_rounding
 from dpfast.taps.layout import NO_SAMPLES, Call, Mixed, Place, Rows
 from dpfast.taps.picks import NO_ROUTES
 from dpfast.taps.random_numbers import RandomNumbers, same_random_numbers
+from dpfast.taps.seen import Key, Run
 from dpfast.taps.tap import Tap
 from dpfast.taps.told import NOTHING, Told, together
-from dpfast.taps.witness import Key, Run, alike, equal, first_samples, run_on, stand_ins, whose_rows
+from dpfast.taps.witness import alike, equal, first_samples, run_on, stand_ins, whose_rows
 
 _IN_BACKWARD = (
     "the gradient at its output changes with a sample that is not its own, and what the forward pass gives does not; "
@@ -36,6 +37,10 @@ _IN_LOSS = (
 )
 
 _MIXED = "each of its entries depends on several samples"
+_OTHER_ORDER = (
+    "its samples stand in another order than in the model's input, and not by x[order] with an order that the inputs "
+    "give, which is followed (pack_padded_sequence sorts by itself, and is followed, with enforce_sorted=False)"
+)
 _FAILS = "with a sample in another one's place it fails, {}"
 _NO_BACKWARD = "more than one backward pass through it fails, {}"
 _DIFFERS = "two runs on the same samples differ (random numbers of a generator of its own?)"
@@ -79,7 +84,9 @@ def told_by_exchange(
                 with same_random_numbers() as again:
                     exchange = _Exchange(model, taps, leaves, structure, dims, places, size, numbers, again)
                     told = exchange.all_told(noisy, at_once)
-                    return told._replace(routes=exchange.routes, carried=exchange.carried(told))
+                    carried = exchange.carried(told)
+                    places = told.places | dict.fromkeys(exchange.reordered, _OTHER_ORDER)  # where it is not followed
+                    return told._replace(places=places, routes=exchange.routes, carried=carried)
             except Exception as error:  # whatever a model raises that wants its batch, or its values, otherwise
                 first = first or error
     return NOTHING if first is None else NOTHING._replace(why=_FAILS.format(said_by(first)))
@@ -124,6 +131,7 @@ class _Exchange:
         self.leaves = leaves
         self.packed = self.keeps = False
         self.draws = 0
+        self.reordered: set[Key] = set()
         self.routes = NO_ROUTES
 
     def all_told(self, noisy: bool, at_once: bool) -> Told:
@@ -243,6 +251,7 @@ class _Exchange:
         witnesses: dict[str, Any] = {"noisy": noisy, "exchanged": others, "whole": whole}
         run, _ = run_on(self.model, self.taps, self.structure, leaves, self.places, size, self.others, **witnesses)
         self.routes = self.routes | run.routes[0]
+        self.reordered |= run.reordered
         self.keeps = self.keeps or bool(run.keeps)
         return run
 
@@ -296,7 +305,7 @@ class _Exchange:
             once = bool((torch.stack(changed).sum(0) <= 1).all())
             few = all(int(c.sum()) <= len(some) for c, some in zip(changed, which, strict=True))
             if not isinstance(place, Rows) and once and few:
-                return "its samples stand in another order than in the model's input"
+                return _OTHER_ORDER
             return Mixed("a row of its output changes with a sample that is not its own")
         return "its samples are folded into rows in an order that is neither sample by sample nor over and over"
 

@@ -31,6 +31,7 @@ from dpfast.taps.inputs import tensors_in
 from dpfast.taps.layout import Call
 from dpfast.taps.left_behind import ONE_AT_A_TIME, LeftBehind, say_what_was_guessed, taking_back
 from dpfast.taps.owned import owned_modules
+from dpfast.taps.packed import shapes_taken
 from dpfast.taps.passes import taps_suspended
 from dpfast.taps.pieces import Pieces
 from dpfast.taps.registry import find_forward, find_function, find_rule
@@ -143,11 +144,10 @@ class _Probe(Tap):
         found = [x for x in tensors_in(output) if x.is_floating_point()]
         outputs = [x.shape for x in found]
         rank = len(outputs[0]) if outputs and substitute is None else None
-        inputs = [x.shape for x in tensors_in((args, kwargs))]
         if isinstance(output, Shared):  # which tells by itself
             self.fine[(ALONE, rank, "too")] = True
         else:
-            self.calls.append((rank, (inputs, outputs)))
+            self.calls.append((rank, (shapes_taken(self.module, (args, kwargs)), outputs)))
         if self.dependence.mixed != mixed:
             self.fine[(OWN, "mixes")] = False
         parameters = [p for m in owned for p in m._parameters.values() if p is not None and p.requires_grad]

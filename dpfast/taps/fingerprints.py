@@ -8,6 +8,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from dpfast.taps.packed import in_samples
 
 _AT_ONCE = 2**15  # words of each row
 _ODD = -7046029254386353131  # 2^64 over the golden ratio
@@ -20,12 +23,13 @@ def fingerprints(x: Tensor, dim: int) -> Tensor:
     if odd := rows.shape[1] % (8 // x.element_size()):
         plain = F.pad(plain, (0, 8 // x.element_size() - odd))
     words = plain.reshape(-1).view(torch.int64).view(len(rows), plain.shape[1] * x.element_size() // 8)
-    total = torch.zeros(len(rows), dtype=torch.int64, device=x.device)
+    total, power = torch.zeros(len(rows), dtype=torch.int64, device=x.device), 1
     for start in range(0, words.shape[1], _AT_ONCE):
         part = words[:, start : start + _AT_ONCE]
         # The upper half in the lower as well: of what changes the highest bit alone, a sign, products keep no more.
         mixed = (part >> 32).bitwise_xor_(part)
-        total = total * _ODD + mixed.mul_(_factors(x.device)[: part.shape[1]]).sum(1)
+        total += mixed.mul_(_factors(x.device)[: part.shape[1]]).sum(1) * power  # zeros at a row's end change nothing
+        power = (power * _ODD + 2**63) % 2**64 - 2**63
     return total
 
 
@@ -38,21 +42,24 @@ def _factors(device: torch.device) -> Tensor:
 
 class Prints(NamedTuple):
     """Of a tensor's rows along a dimension; in the samples' order, where the model has put them in another (sorted by
-    length): ``order``, the rows' numbers in that order. ``whole``: of gradients the rows are kept themselves."""
+    length): ``order``, the rows' numbers in that order. ``whole``: of gradients the rows are kept themselves.
+    ``packed``: the tensor is such a sequence's data; its rows are samples, in dimension 0."""
 
     dim: int
     order: Tensor | None
     whole: bool = False
+    packed: PackedSequence | None = None
 
     def of(self, x: Tensor) -> Tensor:
         """Fingerprints."""
-        found = fingerprints(x, self.dim)
+        found = fingerprints(x if self.packed is None else in_samples(self.packed, x), self.dim)
         return found if self.order is None else found[self.order]
 
     def of_gradient(self, x: Tensor) -> Tensor:
         """Fingerprints, or rows (R, K)."""
         if not self.whole:
             return self.of(x)
+        x = x if self.packed is None else in_samples(self.packed, x)
         rows = x.detach().movedim(self.dim, 0).flatten(1) if x.dim() > 1 else x.detach().unsqueeze(1)
         return rows.clone() if self.order is None else rows[self.order]
 

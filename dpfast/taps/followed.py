@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from dpfast.errors import UnsupportedModuleError
 from dpfast.factors import Runs
 from dpfast.taps.layout import Mixed, Place, Rows, tokens_in
+from dpfast.taps.packed import in_samples, rows_of
 
 
 class Source:
@@ -42,7 +44,8 @@ class Source:
         if not isinstance(dim, int) or dim >= len(self.shape) or self.shape[dim] % max(n, 1):
             raise UnsupportedModuleError(
                 f"it gets rows that {self.layer} picks out of its input {(*self.shape, '...')}, and where the batch of "
-                f"{n} samples is in that is not known ({place}); freeze it"
+                f"{n} samples is in that is not known ({place}); freeze it, or where samples are sorted by length "
+                "leave that to pack_padded_sequence(..., enforce_sorted=False)"
             )
         k = self.shape[dim] // max(n, 1)
         if k != 1 and not isinstance(place, Rows):
@@ -62,17 +65,18 @@ class Picked:
 
     Args:
         numbers: of the rows, in the shape of what was picked without its last dimension; None: not known.
-        by_index: some are picked; False: all, in their order.
+        by: what they are picked by; nothing: all, in their order.
         of: what they are picked out of; None: nobody follows them.
+        packed: they are a packed sequence's, by samples (N, T).
     """
 
-    def __init__(self, numbers: Tensor | None, by_index: bool, of: Source | None):
-        self.numbers, self.by_index, self.of = numbers, by_index, of
+    def __init__(self, numbers: Tensor | None, by: tuple[Any, ...], of: Source | None, *, packed: bool = False):
+        self.numbers, self.by, self.of, self.packed = numbers, by, of, packed
         self._runs: dict[int, Runs] = {}  # by how many rows a layer saw
 
     def place(self, learned: Any) -> Place:
         """Of a layer in the expert: its rows are taken for samples, unless it has been seen to mix them."""
-        return learned if isinstance(learned, (Mixed, int)) else 0
+        return learned if isinstance(learned, Mixed) or (isinstance(learned, int) and not self.packed) else 0
 
     def check(self) -> None:
         """Raises UnsupportedModuleError where it is not known which rows they are."""
@@ -140,7 +144,7 @@ class Following(TorchFunctionMode):
         self.source = Source(layer, (0,) if x is None else x.shape[:-1], place)
         self._seen: dict[int, tuple[Tensor, int, Picked]] = {}
         if x is not None:
-            self._note(x, Picked(self.source.numbers(x.device), False, self.source))
+            self._note(x, Picked(self.source.numbers(x.device), (), self.source))
 
     def _note(self, x: Tensor, picked: Picked) -> None:
         self._seen[id(x)] = x, x._version, picked  # held, or another might have its id
@@ -152,18 +156,31 @@ class Following(TorchFunctionMode):
         known = place(output.dim())
         if isinstance(known, (int, Rows)):
             source = Source(layer, output.shape[:-1], known)
-            self._note(output, Picked(source.numbers(output.device), False, source))
+            self._note(output, Picked(source.numbers(output.device), (), source))
 
     def gave_rows(self, output: Any, picked: Picked) -> None:
         """A layer has given that of picked rows, one of each."""
         numbers = picked.numbers
-        if isinstance(output, Tensor) and numbers is not None and output.shape[:-1] == numbers.shape:
+        if picked.packed and numbers is not None:
+            for x in output if isinstance(output, tuple) and not isinstance(output, PackedSequence) else (output,):
+                if isinstance(x, PackedSequence):
+                    self._note(x.data, Picked(numbers[rows_of(x)], picked.by, picked.of))
+        elif isinstance(output, Tensor) and numbers is not None and output.shape[:-1] == numbers.shape:
             self._note(output, picked)
 
     def picked(self, x: Any) -> Picked | None:
         """The rows that a tensor has; None where that is not known."""
         found = self._seen.get(id(x))
         return found[2] if found is not None and found[1] == x._version else None
+
+    def picked_packed(self, x: PackedSequence) -> Picked | None:
+        """The same of a packed sequence, by its samples, in the order that they had before torch sorted them."""
+        found = self.picked(x.data)
+        if found is None or found.numbers is None:
+            return None
+        by = tuple(index for index in found.by if index is not x.sorted_indices)
+        numbers = in_samples(x, found.numbers + 1) - 1
+        return Picked(torch.where(numbers < 0, numbers[:, :1], numbers), by, found.of, packed=True)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in _ROW_BY_ROW:
@@ -185,7 +202,7 @@ class Following(TorchFunctionMode):
         parts = [(result, found)] if isinstance(result, Tensor) else zip(result, found or (), strict=False)
         for x, numbers in parts:
             if numbers is not None and (*numbers.shape, args[0].shape[-1]) == x.shape:
-                self._note(x, Picked(numbers, source.by_index or func in _PICK, source.of))
+                self._note(x, Picked(numbers, (*source.by, args[-1]) if func in _PICK else source.by, source.of))
         return result
 
     def _is_put_back(self, to: Picked, index: Any, rows: Any) -> bool:
@@ -205,7 +222,8 @@ class Following(TorchFunctionMode):
         lead = result.shape[:-1]
         whole = [(x.numbers, x) for x in sources if x.numbers is not None and x.numbers.shape == lead]
         if whole and all(numbers is whole[0][0] or torch.equal(numbers, whole[0][0]) for numbers, _ in whole):
-            self._note(result, Picked(whole[0][0], any(x.by_index for _, x in whole), whole[0][1].of))
+            by = next((x.by for _, x in whole if x.by), ())
+            self._note(result, Picked(whole[0][0], by, whole[0][1].of))
 
     def ended(self, output: Any, place: Callable[[int], Any], *, in_expert: bool) -> None:
         """The forward has given that. Its rows are those of the input, and ``place(rank)`` says where samples are."""
@@ -255,11 +273,16 @@ def _transposed(numbers: Tensor, result: Tensor, one: int, two: int) -> Tensor |
     return numbers.transpose(one, two) if min(one, two) >= 0 and max(one, two) < numbers.dim() else None
 
 
+def _packed(numbers: Tensor, result: Any, lengths: Tensor, batch_first: bool) -> Any:
+    return _PACK(numbers.unsqueeze(-1), lengths, batch_first)[0].squeeze(-1), None
+
+
 def _viewed(numbers: Tensor, result: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
     lead = result.shape[:-1]
     return numbers.reshape(lead) if lead.numel() == numbers.numel() else None
 
 
+_PACK: Any = torch._VF._pack_padded_sequence  # what pack_padded_sequence calls
 _PICK: dict[Any, Callable[..., Any]] = {
     Tensor.__getitem__: _by_index,
     Tensor.index_select: _by_select,
@@ -280,6 +303,6 @@ _ROW_BY_ROW = {
     *(form for name in _ARITHMETIC for form in (name, f"{name}_", f"__{name}__", f"__r{name}__", f"__i{name}__")),
     *("relu", "gelu", "silu", "tanh", "sigmoid", "dropout", "leaky_relu", "elu", "softplus"),
 }
-_KEEP |= dict.fromkeys((Tensor.transpose, torch.transpose), _transposed)
+_KEEP |= dict.fromkeys((Tensor.transpose, torch.transpose), _transposed) | {_PACK: _packed}
 WHOLE_ROWS = frozenset(_KEEP)
 """Functions that keep rows as they are."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from dpfast.taps.followed import Following, Picked
 from dpfast.taps.layout import Place
 from dpfast.taps.node import TappedLayer
+from dpfast.taps.packed import packed_in
 
 
 def experts_of(module: nn.Module) -> list[nn.Module]:
@@ -85,19 +86,24 @@ def picked_for(inputs: Any, *, seen: bool) -> Picked | None:
     Args:
         seen: it has been seen to get picked rows, so what is not followed is not taken for all of them.
     """
+    packed = packed_in(inputs)
     x = next((x for x in inputs if isinstance(x, Tensor)), None)
-    if x is None or _here.picked:  # it is within an expert that has been called
+    if (x is None and packed is None) or _here.picked:  # it is within an expert that has been called
         return None
+    if packed is not None:  # what is not followed is in its samples' order, or has been seen not to be
+        rows = [of.picked_packed(packed) for of in reversed(_here.following)]
+        return next((some for some in rows if some is not None and some.by), None)
+    assert x is not None
     if not _here.following:
-        return Picked(None, True, None)
+        return Picked(None, (None,), None)
     for of in reversed(_here.following):
         picked = of.picked(x)
         if picked is not None:
-            return picked if picked.by_index else None
+            return picked if picked.by else None
     source = _here.following[-1].source
     kept = x.dim() > 2 and x.shape[0] == source.shape[0]  # slots of each sample
     whole = not seen and (kept or x.shape[:-1].numel() == source.shape.numel())
-    return None if whole else Picked(None, True, source)
+    return None if whole else Picked(None, (None,), source)
 
 
 @contextmanager

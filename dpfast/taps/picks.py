@@ -19,6 +19,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from dpfast.taps.fake_run import WithoutGradients
 from dpfast.taps.followed import WHOLE_ROWS
 from dpfast.taps.inputs import tensors_in
+from dpfast.taps.packed import packed_in
+from dpfast.taps.registry import find_forward
 
 _SHAPES_ALONE = ("_like", "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor", "empty_strided")
 _FIRST_ALONE = ("expand_as", "view_as", "reshape_as", "type_as", "to")
@@ -134,7 +136,7 @@ class Picks(WithoutGradients):
                 with torch._C.DisableTorchFunction():
                     for x in tensors_in(output):  # whatever has been picked, or put somewhere, in it
                         self._set(x, self._receiver[1])
-                    for x in tensors_in(_put_back(module, args, output)):
+                    for x in tensors_in(_put_back(module, (*args, *kwargs.values()), output)):
                         self._set(x, _WHOLE)
                 self._receiver = None
 
@@ -252,10 +254,11 @@ def _says_whose(module: nn.Module, args: Any, kwargs: Any) -> bool:
     return isinstance(module, nn.EmbeddingBag) and any(x is not None for x in (*args[1:2], kwargs.get("offsets")))
 
 
-def _put_back(module: nn.Module, args: Any, output: Any) -> Any:
+def _put_back(module: nn.Module, inputs: Any, output: Any) -> Any:
     """What stands in its samples' order again: the last states of sequences that packing has sorted by length."""
-    sorted_by_length = isinstance(module, nn.RNNBase) and getattr(args[0], "unsorted_indices", None) is not None
-    return output[1] if sorted_by_length else ()
+    packed = packed_in(inputs)
+    recurrent = isinstance(module, nn.RNNBase) or find_forward(module) is not None
+    return output[1] if recurrent and packed is not None and packed.unsorted_indices is not None else ()
 
 
 def _part_of(index: Any, dim: int, dims: int) -> Any:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from dpfast.taps.layout import Place
 from dpfast.taps.picks import NO_ROUTES, Routes
-from dpfast.taps.witness import Key
+from dpfast.taps.seen import Key
 
 
 class Told(NamedTuple):

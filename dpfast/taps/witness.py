@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dpfast.errors import InputError
@@ -24,58 +23,17 @@ from dpfast.taps.fingerprints import Prints, fingerprints
 from dpfast.taps.gathered import following_model
 from dpfast.taps.inputs import results_in, tensors_in
 from dpfast.taps.layout import Call, Place, Rows
-from dpfast.taps.nodes import ends_among, nodes_behind
+from dpfast.taps.packed import packed_in, rows_of, shapes_taken, with_data
 from dpfast.taps.passes import in_backward
-from dpfast.taps.picks import Picks, Routes
+from dpfast.taps.picks import Picks
 from dpfast.taps.registry import find_by_row, find_forward
+from dpfast.taps.seen import Key, Run, backwards
 from dpfast.taps.tap import Tap
 from dpfast.taps.unsharded import copied_whole, whole_stand_in
 
 _NUMBERS = 1021  # of noise, over and over: a prime, so that no two rows are likely to have the same
 _NOISE = 0.125
 _ZERO = 2.0**-10
-
-Key = tuple[int, Any]
-"""The number of a tap and the rank of its output; None: of pieces."""
-
-
-class Run(NamedTuple):
-    """What one forward pass shows.
-
-    Attributes:
-        calls: fingerprints along the samples' dimension, one each time that a tap runs; the shape where these do not
-            fit.
-        order: of the taps. packed: layers that took packed sequences.
-        outputs: fingerprints of the model's outputs, along every dimension as long as the batch; behind them of what
-            its modules keep in attributes (``held``, by their names).
-        routes: where rows were picked.
-        grads: as calls, of the gradients at the taps' outputs in a backward pass; empty where none ran. losses: the
-            same of each output that has no samples, by the output's number. caught: the taps' outputs,
-            until then. arrived: gradients, in a pass that leaves some in parameters. failed: why no backward pass ran.
-        keeps: not empty where it has changed what modules hold.
-    """
-
-    calls: dict[Key, list[Any]]
-    order: dict[Key, int]
-    outputs: list[dict[int, Tensor]]
-    packed: list[str]
-    routes: list[Routes]
-    grads: dict[Key, list[Tensor]]
-    losses: dict[int, dict[Key, list[Tensor]]]
-    caught: list[tuple[Key, Prints, Tensor]]
-    arrived: dict[Key, list[Tensor]]
-    held: list[str]
-    failed: list[Exception]
-    keeps: list[bool]
-
-    @classmethod
-    def begun(cls) -> Run:
-        """Nothing is noted yet."""
-        return cls({}, {}, [], [], [], {}, {}, [], {}, [], [], [])
-
-    def note_grad(self, key: Key, prints: Prints, grad: Tensor) -> None:
-        """A hook on a tap's output."""
-        self.arrived.setdefault(key, []).append(prints.of_gradient(grad))
 
 
 class Witness(OfCopy):
@@ -137,32 +95,38 @@ class Witness(OfCopy):
             self.seen.caught.append((key, prints, noisy))
         elif noisy.requires_grad:
             noisy.register_hook(functools.partial(self.seen.note_grad, key, prints))
-        return _replaced(output, x, noisy)
+        return _replaced(output, x, noisy) if prints.packed is None else with_data(output, x, noisy)
 
     def _noted(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> tuple[Key, Prints, Tensor, Tensor | None] | None:
         """Notes what the module took and gave. Returns what may be given noise: its first output, and that noise."""
-        if any(isinstance(x, PackedSequence) for x in args):  # it knows itself where its samples are
+        packed, substitute = packed_in((*args, *kwargs.values())), find_forward(self.module)
+        if packed is not None:
             self.seen.packed.append(self.layer)
-            return None
+            if substitute is None:  # it knows itself where its samples are
+                return None
         outputs = [x for x in tensors_in(output) if x.is_floating_point()]
-        rank = outputs[0].dim() if outputs and find_forward(self.module) is None else None
-        inputs = [x.shape for x in tensors_in((args, kwargs))]
-        self.took_and_gave.append((rank, (inputs, [x.shape for x in outputs])))
+        rank = outputs[0].dim() if outputs and substitute is None else None
+        self.took_and_gave.append((rank, (shapes_taken(self.module, (args, kwargs)), [x.shape for x in outputs])))
         key, place = (self.number, rank), self.at.get((self.number, rank))
         self.seen.order.setdefault(key, len(self.seen.order))
         if not outputs or not isinstance(place, (int, Rows)):
             return None
         x, dim = outputs[0], place.dim if isinstance(place, Rows) else place
         size = x.shape[dim] if dim < x.dim() else 0
+        if packed is not None:
+            dim, size = 0, int(packed.batch_sizes[0])
+            packed = packed._replace(data=x)
         fits = size % self.size == 0 if isinstance(place, Rows) else size == self.size
         calls = self.seen.calls.setdefault(key, [])
-        prints = Prints(dim, self._order(dim) if isinstance(place, int) else None, self.whole)
+        prints = Prints(dim, self._order(dim) if isinstance(place, int) else None, self.whole, packed)
+        if packed is not None and prints.order is not None:
+            self.seen.reordered.add(key)
         calls.append(prints.of(x) if fits else tuple(x.shape))
         if not (self.noisy and fits and size):
             return None
-        return key, prints, x, self._noise_for(x, place, len(calls), prints.order)
+        return key, prints, x, self._noise_for(x, place, len(calls), prints)
 
     def _order(self, dim: int) -> Tensor | None:
         """The numbers of the samples' rows, where samples are picked whole, each once, in another order."""
@@ -171,21 +135,23 @@ class Witness(OfCopy):
         rows = self.picked.movedim(dim, 0).reshape(self.size, -1)
         return rows[:, 0].argsort() if rows.shape[1] and rows.unique().numel() == rows.numel() else None
 
-    def _noise_for(self, x: Tensor, place: int | Rows, call: int, order: Tensor | None) -> Tensor | None:
+    def _noise_for(self, x: Tensor, place: int | Rows, call: int, prints: Prints) -> Tensor | None:
         """Noise for a tap's output that is each sample's own; None where it is not known whose its rows are."""
-        dim, together = (place.dim, place.together) if isinstance(place, Rows) else (place, True)
+        together = place.together if isinstance(place, Rows) else True
         if together is None:
             return None
-        x = x.movedim(dim, 0)
-        noise = noise_like(x, hash((self.number, call)))
-        k = len(x) // self.size
+        x, packed = x.movedim(prints.dim, 0), prints.packed
+        # Of packed samples the same at all times, or it would change with how long others are.
+        noise = noise_like(x if packed is None else x[: packed.batch_sizes[0]], hash((self.number, call)))
+        k = len(noise) // self.size
         for j in self.exchanged:
             own = noise[j * k : (j + 1) * k] if together else noise[j :: self.size]
             torch.sub(_NOISE, own, out=own)
-        if order is not None:
-            noise = noise[order.argsort()]
+        if prints.order is not None:
+            noise = noise[prints.order.argsort()]
+        noise = noise if packed is None else noise[rows_of(packed)[0]]
         # A constant: autograd would keep the noise of every layer for its derivative.
-        return torch.addcmul(noise, x.detach(), noise).movedim(0, dim)
+        return torch.addcmul(noise, x.detach(), noise).movedim(0, prints.dim)
 
 
 def whose_rows(rows: int, size: int, place: int | Rows, device: torch.device) -> Tensor | None:
@@ -248,7 +214,7 @@ def run_on(
     if noisy:
         by_sample = [x for x, prints in zip(outputs, run.outputs, strict=True) if prints and x.requires_grad]
         losses = {i: x for i, x in enumerate(outputs) if kept.is_differentiable(x) and not run.outputs[i]}
-        _backwards(run, by_sample, losses, to_leaves)
+        backwards(run, by_sample, losses, to_leaves)
     return run, witnesses
 
 
@@ -268,58 +234,6 @@ def _leaf(parameter: nn.Parameter) -> nn.Parameter:
 
 def _forget(parameter: Tensor) -> None:
     parameter.grad = None
-
-
-def _backwards(run: Run, outputs: Sequence[Tensor], losses: dict[int, Tensor], to_leaves: bool) -> None:
-    """Backward passes: from what the model returns by samples, where it returns that, of a loss whose gradient at each
-    entry depends on that entry alone; and from each output that has no samples, of the sum of its entries: what becomes
-    of one does not depend on how many there are, as of rows that were picked.
-
-    Args:
-        to_leaves: gradients may come to the copy's parameters.
-    """
-    own = [torch.where(x.isfinite(), x.cos(), 0.0) for x in outputs]
-    passes: list[tuple[int | None, Any, Any]] = [(None, outputs, own)] if outputs else []
-    passes += [(i, [x], [torch.ones_like(x)]) for i, x in losses.items()]
-    leaves_some = to_leaves and _in_reentrant_checkpoint([*outputs, *losses.values()])
-    given: dict[int, Tensor] = {}  # by the number of what was caught
-    hooks = []
-    for number, (key, prints, x) in enumerate(run.caught):
-        note = functools.partial(run.note_grad, key, prints)
-        hooks.append(x.register_hook(note if leaves_some else functools.partial(_note, given, number, prints)))
-    # Of these alone are gradients asked for: others are on the way to them, and would all be held until the end.
-    keys, ends = [key for key, _, _ in run.caught], ends_among([x for _, _, x in run.caught])
-    run.caught.clear()
-    try:
-        for i, some, grads in passes if keys or leaves_some else ():
-            again = i != passes[-1][0]
-            if leaves_some:
-                run.arrived.clear()
-                torch.autograd.backward(some, grads, retain_graph=again)
-                found = dict(run.arrived)
-            else:
-                given.clear()
-                torch.autograd.grad(some, ends, grads, allow_unused=True, retain_graph=again)
-                found = {}
-                for number, key in enumerate(keys):
-                    found.setdefault(key, []).append(given.get(number, torch.zeros(0)))
-            (run.grads if i is None else run.losses.setdefault(i, {})).update(found)
-    except Exception as error:  # whatever somebody's functions raise
-        run.failed.append(error)
-        run.grads.clear()
-        run.losses.clear()
-    for hook in hooks:  # what was caught may be somebody's own
-        hook.remove()
-
-
-def _note(given: dict[int, Tensor], number: int, prints: Prints, grad: Tensor) -> None:
-    given[number] = prints.of_gradient(grad)
-
-
-def _in_reentrant_checkpoint(outputs: Sequence[Tensor]) -> bool:
-    """Whether some of what was computed was, whose gradients ``torch.autograd.grad`` does not give."""
-    nodes = nodes_behind(x.grad_fn for x in outputs)
-    return any(type(node).__name__ == "CheckpointFunctionBackward" for node in nodes)
 
 
 def copied(

@@ -1,0 +1,110 @@
+"""What one forward pass of a copy shows, and the backward passes through it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dpfast.taps.fingerprints import Prints
+from dpfast.taps.nodes import ends_among, nodes_behind
+from dpfast.taps.picks import Routes
+
+Key = tuple[int, Any]
+"""The number of a tap and the rank of its output; None: of pieces."""
+
+
+class Run(NamedTuple):
+    """What one forward pass shows.
+
+    Attributes:
+        calls: fingerprints along the samples' dimension, one each time that a tap runs; the shape where these do not
+            fit.
+        order: of the taps. packed: layers that took packed sequences. reordered: of these, those that were followed
+            in another order than the samples'.
+        outputs: fingerprints of the model's outputs, along every dimension as long as the batch; behind them of what
+            its modules keep in attributes (``held``, by their names).
+        routes: where rows were picked.
+        grads: as calls, of the gradients at the taps' outputs in a backward pass; empty where none ran. losses: the
+            same of each output that has no samples, by the output's number. caught: the taps' outputs,
+            until then. arrived: gradients, in a pass that leaves some in parameters. failed: why no backward pass ran.
+        keeps: not empty where it has changed what modules hold.
+    """
+
+    calls: dict[Key, list[Any]]
+    order: dict[Key, int]
+    outputs: list[dict[int, Tensor]]
+    packed: list[str]
+    reordered: set[Key]
+    routes: list[Routes]
+    grads: dict[Key, list[Tensor]]
+    losses: dict[int, dict[Key, list[Tensor]]]
+    caught: list[tuple[Key, Prints, Tensor]]
+    arrived: dict[Key, list[Tensor]]
+    held: list[str]
+    failed: list[Exception]
+    keeps: list[bool]
+
+    @classmethod
+    def begun(cls) -> Run:
+        """Nothing is noted yet."""
+        return cls({}, {}, [], [], set(), [], {}, {}, [], {}, [], [], [])
+
+    def note_grad(self, key: Key, prints: Prints, grad: Tensor) -> None:
+        """A hook on a tap's output."""
+        self.arrived.setdefault(key, []).append(prints.of_gradient(grad))
+
+
+def backwards(run: Run, outputs: Sequence[Tensor], losses: dict[int, Tensor], to_leaves: bool) -> None:
+    """Backward passes: from what the model returns by samples, where it returns that, of a loss whose gradient at each
+    entry depends on that entry alone; and from each output that has no samples, of the sum of its entries: what becomes
+    of one does not depend on how many there are, as of rows that were picked.
+
+    Args:
+        to_leaves: gradients may come to the copy's parameters.
+    """
+    own = [torch.where(x.isfinite(), x.cos(), 0.0) for x in outputs]
+    passes: list[tuple[int | None, Any, Any]] = [(None, outputs, own)] if outputs else []
+    passes += [(i, [x], [torch.ones_like(x)]) for i, x in losses.items()]
+    leaves_some = to_leaves and _in_reentrant_checkpoint([*outputs, *losses.values()])
+    given: dict[int, Tensor] = {}  # by the number of what was caught
+    hooks = []
+    for number, (key, prints, x) in enumerate(run.caught):
+        note = functools.partial(run.note_grad, key, prints)
+        hooks.append(x.register_hook(note if leaves_some else functools.partial(_note, given, number, prints)))
+    # Of these alone are gradients asked for: others are on the way to them, and would all be held until the end.
+    keys, ends = [key for key, _, _ in run.caught], ends_among([x for _, _, x in run.caught])
+    run.caught.clear()
+    try:
+        for i, some, grads in passes if keys or leaves_some else ():
+            again = i != passes[-1][0]
+            if leaves_some:
+                run.arrived.clear()
+                torch.autograd.backward(some, grads, retain_graph=again)
+                found = dict(run.arrived)
+            else:
+                given.clear()
+                torch.autograd.grad(some, ends, grads, allow_unused=True, retain_graph=again)
+                found = {}
+                for number, key in enumerate(keys):
+                    found.setdefault(key, []).append(given.get(number, torch.zeros(0)))
+            (run.grads if i is None else run.losses.setdefault(i, {})).update(found)
+    except Exception as error:  # whatever somebody's functions raise
+        run.failed.append(error)
+        run.grads.clear()
+        run.losses.clear()
+    for hook in hooks:  # what was caught may be somebody's own
+        hook.remove()
+
+
+def _note(given: dict[int, Tensor], number: int, prints: Prints, grad: Tensor) -> None:
+    given[number] = prints.of_gradient(grad)
+
+
+def _in_reentrant_checkpoint(outputs: Sequence[Tensor]) -> bool:
+    """Whether some of what was computed was, whose gradients ``torch.autograd.grad`` does not give."""
+    nodes = nodes_behind(x.grad_fn for x in outputs)
+    return any(type(node).__name__ == "CheckpointFunctionBackward" for node in nodes)
