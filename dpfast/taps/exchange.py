@@ -124,12 +124,14 @@ class _Exchange:
         self.others, self.again = others, again
         self.model, self.taps, self.structure, self.dims, self.size = model, taps, structure, dims, size
         # Not those of operations on what has no samples, which have the way to them where others have a rank.
+        self.ways = places
         self.by_shapes = {k: p for k, p in places.items() if not isinstance(k[1], tuple)}
         self.places: dict[Key, Place] = {k: p for k, p in self.by_shapes.items() if isinstance(p, (int, Rows))}
         # Taps by which tensors without samples go too, which have a way of their own.
         self.also_alone = {(number, way[1]) for number, way in places if isinstance(way, tuple) and way[2:] == ("too",)}
         self.leaves = leaves
-        self.packed = self.keeps = False
+        self.lengths: set[int] = set()
+        self.keeps = False
         self.draws = 0
         self.reordered: set[Key] = set()
         self.routes = NO_ROUTES
@@ -166,7 +168,7 @@ class _Exchange:
         numbers = tuple(dict.fromkeys((0, 1, self.size - 1)))
         which: Which = [numbers[: self.size - 1]] if at_once else [(j,) for j in numbers]
         base = self._run((), noisy)
-        self.packed = bool(base.packed)
+        self.lengths |= base.lengths
         runs = [self._run(j, noisy) for j in which]
         found: dict[Key, Place] = {}
         wrong: list[Key] = []
@@ -182,6 +184,11 @@ class _Exchange:
             if isinstance(told, str):
                 wrong.append(key)
             found[key] = told
+        for key, place in base.met.items():  # noted if it is wrong: shapes have told where it is
+            told = self._place(place, base.calls[key], [run.calls.get(key) for run in runs], which)
+            if isinstance(told, str):
+                wrong.append(key)
+                found[key] = told
         parted = {i: self._parted(i, base, runs, which) for i in range(len(base.outputs))}
         outputs = dict.fromkeys((i for i, dims in parted.items() if dims == []), _MIXED)
         met = [] if wrong or outputs else self._met_in_backward(found, base.grads, [run.grads for run in runs], which)
@@ -248,7 +255,7 @@ class _Exchange:
         size = size or self.size
         leaves = self._batch(others, size)
         self.again()
-        witnesses: dict[str, Any] = {"noisy": noisy, "exchanged": others, "whole": whole}
+        witnesses: dict[str, Any] = {"noisy": noisy, "exchanged": others, "whole": whole, "ways": self.ways}
         run, _ = run_on(self.model, self.taps, self.structure, leaves, self.places, size, self.others, **witnesses)
         self.routes = self.routes | run.routes[0]
         self.reordered |= run.reordered
@@ -258,14 +265,13 @@ class _Exchange:
     def _batch(self, others: tuple[int, ...], size: int) -> list[Any]:
         """The inputs with the samples of these numbers exchanged."""
         leaves = list(self.leaves)
-        # Where sequences are packed, numbers of samples are lengths, and others of them make other shapes.
-        more = self.packed and any(
-            dim is not None and not _is_a_number_each(leaves[i]) for i, dim in enumerate(self.dims)
-        )
+        numbers = {i for i, x in enumerate(leaves) if self.dims[i] is not None and _is_a_number_each(x)}
+        more = any(dim is not None and i not in numbers for i, dim in enumerate(self.dims))
+        lengths = numbers & self.lengths if more else set()  # others of them make other shapes
         for i, dim in enumerate(self.dims):
             if dim is not None:
                 leaves[i] = first_samples(leaves[i], dim, size)
-                if others and not (more and _is_a_number_each(leaves[i])):
+                if others and i not in lengths:
                     leaves[i] = _exchanged(leaves[i], dim, others)
         return leaves
 

@@ -274,7 +274,7 @@ def _transposed(numbers: Tensor, result: Tensor, one: int, two: int) -> Tensor |
 
 
 def _packed(numbers: Tensor, result: Any, lengths: Tensor, batch_first: bool) -> Any:
-    return _PACK(numbers.unsqueeze(-1), lengths, batch_first)[0].squeeze(-1), None
+    return PACK(numbers.unsqueeze(-1), lengths, batch_first)[0].squeeze(-1), None
 
 
 def _viewed(numbers: Tensor, result: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
@@ -282,7 +282,7 @@ def _viewed(numbers: Tensor, result: Tensor, *args: Any, **kwargs: Any) -> Tenso
     return numbers.reshape(lead) if lead.numel() == numbers.numel() else None
 
 
-_PACK: Any = torch._VF._pack_padded_sequence  # what pack_padded_sequence calls
+PACK: Any = torch._VF._pack_padded_sequence  # what pack_padded_sequence calls
 _PICK: dict[Any, Callable[..., Any]] = {
     Tensor.__getitem__: _by_index,
     Tensor.index_select: _by_select,
@@ -303,6 +303,6 @@ _ROW_BY_ROW = {
     *(form for name in _ARITHMETIC for form in (name, f"{name}_", f"__{name}__", f"__r{name}__", f"__i{name}__")),
     *("relu", "gelu", "silu", "tanh", "sigmoid", "dropout", "leaky_relu", "elu", "softplus"),
 }
-_KEEP |= dict.fromkeys((Tensor.transpose, torch.transpose), _transposed) | {_PACK: _packed}
+_KEEP |= dict.fromkeys((Tensor.transpose, torch.transpose), _transposed) | {PACK: _packed}
 WHOLE_ROWS = frozenset(_KEEP)
 """Functions that keep rows as they are."""

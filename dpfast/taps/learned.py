@@ -108,8 +108,10 @@ def _untold(why: str) -> Learned:
 
 
 def with_own(places: Found) -> Found:
-    """Where rows mix, a layer's operations one by one would not show it."""
-    mixed = {number for (number, _), place in places.items() if isinstance(place, Mixed)}
+    """Where rows mix, a layer's operations one by one would not show it; nor where an operation meets samples in
+    another order."""
+    wrong = {key for key, place in places.items() if isinstance(place, str)}
+    mixed = {key[0] for key in wrong if isinstance(key[1], tuple) or isinstance(places[key], Mixed)}
     return {**places, **{(number, (OWN,)): None for number in mixed}}
 
 

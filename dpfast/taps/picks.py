@@ -19,12 +19,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from dpfast.taps.fake_run import WithoutGradients
 from dpfast.taps.followed import WHOLE_ROWS
 from dpfast.taps.inputs import tensors_in
+from dpfast.taps.lengths import READ
 from dpfast.taps.packed import packed_in
 from dpfast.taps.registry import find_forward
 
 _SHAPES_ALONE = ("_like", "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor", "empty_strided")
 _FIRST_ALONE = ("expand_as", "view_as", "reshape_as", "type_as", "to")
-_READ = ("item", "tolist", "numpy", "__int__", "__index__")
 _SCATTER = ("index_add", "index_copy", "index_put", "index_reduce", "scatter", "scatter_add", "scatter_reduce")
 
 
@@ -167,12 +167,12 @@ class Picks(WithoutGradients):
             return result
         name = name if name.startswith("__") else name.rstrip("_")
         made = [args[0]] if name == "__setitem__" else tensors_in(result)
-        if name.endswith(_SHAPES_ALONE) or not (made or name in _READ):
+        if name.endswith(_SHAPES_ALONE) or not (made or name in READ):
             return result
         took = tensors_in(args[:1] if name in _FIRST_ALONE else (args, kwargs))
         marks = [mark for x in took if (mark := self._mark(x)) is not None]
         if marks:
-            self._read |= name in _READ
+            self._read |= name in READ
             mark = self._of_result(func, name, args, kwargs, marks, result)
             for x in made:
                 self._set(x, mark)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dpfast.taps.fingerprints import Prints
+from dpfast.taps.layout import Rows
 from dpfast.taps.nodes import ends_among, nodes_behind
 from dpfast.taps.picks import Routes
 
@@ -23,10 +24,12 @@ class Run(NamedTuple):
     Attributes:
         calls: fingerprints along the samples' dimension, one each time that a tap runs; the shape where these do not
             fit.
-        order: of the taps. packed: layers that took packed sequences. reordered: of these, those that were followed
+        order: of the taps. lengths: the numbers of inputs that say how long packed sequences are.
+        packed: layers that took packed sequences. reordered: of these, those that were followed
             in another order than the samples'.
         outputs: fingerprints of the model's outputs, along every dimension as long as the batch; behind them of what
             its modules keep in attributes (``held``, by their names).
+        met: where operations on what has no samples, by their ways, have those that it meets.
         routes: where rows were picked.
         grads: as calls, of the gradients at the taps' outputs in a backward pass; empty where none ran. losses: the
             same of each output that has no samples, by the output's number. caught: the taps' outputs,
@@ -37,8 +40,10 @@ class Run(NamedTuple):
     calls: dict[Key, list[Any]]
     order: dict[Key, int]
     outputs: list[dict[int, Tensor]]
+    lengths: set[int]
     packed: list[str]
     reordered: set[Key]
+    met: dict[Key, int | Rows]
     routes: list[Routes]
     grads: dict[Key, list[Tensor]]
     losses: dict[int, dict[Key, list[Tensor]]]
@@ -51,7 +56,7 @@ class Run(NamedTuple):
     @classmethod
     def begun(cls) -> Run:
         """Nothing is noted yet."""
-        return cls({}, {}, [], [], set(), [], {}, {}, [], {}, [], [], [])
+        return cls({}, {}, [], set(), [], set(), {}, [], {}, {}, [], {}, [], [], [])
 
     def note_grad(self, key: Key, prints: Prints, grad: Tensor) -> None:
         """A hook on a tap's output."""

@@ -22,7 +22,7 @@ from dpfast.errors import DpfastError, InputError, StateError, UnsupportedModule
 from dpfast.taps.around import is_around, sees_its_own_heads, with_inner, without_its_own_sums
 from dpfast.taps.detached import DetachableParameters, detached_parameters
 from dpfast.taps.gathered import RoutedLayer, picked_here
-from dpfast.taps.layout import NO_SAMPLES, NOT_RUN, SHARED, Place, Rows, kind_here, place_in
+from dpfast.taps.layout import NO_SAMPLES, NOT_RUN, SHARED, Mixed, Place, Rows, kind_here, place_in
 from dpfast.taps.leaves import leaf
 from dpfast.taps.node import Record, TapFunction
 from dpfast.taps.owned import owned_modules
@@ -192,14 +192,24 @@ class Tap(RoutedLayer):
         key = (where, *names)
         if self.known(key) != 0:
             return parameter
-        value = leaf(parameter, self.layer, names[0])
+        value = self._value(parameter, names[0])
         return Shared.make(self, key, value, (Source(self, key, [parameter], value, lambda f: {parameter: f}),))
+
+    def _value(self, parameter: nn.Parameter, name: str) -> Tensor:
+        """What a stand-in holds."""
+        return leaf(parameter, self.layer, name)
 
     def follow(self, operation: Operation) -> Any:
         """The result of an operation on tensors without samples, of which the first is this tap's."""
         place = self.known(operation.way)
         if place == NO_SAMPLES and not operation.meets_others():
             return operation.remains()
+        if isinstance(place, str) and torch.is_grad_enabled():
+            wrong = UnsupportedModuleError if isinstance(place, Mixed) else InputError
+            what = f"{self.layer}: what {operation.name} makes of its parameters, or of what it gave, and of samples"
+            return _failing_in_backward(
+                operation.plain(), wrong(f"{what}: {place}; freeze it, or put them back before")
+            )
         n, substitute = self.taps.batch_size(), find_function(operation.func)
         if not isinstance(place, int) or n is None or substitute is None or not torch.is_grad_enabled():
             return operation.plain()

@@ -8,7 +8,8 @@ are zeros have other numbers in the copy, and each tap's output is given noise, 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,17 +18,20 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dpfast.errors import InputError
 from dpfast.taps import kept
-from dpfast.taps.copies import OfCopy, copy_of, without_graphs
+from dpfast.taps.copies import copy_of, without_graphs
 from dpfast.taps.fake_run import Nobody
 from dpfast.taps.fingerprints import Prints, fingerprints
 from dpfast.taps.gathered import following_model
 from dpfast.taps.inputs import results_in, tensors_in
 from dpfast.taps.layout import Call, Place, Rows
+from dpfast.taps.lengths import Lengths
+from dpfast.taps.meetings import AtMeetings
 from dpfast.taps.packed import packed_in, rows_of, shapes_taken, with_data
 from dpfast.taps.passes import in_backward
 from dpfast.taps.picks import Picks
 from dpfast.taps.registry import find_by_row, find_forward
 from dpfast.taps.seen import Key, Run, backwards
+from dpfast.taps.shared import Operation
 from dpfast.taps.tap import Tap
 from dpfast.taps.unsharded import copied_whole, whole_stand_in
 
@@ -36,7 +40,7 @@ _NOISE = 0.125
 _ZERO = 2.0**-10
 
 
-class Witness(OfCopy):
+class Witness(AtMeetings):
     """The tap of a copy, which notes fingerprints of rows.
 
     Attributes:
@@ -45,7 +49,6 @@ class Witness(OfCopy):
         whole: gradients are noted as they are.
     """
 
-    number: int
     size: int
     seen: Run
     at: dict[Key, Place]
@@ -67,11 +70,13 @@ class Witness(OfCopy):
         noisy: bool = False,
         exchanged: tuple[int, ...] = (),
         whole: bool = False,
+        ways: Mapping[Key, Place] = MappingProxyType({}),
     ) -> Witness:
         tap.__class__ = cls
         assert isinstance(tap, cls)
         tap.number, tap.seen, tap.at, tap.size, tap.took_and_gave = number, seen, at, size, []
         tap.noisy, tap.exchanged, tap.whole = noisy, exchanged, whole
+        tap.go_the_ways(ways)
         return tap
 
     def known_place(self, rank: int) -> Any:
@@ -84,7 +89,8 @@ class Witness(OfCopy):
         if isinstance(self.module, nn.EmbeddingBag) and any(x is offsets is not None for x in self.inputs):
             raise InputError("bags in one row, by offsets: the batch is not that of the first input")
         by_row = find_by_row(self.module)
-        output = forward(*args, **kwargs) if by_row is None else by_row(self.module, *args, **kwargs)
+        output = self.gave(forward, args, kwargs) if by_row is None else by_row(self.module, *args, **kwargs)
+        output = self.without_samples(output)
         with torch._C.DisableTorchFunction():  # nobody is to follow what is done here
             noted = self._noted(args, kwargs, output)
         if noted is None:
@@ -127,6 +133,19 @@ class Witness(OfCopy):
         if not (self.noisy and fits and size):
             return None
         return key, prints, x, self._noise_for(x, place, len(calls), prints)
+
+    def met(self, operation: Operation, place: int, output: Tensor) -> Tensor:
+        size = output.shape[place] if place < output.dim() else 0
+        if not output.is_floating_point() or not size or size % self.size:
+            return output
+        where = place if size == self.size else Rows(place, True)  # it was repeated for each
+        key, prints = (self.number, operation.way), Prints(place, None, self.whole)
+        self.seen.met[key] = where
+        seed = self.seen.order.setdefault(key, len(self.seen.order))
+        calls = self.seen.calls.setdefault(key, [])
+        calls.append(prints.of(output))
+        noise = self._noise_for(output, where, hash((seed, len(calls))), prints) if self.noisy else None
+        return output if noise is None else output + noise
 
     def _order(self, dim: int) -> Tensor | None:
         """The numbers of the samples' rows, where samples are picked whole, each once, in another order."""
@@ -173,24 +192,20 @@ def run_on(
     stand_ins: dict[int, Any],
     *,
     noisy: bool = False,
-    exchanged: tuple[int, ...] = (),
-    whole: bool = False,
+    **of_witnesses: Any,
 ) -> tuple[Run, list[Witness]]:
     """One forward pass of a copy on these inputs, of ``size`` samples; with noise, a backward pass as well.
 
     Args:
         structure, leaves: the inputs. places: of taps. stand_ins: what stands where parameters are, by their id.
-        noisy, exchanged, whole: of the witnesses.
+        noisy, of_witnesses: of :meth:`Witness.of`.
     """
     # A backward pass within that one (reentrant checkpoints) must not come to the parameters themselves.
     leaves_here = {id(p): _leaf(p) for p in model.parameters()} if noisy else {}
     to_leaves = all(leaves_here.get(id(p)) is not p for p in model.parameters() if p.requires_grad)
     model, copies = copied(model, taps, leaves_here | stand_ins)
     run = Run.begun()
-    witnesses = [
-        Witness.of(tap, i, run, places, size, noisy=noisy, exchanged=exchanged, whole=whole)
-        for i, tap in enumerate(copies)
-    ]
+    witnesses = [Witness.of(tap, i, run, places, size, noisy=noisy, **of_witnesses) for i, tap in enumerate(copies)]
     leaves = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
     for witness in witnesses:
         witness.inputs = leaves
@@ -199,10 +214,12 @@ def run_on(
     with (
         following_model(witnesses[0].taps, model, leaves),
         Picks(model, leaves, size).watching() as picks,
-        torch.set_grad_enabled(noisy),
+        Lengths(leaves) as lengths,
+        torch.set_grad_enabled(noisy or bool(of_witnesses.get("ways"))),
     ):
         outputs = results_in(model(*args, **kwargs))
     run.routes.append(picks.routes())
+    run.lengths.update(lengths.found)
     if not kept.are_same(before, kept.held(model)):
         run.keeps.append(True)
     left = kept.differentiable(model, outputs) if noisy else {}

@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 from dpfast import GradSampleModule, GradSampleModuleFastGradientClipping
-from dpfast.errors import InputError
+from dpfast.errors import InputError, UnsupportedModuleError
 from dpfast.testing import clipped_sum, loop_over_samples, relative_error
 
 D, T, C = 4, 7, 1.0
@@ -182,3 +182,56 @@ def test_sequences_that_torch_sorts(given, t):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert_right(Sorted(given).double(), torch.randn(6, t, D).double(), LENGTHS.clamp(max=t), WEIGHTS)
+
+
+LENGTH = {
+    "as they are": lambda lengths: lengths,
+    "one less": lambda lengths: (lengths - 1).clamp(min=1),
+    "a list": lambda lengths: lengths.tolist(),
+    "another list": lambda lengths: [max(int(n) - 1, 1) for n in lengths],
+    "of another dtype": lambda lengths: lengths.to(torch.int32).cpu(),
+}
+MIXES = {
+    "counts of classes": lambda h, classes, valid: h / torch.bincount(classes, minlength=3)[classes][:, None],
+    "how many are valid": lambda h, classes, valid: h * valid[:, None] / valid.sum(),
+}
+
+
+class Beside(nn.Module):
+    """Takes one number a sample beside the lengths, and one bool."""
+
+    def __init__(self, length, mixes=None):
+        super().__init__()
+        self.rnn, self.head, self.classes = nn.GRU(D, D, batch_first=True), nn.Linear(D, 3), nn.Embedding(3, D)
+        self.length, self.mixes = length, mixes
+
+    def forward(self, x, lengths, classes, valid):
+        packed = pack_padded_sequence(x, self.length(lengths), batch_first=True, enforce_sorted=False)
+        h = self.head(self.rnn(packed)[1][-1] + self.classes(classes))
+        return h * valid[:, None] if self.mixes is None else self.mixes(h, classes, valid)
+
+
+def beside():
+    torch.manual_seed(0)
+    return (
+        torch.randn(6, T, D).double(),
+        LENGTHS,
+        torch.tensor([0, 1, 1, 2, 2, 0]),
+        torch.tensor([1, 1, 0, 1, 1, 0]) > 0,
+    )
+
+
+@pytest.mark.parametrize("length", LENGTH)
+def test_numbers_beside_lengths(length):
+    """Lengths stay as they are where samples are exchanged, whatever is made of them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_right(Beside(LENGTH[length]).double(), *beside(), WEIGHTS)
+
+
+@pytest.mark.parametrize("length", LENGTH)
+@pytest.mark.parametrize("mixes", MIXES)
+def test_numbers_beside_lengths_by_which_samples_meet(mixes, length):
+    model = GradSampleModule(Beside(LENGTH[length], MIXES[mixes]).double(), loss_reduction="sum")
+    with pytest.raises(UnsupportedModuleError, match="depends on several samples"):
+        loss(model, *beside(), WEIGHTS).backward()

@@ -1,0 +1,58 @@
+"""Which of a model's inputs say how long its packed sequences are: other lengths make other shapes, so these are not
+exchanged. Followed from the inputs, through whatever is made of them, to where sequences are packed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+
+from dpfast.taps.followed import PACK
+from dpfast.taps.inputs import tensors_in
+
+READ = ("item", "tolist", "numpy", "__int__", "__index__")
+"""Names of what takes numbers out of a tensor."""
+
+
+class Lengths(TorchFunctionMode):
+    """Notes it in one forward pass.
+
+    Attributes:
+        found: the numbers of the inputs.
+    """
+
+    def __init__(self, inputs: Sequence[Any]):
+        super().__init__()
+        # By memory: as long as there is a weak reference, no other has its number.
+        self._of: dict[int, tuple[StorageWeakRef, frozenset[int]]] = {}
+        self._read: frozenset[int] = frozenset()
+        self.found: frozenset[int] = frozenset()
+        for i, x in enumerate(inputs):
+            if isinstance(x, Tensor):
+                self._set(x, frozenset((i,)))
+
+    def _set(self, x: Tensor, inputs: frozenset[int]) -> None:
+        storage = x.untyped_storage()
+        self._of[storage._cdata] = StorageWeakRef(storage), inputs
+
+    def _made_of(self, some: Any) -> frozenset[int]:
+        with torch._C.DisableTorchFunction():
+            found = [self._of.get(x.untyped_storage()._cdata) for x in tensors_in(some)]
+        return frozenset().union(*(inputs for known in found if known is not None for inputs in (known[1],)))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        made = tensors_in(result)
+        if func is PACK:  # lengths that were read before, and are a list, have no history
+            self.found |= self._made_of(args[1]) or self._read
+        elif made or name in READ:
+            inputs = self._made_of((args, kwargs))
+            self._read |= inputs if name in READ else frozenset()
+            for x in made if inputs else ():
+                self._set(x, inputs)
+        return result
