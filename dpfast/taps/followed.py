@@ -174,11 +174,14 @@ class Following(TorchFunctionMode):
         return found[2] if found is not None and found[1] == x._version else None
 
     def picked_packed(self, x: PackedSequence) -> Picked | None:
-        """The same of a packed sequence, by its samples, in the order that they had before torch sorted them."""
+        """The same of a packed sequence, by its samples, in the order that they had before torch sorted them; None
+        where nothing else has picked them."""
         found = self.picked(x.data)
         if found is None or found.numbers is None:
             return None
         by = tuple(index for index in found.by if index is not x.sorted_indices)
+        if not by:
+            return None
         numbers = in_samples(x, found.numbers + 1) - 1
         return Picked(torch.where(numbers < 0, numbers[:, :1], numbers), by, found.of, packed=True)
 

@@ -91,8 +91,8 @@ def picked_for(inputs: Any, *, seen: bool) -> Picked | None:
     if (x is None and packed is None) or _here.picked:  # it is within an expert that has been called
         return None
     if packed is not None:  # what is not followed is in its samples' order, or has been seen not to be
-        rows = [of.picked_packed(packed) for of in reversed(_here.following)]
-        return next((some for some in rows if some is not None and some.by), None)
+        rows = (of.picked_packed(packed) for of in reversed(_here.following))
+        return next((some for some in rows if some is not None), None)
     assert x is not None
     if not _here.following:
         return Picked(None, (None,), None)
