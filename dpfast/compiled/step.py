@@ -28,6 +28,7 @@ from dpfast.modes import (
     check_valid,
     clips_one_by_one,
     left_in,
+    not_noted,
 )
 from dpfast.taps import has_hooks
 
@@ -303,11 +304,12 @@ class CompiledStep:
 
     def _check_left(self, trainable: list[nn.Parameter]) -> None:
         """Raises StateError where gradients are there that are no private step's."""
-        grads, left = [p.grad for p in trainable if p.grad is not None], left_in(trainable)
-        if grads and (left is None or left.unclipped) and any(bool(grad.any()) for grad in grads):
+        left = left_in(trainable)
+        if not_noted(trainable) or (left is not None and left.unclipped):
             raise StateError(
                 "p.grad holds gradients that no private step has left, and clipped sums would be added to them: the "
-                "model ran backward by itself; call zero_grad() first"
+                "model ran backward by itself, or p.grad was replaced; call zero_grad() first. Who changes a clipped "
+                "sum between two steps writes into p.grad"
             )
 
     def _graph(self, own: Own, whole: Batch, tensors: list[Tensor]) -> Graph:

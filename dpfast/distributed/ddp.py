@@ -61,6 +61,9 @@ class DDPSums:
         self._promised: list[tuple[Any, Future[Tensor]]] = []  # (bucket, what DDP waits for)
         self._layout: list[list[nn.Parameter]] = []  # of the last buckets
         self._expected = False
+        self._stood: dict[nn.Parameter, Tensor] = {}  # in p.grad, before forward passes
+        if ddp.gradient_as_bucket_view:
+            ddp.register_forward_pre_hook(_Gradients(self))
         ddp.register_comm_hook(self, _hook)
 
     def __reduce__(self) -> Any:
@@ -129,6 +132,20 @@ class DDPSums:
         """What is in ``p.grad``."""
         return p.grad
 
+    def see_gradients(self) -> None:
+        """DDP's forward begins, in which it may make its buckets anew and put views of them into ``p.grad``."""
+        if torch.is_grad_enabled():
+            for p in self._names:
+                if p.grad is not None:
+                    self._stood.setdefault(p, p.grad)  # that of the first of several before one backward
+
+    def put_anew(self, gradients: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
+        """Views of the buckets, and what they were made of."""
+        stood, self._stood = self._stood, {}
+        buckets = {bucket.buffer().untyped_storage().data_ptr() for bucket, _ in self._promised} if gradients else ()
+        views = [p for p, gradient in gradients.items() if gradient.untyped_storage().data_ptr() in buckets]
+        return {p: stood[p] for p in views if p in stood}
+
     def keep_promises(self, then: Callable[[], None]) -> None:
         """The first of two passes has no sums: DDP gets its buckets back as they are, and nothing is sent."""
         promised = self._take_promised()
@@ -189,6 +206,21 @@ class DDPSums:
             then()
 
         torch.autograd.Variable._execution_engine.queue_callback(take)
+
+
+class _Gradients:
+    """A hook on a DDP. A copy of the DDP has one that does nothing."""
+
+    def __init__(self, sums: DDPSums | None):
+        self._sums = (lambda: None) if sums is None else weakref.ref(sums)
+
+    def __reduce__(self) -> Any:
+        return _Gradients, (None,)
+
+    def __call__(self, *_: Any) -> None:
+        sums = self._sums()
+        if sums is not None:
+            sums.see_gradients()
 
 
 def _hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations with classes, and ours are names

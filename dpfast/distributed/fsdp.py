@@ -115,6 +115,10 @@ class ShardedSums:
         """What is kept of it, once."""
         return self._held.pop(p, None)
 
+    def put_anew(self, gradients: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
+        """None are."""
+        return {}
+
     def keep_promises(self, then: Callable[[], None]) -> None:
         """None were made."""
         then()

@@ -49,6 +49,10 @@ class Sums(Protocol):
     def held(self, p: nn.Parameter) -> Tensor | None:
         """This rank's sum of earlier passes, which has not crossed; asked once."""
 
+    def put_anew(self, gradients: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
+        """Of these, which stood in ``p.grad`` when the backward pass that runs began, those that the wrapper itself had
+        put there, and what had stood there before. Asked once a pass, at its end."""
+
     def keep_promises(self, then: Callable[[], None]) -> None:
         """The backward pass is over and leaves no sums (the first of two); ``then`` is called when nobody writes to
         ``p.grad`` any more."""

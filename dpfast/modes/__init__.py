@@ -6,7 +6,7 @@ and ``escaped_gradients`` are what they share; ``clippers`` says what is release
 """
 
 from dpfast.modes import autograd_grad_sample
-from dpfast.modes.accumulation import Left, held_by, left_in, not_noted, shares_noise, wait_for_noise
+from dpfast.modes.accumulation import Left, held_by, left_in, not_noted, note_zeros, shares_noise, wait_for_noise
 from dpfast.modes.answers import answer_of
 from dpfast.modes.clipped import Clipped, clip_to
 from dpfast.modes.clippers import (
@@ -64,6 +64,7 @@ __all__ = [
     "left_in",
     "may_be_taken_in_turn",
     "not_noted",
+    "note_zeros",
     "plans",
     "rounding",
     "safe_factors",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from dpfast.distributed import local
 from dpfast.errors import StateError
 from dpfast.taps import in_backward
 
-_NAME = "_dpfast_left"
+_NAME, _ZEROS = "_dpfast_left", "_dpfast_zeros"
 _SHARING: Any = WeakIdKeyDictionary()
 """By parameter: a weak reference to the optimizer that shares its noise with other ranks."""
 
@@ -66,26 +66,65 @@ def held_by(parameters: Iterable[nn.Parameter]) -> Left | None:
     A gradient keeps its note when something writes to it, as a Trainer does that measures or clips the norm of the
     sum. (Clipping the sum is a projection, which no sample's part can grow by.)
     """
-    noted = _noted(parameters)
-    notes = list({id(left): left for _, left, _ in noted}.values())  # a pass leaves one on all of them
+    return together(notes_on(parameters).values())
+
+
+def together(notes: Iterable[Left]) -> Left | None:
+    """What they say of all gradients that they stand on; None where there is none."""
+    notes = list({id(left): left for left in notes}.values())  # a pass leaves one on all of them
     if not notes:
         return None
-    written = any(left.unwatched and grad._version != version for grad, left, version in noted)
     return Left(
         max(note.passes for note in notes),
         max(note.sensitivity for note in notes),
         of_rank=any(note.of_rank for note in notes),
         ranks=max(note.ranks for note in notes),
         backward=max((note.backward for note in notes if note.backward is not None), default=None),
-        unclipped=written or any(note.unclipped for note in notes),
+        unclipped=any(note.unclipped for note in notes),
         modules=frozenset().union(*(note.modules for note in notes)),
     )
 
 
+def notes_on(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Left]:
+    """What stands on each gradient that has a note."""
+    notes = ((p, note_on(p.grad)) for p in parameters)
+    return {p: left for p, left in notes if left is not None}
+
+
+def note_on(gradient: Tensor | None) -> Left | None:
+    """What stands on one."""
+    if gradient is None or _NAME not in vars(gradient):
+        return None
+    left: Left
+    left, version = vars(gradient)[_NAME]
+    return replace(left, unclipped=True) if left.unwatched and gradient._version != version else left
+
+
 def not_noted(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Those whose gradient has no note, and is not zeros of some ``zero_grad()`` (of DTensors each rank has a part)."""
-    found = [p for p in parameters if p.grad is not None and _NAME not in vars(p.grad)]
-    return [p for p in found if type(p.grad) is not Tensor or p.grad.any()]
+    """Those whose gradient has no note, and is not zeros of some ``zero_grad()``. (Of DTensors each rank has a part,
+    and all ranks are to find the same.)"""
+    found = _without_note(parameters)
+    others = set(_not_zeros([p for p in found if type(p.grad) is Tensor]))
+    return [p for p in found if type(p.grad) is not Tensor or p in others]
+
+
+def not_noted_here(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """:func:`not_noted`, where of DTensors this rank's part alone is looked at, and without what has been released:
+    backward passes of a generator go through its critic then, and no step takes what they add before zero_grad()."""
+    return _not_zeros([p for p in _without_note(parameters) if not _is_released(getattr(p, "summed_grad", None))])
+
+
+def _without_note(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    with_gradient = ((p, p.grad) for p in parameters)
+    told = ((p, grad, vars(grad)) for p, grad in with_gradient if grad is not None)
+    return [p for p, grad, notes in told if _NAME not in notes and notes.get(_ZEROS) != grad._version]
+
+
+def _not_zeros(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    """A device is asked once for all of them, and not at all where there are none."""
+    found = [local(p.grad).any() for p in parameters]
+    some = torch.stack([x.to(found[0].device) for x in found]).tolist() if found else []
+    return list(itertools.compress(parameters, some))
 
 
 def left_in(parameters: Iterable[nn.Parameter]) -> Left | None:
@@ -127,6 +166,13 @@ def note(gradient: Tensor, left: Left) -> None:
     gradient.__dict__[_NAME] = left, gradient._version
 
 
+def note_zeros(parameters: Iterable[nn.Parameter]) -> None:
+    """On gradients that an optimizer has just set to zero, so that nobody has to look at them."""
+    for p in parameters:
+        if p.grad is not None:
+            vars(p.grad)[_ZEROS] = p.grad._version
+
+
 def note_ordinary(gradient: Tensor) -> None:
     """Notes that an ordinary gradient is a part of it."""
     before = vars(gradient).get(_NAME)
@@ -148,7 +194,12 @@ def _noted(parameters: Iterable[nn.Parameter]) -> list[tuple[Tensor, Left, int]]
 def wait_for_noise(parameters: Iterable[nn.Parameter]) -> bool:
     """Whether an optimizer has taken sums of theirs in a virtual step, which goes on (Opacus's ``summed_grad``)."""
     sums = (getattr(p, "summed_grad", None) for p in parameters)
-    return any(x is not None and not getattr(x, "_processed", False) for x in sums)
+    return any(x is not None and not _is_released(x) for x in sums)
+
+
+def _is_released(summed_grad: Any) -> bool:
+    """Opacus's mark, which its optimizers refuse to step on."""
+    return bool(getattr(summed_grad, "_processed", False))
 
 
 def check_same_parameters(named: Iterable[tuple[str, nn.Parameter]], used: Collection[nn.Parameter]) -> None:

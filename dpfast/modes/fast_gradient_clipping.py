@@ -26,7 +26,7 @@ from dpfast.modes.gathered import Gathered, check_unwritten, clipped_totals, rou
 from dpfast.modes.grad_sample_module import GradSampleModule
 from dpfast.modes.in_turn import clip_in_turn, clips_one_by_one, find_in_turn, waits_for_its_turn
 from dpfast.modes.last_norms import LastNorms
-from dpfast.modes.leave_sums import LeavesSums
+from dpfast.modes.leave_sums import Found, LeavesSums
 from dpfast.modes.memory_budget import MemoryBudget
 from dpfast.modes.nonfinite_samples import DroppedSamples
 from dpfast.modes.norm_samples import leave_norm_samples
@@ -89,8 +89,6 @@ class GradSampleModuleFastGradientClipping(LeavesSums, LastNorms, PerUnit, GradS
     gives_gradients = False
     _over_ranks: Sums | None = None  # where ranks have other samples
     _parts: Any = None  # a TensorParallel, where they have other parameters
-    _left: Left | None = None  # what was in p.grad, where there are other ranks
-    _last_left: Left | None = None  # what the last pass has left there, then
     _budget: MemoryBudget | None = None  # what plans which layers write their gradients
     _before: Before | None = None  # what is known from the last step
     _numbers: list[int] | None = None  # id of each trainable parameter, of the places' step
@@ -286,6 +284,7 @@ class GradSampleModuleFastGradientClipping(LeavesSums, LastNorms, PerUnit, GradS
             self._first.sensitivity = self.sensitivity
             leave_norm_samples(dict(zip(self._places, norms, strict=True)), clipped.norms, scale, step.valid)
             if self._over_ranks is not None:
+                self._follow_moved()
                 self._over_ranks.keep_promises(self._note_again)
             return
         self._leave_sums(clipped_totals(self._places, entries, deferred, clipped))
@@ -371,7 +370,7 @@ class GradSampleModuleFastGradientClipping(LeavesSums, LastNorms, PerUnit, GradS
                 self._numbers = numbers
             self._clipper().for_parameters(len(self._places))
         if self._over_ranks is not None:  # by the end of the pass DDP may have put other tensors into p.grad
-            self._left = self._left_for_all()
+            self._find()
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles leave out what the last batch has left here, which is private."""
@@ -381,6 +380,7 @@ class GradSampleModuleFastGradientClipping(LeavesSums, LastNorms, PerUnit, GradS
             "_first": FirstPass(),
             "_before": None,
             "_numbers": None,
+            "_found": Found(),
         }
         return {**self.__dict__, **now}
 

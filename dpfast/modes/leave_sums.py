@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +18,38 @@ from dpfast.modes.accumulation import (
     leave,
     left_in,
     noise_of,
-    not_noted,
+    not_noted_here,
+    note,
+    note_on,
+    notes_on,
     numbered,
     passes_in,
+    together,
     wait_for_noise,
 )
 from dpfast.modes.clippers import NormClipper
 from dpfast.modes.gathered import Gathered, added
 from dpfast.modes.steps import Step
+
+NOT_CLIPPED = (
+    "holds what no private backward pass has left, and clipped sums would be added to it: zero_grad() first. Who "
+    "changes a clipped sum between two passes writes into p.grad (p.grad.mul_(...)) and does not replace it; gradients "
+    "of public data are added after step()"
+)
+"""What is wrong with a gradient."""
+
+
+class Found(NamedTuple):
+    """What was in ``p.grad`` when a backward pass of several ranks began; by its end DDP may have put other tensors
+    there.
+
+    Attributes:
+        left: what the notes say of all gradients. notes: those of each. others: gradients that no note tells of.
+    """
+
+    left: Left | None = None
+    notes: dict[nn.Parameter, Left] = {}  # noqa: RUF012  # never written to
+    others: dict[nn.Parameter, Tensor] = {}  # noqa: RUF012
 
 
 class LeavesSums(nn.Module):
@@ -35,9 +59,7 @@ class LeavesSums(nn.Module):
     _places: dict[nn.Parameter, int]
     _over_ranks: Any  # a Sums, where ranks have other samples
     _parts: Any  # a TensorParallel, where they have other parameters
-    _left: Left | None  # what was in p.grad, where there are other ranks
-    _last_left: Left | None  # what the last pass has left there, then
-    _not_told = False  # whether something else was there
+    _found = Found()  # where there are other ranks
     _of_what: tuple[object, ...]
     _keys: Sequence[str] = ()  # of the batch that the model was last called with
     _clipper: Callable[[], NormClipper]
@@ -50,12 +72,9 @@ class LeavesSums(nn.Module):
             total: the sum over this rank's samples, None where the step has not used the parameter; asked once.
         """
         ranks = self._over_ranks
+        self._follow_moved()
         with told_to_all(ranks, self._places):
-            if ranks is not None and self._not_told:
-                raise StateError(
-                    "p.grad holds what no private backward pass has left, and clipped sums would be added to it: "
-                    "zero_grad() before the forward pass"
-                )
+            self._check_nothing_else()
         before = self._left_before()
         passes = None if before is None or ranks is not None else passes_in(self._places)
         if ranks is None or not ranks.crosses:
@@ -123,14 +142,33 @@ class LeavesSums(nn.Module):
             check_ranks(before, self._number_of_ranks(), crosses=crosses)
         return before
 
-    def _left_for_all(self) -> Left | None:
-        """What earlier passes have left, where there are other ranks; :attr:`_not_told` where a gradient is there that
-        no note tells of."""
-        left, self._not_told = left_in(self._places), False
-        if left is None and any(local(p.grad).any() for p in not_noted(self._places)):
-            left = self._last_left  # DDP has put other tensors in their place: it makes its buckets anew
-            self._not_told = left is None
-        return left
+    def _find(self) -> None:
+        """What earlier passes have left, where there are other ranks."""
+        left = left_in(self._places)
+        notes = {} if left is None else notes_on(self._places)
+        self._found = Found(left, notes, {p: _gradient(p) for p in not_noted_here(self._places)})
+
+    def _follow_moved(self) -> None:
+        """DDP makes its buckets anew once, and what was in ``p.grad`` goes on in views of these: they have the notes of
+        the gradients that they were made of."""
+        if self._over_ranks is None:
+            return
+        left, notes, others = self._found
+        stood = {p: note_on(before) for p, before in self._over_ranks.put_anew(others).items()}
+        moved = {p: note for p, note in stood.items() if note is not None}
+        if moved:
+            left = together([*moved.values(), *([] if left is None else [left])])
+            self._found = Found(left, notes | moved, {p: others[p] for p in others.keys() - moved.keys()})
+
+    def _check_nothing_else(self) -> None:
+        """Raises StateError where a gradient is there that no private pass has left."""
+        others = [*self._found.others] if self._over_ranks is not None else not_noted_here(self._places)
+        if others:
+            name = next((name for name, p in self._module.named_parameters() if p is others[0]), "?")
+            raise StateError(
+                f"p.grad of {len(others)} of the {len(self._places)} parameters, one {name} {tuple(others[0].shape)}, "
+                f"{NOT_CLIPPED}"
+            )
 
     def has_left(self) -> bool:
         """Whether clipped sums of earlier backward passes are still there."""
@@ -144,7 +182,7 @@ class LeavesSums(nn.Module):
         return wait_for_noise(self._places)
 
     def _noted(self) -> Left | None:
-        return left_in(self._places) if self._over_ranks is None else self._left
+        return left_in(self._places) if self._over_ranks is None else self._found.left
 
     def _number_of_ranks(self) -> int:
         """That a step is taken by together; 0 where it knows of no others."""
@@ -153,8 +191,8 @@ class LeavesSums(nn.Module):
 
     def _note(self, before: Left | None, passes: Mapping[nn.Parameter, int] | None = None, **of: Any) -> None:
         """One sum more is in ``p.grad``; ``passes``: see ``leave``."""
-        self._last_left = self._with_one_more(Left(0, 0.0) if before is None else before, **of)
-        leave(self._places, self._last_left, passes)
+        leave(self._places, self._with_one_more(Left(0, 0.0) if before is None else before, **of), passes)
+        self._found = Found()
 
     def _with_one_more(self, before: Left, **of: Any) -> Left:
         """What a gradient holds that held ``before``, once this pass has left its sum."""
@@ -171,5 +209,11 @@ class LeavesSums(nn.Module):
     def _note_again(self) -> None:
         """The first of two passes has left the sums as they were, and DDP may have written them anew: on a rank where
         they are zeros so far, they would look as if somebody had given them up."""
-        if self._left is not None:
-            leave(self._places, self._left)
+        for p, left in self._found.notes.items():
+            if p.grad is not None:
+                note(p.grad, left)
+
+
+def _gradient(p: nn.Parameter) -> Tensor:
+    assert p.grad is not None
+    return p.grad

@@ -27,6 +27,7 @@ from dpfast.modes import (
     Left,
     check_threshold,
     held_by,
+    note_zeros,
     shares_noise,
 )
 from dpfast.opacus.checks import (
@@ -254,6 +255,8 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
     def zero_grad(self, set_to_none: bool = False) -> None:
         """As in Opacus, which leaves what is frozen just now with the sums of its last step."""
         super().zero_grad(set_to_none)
+        if getattr(self.original_optimizer.zero_grad, "__func__", None) is optim.Optimizer.zero_grad:
+            note_zeros(parameters_of(self.original_optimizer))
         if not self._is_last_step_skipped:
             self._start_anew()
             for p in parameters_of(self.original_optimizer):

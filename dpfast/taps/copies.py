@@ -39,7 +39,10 @@ def copy_of(model: nn.Module, taps: Sequence[Tap], memo: dict[int, Any]) -> tupl
     """
     modules = list(model.modules())
     if not all(map(_is_plain, modules)):
+        gradients = [(p, p.grad) for p in model.parameters() if p.grad is not None]
         copied, copies = copy.deepcopy((model, list(taps)), memo)
+        for p, gradient in gradients:  # where a DDP's copy has put views of its own buckets (gradient_as_bucket_view)
+            p.grad = gradient
         drop_hooks(copied)
         return copied, copies
     forwards = [x for m in modules if type(x := m.__dict__.get("forward")) is TappedForward]

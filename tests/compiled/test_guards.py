@@ -240,6 +240,16 @@ def test_gradients_that_escape_are_found_at_capture():
         compiled(net)(*mlp_batch(5))
 
 
+def test_a_sum_that_is_replaced_between_two_steps_is_refused():
+    """One of several was taken for clipped, as the others were."""
+    net = Mlp()
+    step = compiled(net)
+    step(*mlp_batch(5))
+    net.layers[0].bias.grad = 100 * net.layers[0].bias.grad
+    with pytest.raises(StateError, match="no private step has left"):
+        step(*mlp_batch(5))
+
+
 def test_losses_that_mix_samples_are_refused():
     def mixes(model, x, y):
         z = F.normalize(model(x))

@@ -30,3 +30,15 @@ def test_trains_as_without_views(ranks, order, way, to_none, passes):
 def test_gradient_that_no_note_tells_of_is_refused_on_all_ranks(ranks, order):
     for rank in ranks:
         assert rank[order, "no note"].startswith("StateError"), rank[order, "no note"]
+
+
+@pytest.mark.parametrize("when", ["before", "behind", "before the third"])
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("order", ["outside", "inside"])
+def test_sum_that_is_replaced_later_is_refused_on_all_ranks(ranks, order, views, when):
+    """In the second pass DDP itself puts views of its buckets into p.grad; where somebody has replaced one, they had
+    the notes of the last pass all the same."""
+    for number, rank in enumerate(ranks):
+        error = str(rank[order, "replaced", views, when])
+        assert error.startswith("StateError"), error
+        assert number or "p.grad of 1 of the 2 parameters" in error, error

@@ -71,6 +71,25 @@ def without_a_note(order):
     call(torch.randn(2, 3)).sum().backward()
 
 
+def replaced_later(order, views, when):
+    """A sum is replaced on one rank, before the second forward or behind it, or before the third."""
+    net = nn.Linear(3, 2)
+    call, _, _ = wrapped(net, order, gradient_as_bucket_view=views)
+
+    def replace():
+        if dist.get_rank() == 0:
+            net.bias.grad = 100 * net.bias.grad
+
+    for _ in range(2 if when == "before the third" else 1):
+        call(torch.randn(2, 3)).sum().backward()
+    if when != "behind":
+        replace()
+    found = call(torch.randn(2, 3)).sum()
+    if when == "behind":
+        replace()
+    found.backward()
+
+
 def main():
     found = {}
     for order in ("outside", "inside"):
@@ -81,6 +100,9 @@ def main():
                     found[order, way, to_none, passes] = [attempt(run, views=views) for views in (False, True)]
     for order in ("outside", "inside"):
         found[order, "no note"] = attempt(without_a_note, order)
+        for views in (False, True):
+            for when in ("before", "behind", "before the third"):
+                found[order, "replaced", views, when] = attempt(replaced_later, order, views, when)
     return found
 
 
