@@ -12,7 +12,6 @@ give exactly this rank's part of every sample's gradient, and the layer's own ru
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -20,6 +19,7 @@ from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from dpfast.distributed.placements import extents
@@ -89,7 +89,9 @@ def local_part(
     if len(backprops) != 1 or module._modules:
         raise UnsupportedModuleError("it holds DTensors, and tensor parallel is known of single layers of one output")
     inputs, output, summed = _placed(module, activations, backprops[0], samples)
-    stand_in: Any = copy.copy(module)
+    layer = next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))  # whose copies are made anew
+    stand_in: Any = object.__new__(layer)
+    stand_in.__dict__.update(module.__dict__)
     stand_in.__dict__.pop("forward", None)
     stand_in._forward_pre_hooks, stand_in._forward_hooks = OrderedDict(), OrderedDict()
     stand_in._parameters, own, empty = {}, {}, []

@@ -58,6 +58,7 @@ def test_collectives(ranks, how):
         ("few words", {"vocabulary": 3}),
         ("checkpointed", {}),
         ("copies", {}),
+        ("layer by layer", {}),
         ("kept whole", {}),
         ("offloaded", {}),
     ],

@@ -32,8 +32,11 @@ def part(x, split="equal"):
     return x[:cut] if dist.get_rank() < 2 else x[cut:]
 
 
-def shard(model, rows, around=None, **options):
+def shard(model, rows, around=None, layers=False, **options):
+    """``layers``: each by itself too."""
     for block in model.blocks:
+        for layer in block.children() if layers else ():
+            fully_shard(layer, mesh=rows, **options)
         fully_shard(block, mesh=rows, **options)
     fully_shard(model if around is None else around, mesh=rows, **options)
 
@@ -242,6 +245,7 @@ def main():
     found["checkpointed"] = attempt(sums, "positions", change=checkpointed)
     found["frozen"] = attempt(some_frozen)
     found["copies"] = attempt(sums, "positions", shape=(2, 1, 2))
+    found["layer by layer"] = attempt(sums, steps=2, sharding={"layers": True})
     found["kept whole"] = attempt(sums, "positions", steps=2, sharding={"reshard_after_forward": False})
     found["offloaded"] = attempt(sums, sharding={"offload_policy": CPUOffloadPolicy(pin_memory=False)})
     found["bf16"] = attempt(sums, sharding={"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)})
