@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -60,6 +61,7 @@ class PerSampleGradientClipper:
             module, batch_first=batch_first, loss_reduction=loss_reduction, layout=layout
         )
         self._sums: dict[nn.Parameter, Tensor] = {}
+        self._sensitivity = 0.0  # the largest that a batch was clipped with
         self._samples = 0
 
     def __repr__(self) -> str:
@@ -100,7 +102,10 @@ class PerSampleGradientClipper:
         samples = {name: _joined(p.grad_sample) for name, p in of_all.items()}
         squares = [Dense(g).sq_norm() for g in samples.values()]
         clipped = clip(self.norm_clipper, squares, scale=1.0, rounding=list(map(rounding, of_all.values())))
-        thresholds = self.norm_clipper.thresholds
+        thresholds, sensitivity = self.norm_clipper.thresholds, self.norm_clipper.sensitivity
+        self._sensitivity = max(
+            self._sensitivity, sensitivity if sensitivity >= 0.0 else math.inf
+        )  # NaN bounds nothing
         for i, (name, p) in enumerate(parameters.items()):
             j = i if self.norm_clipper.is_per_layer else 0
             factors = clipped.coefficients(j, p.dtype)
@@ -123,20 +128,29 @@ class PerSampleGradientClipper:
         """Puts the average (the sum, with ``loss_reduction="sum"``) over all accumulated batches into ``.grad``.
 
         Returns:
-            (‖thresholds‖ for each trainable parameter (P,), what noise must be scaled to; the number of samples).
+            (‖thresholds‖ for each trainable parameter (P,), what noise must be scaled to, the largest of all
+            accumulated batches; the number of samples).
 
         Raises:
-            StateError: :meth:`clip_and_accumulate` has not been called since the last step.
+            StateError: :meth:`clip_and_accumulate` has not been called since the last step, or a parameter that has not
+                been clipped since has a gradient, with which the optimizer would step.
         """
         if not self._sums:
             raise StateError(
                 "You need to call clip_and_accumulate first: nothing has been accumulated since the last step"
             )
+        for name, p in self.module.named_parameters():
+            if p not in self._sums and p.grad is not None and p.grad.any():
+                raise StateError(
+                    f"parameter {name} {tuple(p.shape)} has a gradient that nobody has clipped, and the optimizer "
+                    "would step with it: it was frozen, or made trainable, since its backward pass. Set its grad to "
+                    "None, or freeze it behind clip_and_accumulate()"
+                )
         samples = self._samples
         for p, total in self._sums.items():
             p.grad = self._averaged(total, samples, p.dtype)
         dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)  # noise is scaled to them
-        thresholds = torch.full((len(self._sums),), self.norm_clipper.sensitivity, dtype=dtype)
+        thresholds = torch.full((len(self._sums),), self._sensitivity, dtype=dtype)
         self._reset()
         return thresholds, samples
 
@@ -161,7 +175,7 @@ class PerSampleGradientClipper:
 
     def _reset(self) -> None:
         self._sums.clear()
-        self._samples = 0
+        self._samples, self._sensitivity = 0, 0.0
 
     def _report(self, **what: Any) -> None:
         if self.on_batch_clip_func is None:

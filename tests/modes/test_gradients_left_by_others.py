@@ -1,4 +1,4 @@
-"""What is in p.grad when a private backward pass ends, and no private pass has left: clipped sums are not added to it."""
+"""What no private backward pass has left in p.grad: clipped sums are not added to it."""
 
 import pytest
 import torch
