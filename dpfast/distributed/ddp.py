@@ -124,7 +124,7 @@ class DDPSums:
                 "them, or others of the same bucket; pass find_unused_parameters=True to it, or freeze what is not used"
             )
 
-    def hold(self, sums: Mapping[nn.Parameter, Tensor | None], *, add: bool) -> bool:
+    def hold(self, sums: Mapping[nn.Parameter, Tensor | None]) -> bool:
         """``p.grad`` has room for them."""
         return False
 

@@ -44,7 +44,7 @@ class ShardedSums:
     def __init__(self, model: nn.Module, own: Callable[[nn.Parameter], nn.Parameter], root: nn.Module):
         self._model, self._own, self._root = model, own, root
         self._units = list(_units(model, own, root))
-        self._held: dict[nn.Parameter, Tensor] = {}
+        self._held: dict[nn.Parameter, tuple[Tensor, Tensor, int]] = {}  # with p.grad, and its version then
         self._agreed: list[list[nn.Parameter]] | None = None  # what each unit's message has a place for, on all ranks
 
     def __reduce__(self) -> Any:
@@ -94,26 +94,22 @@ class ShardedSums:
                     "gathered, on each rank its own. Build and shard the model anew and load the last checkpoint"
                 )
 
-    def hold(self, sums: Mapping[nn.Parameter, Tensor | None], *, add: bool) -> bool:
+    def hold(self, sums: Mapping[nn.Parameter, Tensor | None]) -> bool:
         """Keeps whole sums of this rank alone for the backward pass that will reduce them, in fp32 or fp64, and leaves
-        zeros in ``p.grad``, which say by being there that they are kept.
-
-        Args:
-            add: to those kept before; else these are forgotten.
-        """
-        before = self._held if add else {}
-        self._held = {}
+        zeros in ``p.grad``, which say by being there, and as they were, that they are kept. Of parameters that are not
+        in this pass, what is kept stays."""
         for p, own in sums.items():
-            total = [x for x in (before.get(p), own) if x is not None]
-            if total:
-                self._held[p] = total[0] if len(total) == 1 else total[0] + total[1]
+            total = [x for x in (self.held(p), own) if x is not None]
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
+            if total:
+                self._held[p] = total[0] if len(total) == 1 else total[0] + total[1], p.grad, p.grad._version
         return True
 
     def held(self, p: nn.Parameter) -> Tensor | None:
-        """What is kept of it, once."""
-        return self._held.pop(p, None)
+        """What is kept of it, once, unless somebody has set its gradient to None, or to zero."""
+        kept, gradient, version = self._held.pop(p, (None, None, 0))
+        return kept if gradient is not None and p.grad is gradient and gradient._version == version else None
 
     def put_anew(self, gradients: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
         """None are."""
@@ -165,6 +161,7 @@ class ShardedSums:
         for p, own in landed.items():
             if p not in wanted:
                 continue
+            self._held.pop(p, None)  # where it was given up
             local = settled(p, own)
             if agree is not None and agree.device.type != "cpu":
                 local = local.masked_fill(~agree.to(local.device), torch.nan)

@@ -42,12 +42,12 @@ class Sums(Protocol):
     def on_forward(self) -> None:
         """A forward pass begins. Raises StateError where its sums could not be carried."""
 
-    def hold(self, sums: Mapping[nn.Parameter, Tensor | None], *, add: bool) -> bool:
-        """Keeps sums that are not to cross ranks yet (``add``: beside those kept before), where ``p.grad`` has no room
-        for them. Returns whether it did."""
+    def hold(self, sums: Mapping[nn.Parameter, Tensor | None]) -> bool:
+        """Keeps sums that are not to cross ranks yet, beside those kept before, where ``p.grad`` has no room for them.
+        Returns whether it did."""
 
     def held(self, p: nn.Parameter) -> Tensor | None:
-        """This rank's sum of earlier passes, which has not crossed; asked once."""
+        """This rank's sum of earlier passes, which has not crossed; asked once, of such a parameter."""
 
     def put_anew(self, gradients: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
         """Of these, which stood in ``p.grad`` when the backward pass that runs began, those that the wrapper itself had

@@ -76,10 +76,13 @@ class LeavesSums(nn.Module):
         with told_to_all(ranks, self._places):
             self._check_nothing_else()
         before = self._left_before()
-        passes = None if before is None or ranks is not None else passes_in(self._places)
+        notes = {} if ranks is None else self._found.notes
+        passes = None
+        if before is not None:
+            passes = passes_in(self._places) if ranks is None else {p: left.passes for p, left in notes.items()}
         if ranks is None or not ranks.crosses:
             totals = {p: total(p) for p in self._places}  # all of them first, so that none is half done
-            held = ranks is not None and ranks.hold(totals, add=before is not None)
+            held = ranks is not None and ranks.hold(totals)
             for p, own in () if held else totals.items():
                 if own is not None and self._parts is not None:
                     p.grad = self._parts.placed(p, added(local(p.grad), own, p.dtype))
@@ -89,20 +92,18 @@ class LeavesSums(nn.Module):
                     p.grad = torch.zeros_like(p)
             self._note(before, passes, of_rank=ranks is not None, ranks=self._number_of_ranks())
             return
-        add_first = before is not None and before.of_rank
-        if not add_first:
-            ranks.hold({}, add=False)
-        of_all = {p: local(p.grad).clone() for p in self._places if p.grad is not None and not add_first}
+        uncrossed = {p for p, left in notes.items() if left.of_rank}  # their sums cross with those of this pass
+        of_all = {p: local(p.grad).clone() for p in self._places if p.grad is not None and p not in uncrossed}
 
         def of_rank(p: nn.Parameter) -> Tensor | None:
-            some = [x for x in (ranks.held(p) if add_first else None, total(p)) if x is not None]
+            some = [x for x in (ranks.held(p) if p in uncrossed else None, total(p)) if x is not None]
             return some[0] + some[1] if len(some) == 2 else some[0] if some else None
 
         ranks.reduce(
             list(self._places),
             of_rank,
             lambda p, over_ranks: added(of_all.get(p), over_ranks, p.dtype),
-            lambda: self._note(before, ranks=self._number_of_ranks()),
+            lambda: self._note(before, passes, ranks=self._number_of_ranks()),
             *self._settings(before),
         )
 
@@ -129,8 +130,13 @@ class LeavesSums(nn.Module):
 
     def _settings(self, before: Left | None) -> tuple[object, ...]:
         """What all ranks must have alike."""
-        of_sum = (0, 0.0) if before is None else (before.passes, before.sensitivity)  # under no_sync() nobody compares
-        return *self._clipper().must_agree(), *self._of_what, self._keys, *of_sum, noise_of(self._places)
+        passes: Any = 0 if before is None else before.passes
+        if passes and self._over_ranks is not None:
+            lefts = map(self._found.notes.get, self._places)
+            of_each = [None if left is None else (left.passes, left.of_rank) for left in lefts]
+            passes = of_each if len(set(of_each)) > 1 else of_each[:1]
+        sensitivity = 0.0 if before is None else before.sensitivity  # under no_sync() nobody compares
+        return *self._clipper().must_agree(), *self._of_what, self._keys, passes, sensitivity, noise_of(self._places)
 
     def _left_before(self) -> Left | None:
         """What earlier passes have left in ``p.grad``, to which another sum may be added."""
@@ -139,7 +145,10 @@ class LeavesSums(nn.Module):
             check_alone(before)
             self.check_accumulation()
             crosses = self._parts is not None or (self._over_ranks is not None and self._over_ranks.crosses)
-            check_ranks(before, self._number_of_ranks(), crosses=crosses)
+            lefts = [before] if self._over_ranks is None else dict.fromkeys(self._found.notes.values())
+            for left in lefts:  # parameters that were frozen for some passes have others than the rest
+                if left.passes:
+                    check_ranks(left, self._number_of_ranks(), crosses=crosses)
         return before
 
     def _find(self) -> None:
