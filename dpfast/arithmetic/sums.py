@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import torch
@@ -80,23 +81,23 @@ def sums_of_products(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     if x.numel() == 0:
         none = x.new_zeros(n, channels, dtype=torch.float64)
         return none, none
-    products, totals = (s.view(n, channels, -1).sum(-1, dtype=torch.float64) for s in sums_of_blocks(x, y))
+    products, totals = (s.view(n, channels, -1).sum(-1, dtype=torch.float64) for s in sums_of_blocks(x)(y))
     return products, totals
 
 
-def sums_of_blocks(x: Tensor, y: Tensor) -> list[Tensor]:
-    """Of each block of entries ``Σ x y`` and ``Σ y``, (blocks,) each, where neither is empty and the last dimension is
-    ``sum_block`` after ``sum_block``.
+def sums_of_blocks(x: Tensor) -> Callable[[Tensor], Sequence[Tensor]]:
+    """What gives, for y, of each block of entries ``Σ x y`` and ``Σ y``, (blocks,) each, where neither is empty and the
+    last dimension is ``sum_block`` after ``sum_block``.
 
     A group norm's backward gives just these for weight and bias where mean is 0 and rstd 1; every block is a channel.
     """
     block = sum_block(x.shape[-1])
     rows = x.numel() // block
     none, one, weight = _none_and_ones(rows, x.dtype, x.device) if not is_traced() else _made(rows, x.dtype, x.device)
-    _, *found = torch.ops.aten.native_group_norm_backward(
-        *(y, x, none, one, weight, 1, rows, block, 1), [False, True, True]
-    )
-    return found
+    return lambda y: _backward(y, x, none, one, weight, 1, rows, block, 1, [False, True, True])[1:]
+
+
+_backward = torch.ops.aten.native_group_norm_backward.default  # of the packet, the overload is looked for at each call
 
 
 def _made(rows: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

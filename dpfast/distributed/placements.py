@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from dpfast.errors import UnsupportedModuleError
@@ -18,6 +18,12 @@ def is_shard(p: Any) -> bool:
     """Whether it is a DTensor."""
     tensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return tensor is not None and isinstance(p, tensor)
+
+
+def any_shard(some: Iterable[Any]) -> bool:
+    """Whether one of them is."""
+    tensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return tensor is not None and any(isinstance(x, tensor) for x in some)
 
 
 def local(x: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dpfast.distributed.placements import is_shard
+from dpfast.distributed.placements import any_shard
 from dpfast.distributed.wrappers import Wrapper
 from dpfast.errors import StateError, UnsupportedModuleError
 from dpfast.taps import Activations, sees_its_own_heads
@@ -132,7 +132,7 @@ def part_of(
     Raises:
         UnsupportedModuleError: placements whose gradients have no such parts.
     """
-    if not any(map(is_shard, (*backprops, *module._parameters.values()))) and not sees_its_own_heads(module):
+    if not any_shard((*backprops, *module._parameters.values())) and not sees_its_own_heads(module):
         return None
     from dpfast.distributed.local_part import local_part
 

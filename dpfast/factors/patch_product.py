@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -46,6 +47,8 @@ SHORT_CHAIN = 128
 
 FEW = 16
 """Positions up to which clipped sums are products of patches."""
+
+_convolution_backward = torch.ops.aten.convolution_backward.default  # the packet looks for it at each call
 
 
 class PatchProduct(Patches):
@@ -170,13 +173,13 @@ class PatchProduct(Patches):
                     total = gradients if total is None else total.add_(gradients)
             yield total[:n].clone() if missing else total
 
-    @property
+    @cached_property
     def _one_by_one(self) -> bool:
         """Whether gradients are products of pixels that need not be copied together."""
         whole = self._is_pointwise and self._blocks == 1 and self.image.dtype is self.rows.dtype
         return whole and products.by_onednn(self.shape[0], self._positions, self.shape[1], self.rows)
 
-    @property
+    @cached_property
     def _is_depthwise(self) -> bool:
         """Whether each channel has its own patches and one row; on a CPU, in fp32."""
         if self.groups == 1 or self.shape[:2] != (self.groups, 1) or self.rows.device.type != "cpu":
@@ -189,14 +192,14 @@ class PatchProduct(Patches):
         few = self.groups == 1 and self.shape[1] <= 4 and self.shape[1:].numel() <= 64
         return few and reduced_products() == 0.0
 
-    @property
+    @cached_property
     def _together(self) -> int:
         """Samples in a call. One alone takes 0.6 of the time where gradients are large (128×128×3×3), and 0.5 where few
         channels have large patches (3 of 7×7; AMD EPYC)."""
         large = self.shape.numel() >= 2**17 or (self.shape[1] <= 4 and not self._is_narrow)
         return 1 if self._one_by_one or (self.groups == 1 and large and not self._is_pointwise) else TOGETHER
 
-    @property
+    @cached_property
     def _is_pointwise(self) -> bool:
         """Whether a patch is a pixel: a linear layer, whose products need no cutting out and no groups."""
         return self.groups == 1 and self.shape[2:].numel() == 1 and reduced_products() == 0.0
@@ -213,14 +216,14 @@ class PatchProduct(Patches):
             return True
         return self._positions <= FEW and self.shape[:2].numel() >= 2**14
 
-    @property
+    @cached_property
     def _block(self) -> int:
         """Positions along the first dimension that one call adds up; of depthwise kernels half as many, because the
         routine that they take adds up one after the other what the other adds in parts."""
         chain = CHAIN // 2 if self._is_depthwise else CHAIN
         return max(1, min(self.rows.shape[2], chain // max(1, self.rows.shape[3:].numel())))
 
-    @property
+    @cached_property
     def _blocks(self) -> int:
         return -(-self.rows.shape[2] // self._block)
 
@@ -282,7 +285,7 @@ class PatchProduct(Patches):
     ) -> Tensor:
         if image.is_contiguous():  # one pixel has strides that torch takes for channels last, and fails over in fp64
             image = image.flatten().view(image.shape)
-        _, gradient, _ = torch.ops.aten.convolution_backward(
+        _, gradient, _ = _convolution_backward(
             *(rows, image, weight, None, self.stride, padding, self.dilation, False, [0] * len(self.kernel), groups),
             [False, True, False],
         )

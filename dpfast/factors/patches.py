@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ class Patches:
     def num_samples(self) -> int:
         return self.rows.shape[0]
 
-    @property
+    @cached_property
     def _positions(self) -> int:
         return self.rows.shape[2:].numel()
 

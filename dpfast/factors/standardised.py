@@ -148,7 +148,7 @@ class Standardised:
             return self
         blocks, error = self.factor.in_blocks()
         held: list[Tensor] = []
-        sums_of: list[list[Tensor]] = []
+        sums_of: list[Sequence[Tensor]] = []
 
         def watched() -> Iterator[Tensor]:
             for block in blocks:
@@ -265,10 +265,10 @@ def _two_sums(normal: Tensor, rows: Tensor) -> Tensor:
     return _added(_sums_by_block(normal, rows), normal)
 
 
-def _sums_by_block(normal: Tensor, rows: Tensor) -> list[list[Tensor]]:
+def _sums_by_block(normal: Tensor, rows: Tensor) -> list[Sequence[Tensor]]:
     """Of each sample, one after the other."""
     rows = rows.contiguous()
-    return [sums.sums_of_blocks(normal, x) for x in (rows.unbind() if rows.shape[0] > 1 else [rows])]
+    return list(map(sums.sums_of_blocks(normal), rows.unbind() if rows.shape[0] > 1 else [rows]))
 
 
 def _added(blocks: Sequence[Sequence[Tensor]], normal: Tensor) -> Tensor:

@@ -146,8 +146,9 @@ def clipped_totals(
         sums.update(zip(parameters, weighted_together(factors, coefficients), strict=True))
 
     def total(p: nn.Parameter) -> Tensor | None:
-        if p in sums:
-            return sums.pop(p)
+        found = sums.pop(p, None)
+        if found is not None:
+            return found
         entry = of.pop(p)
         if entry is not None and entry.total is None:
             entry.clip(entry.factors.pop(), clipped.coefficients(places[p], p.dtype))

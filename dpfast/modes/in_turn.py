@@ -36,7 +36,7 @@ def is_never_in_turn(factor: Factor) -> bool:
 def waits_for_its_turn(factor: Factor) -> bool:
     """Whether a factor that would be kept waits for the end, which may take it in turn: its inputs are less until
     then."""
-    product = may_be_taken_in_turn(factor)
+    product = may_be_taken_in_turn(factor) if isinstance(factor, (OuterProduct, Reshaped)) else None
     if product is None or product.keep_ratio is not None or not product.keeps:
         return False
     return cost.waits(size_of(product))

@@ -23,8 +23,9 @@ from dpfast.taps import Activations, Held, Pieces, pulled_back, register_forward
 )
 def standardised_convolution(layer: Any, piece: Pieces, input: Tensor) -> Tensor:
     """As the classes' forwards. Source: Qiao et al., Weight Standardization (2019), eq. 11."""
-    image = input if getattr(layer, "pad", None) is None else layer.pad(input)
-    source = layer.weight.detach().requires_grad_(layer.weight.requires_grad)
+    weight, bias, pad = layer.weight, layer.bias, layer._modules.get("pad")
+    image = input if pad is None else pad(input)
+    source = weight.detach().requires_grad_(weight.requires_grad)
     with remaining():
         rows = source.reshape(1, layer.out_channels, -1)
         value = F.batch_norm(rows, None, None, training=True, momentum=0.0, eps=layer.eps).reshape_as(source)
@@ -36,16 +37,16 @@ def standardised_convolution(layer: Any, piece: Pieces, input: Tensor) -> Tensor
     geometry = {name: getattr(layer, name) for name in ("kernel_size", "stride", "padding", "dilation", "groups")}
 
     def of_its_weight(parameters: Any, activations: Activations, backprops: Tensor) -> Mapping[Any, Factor]:
-        weight, bias = parameters
-        of: Any = SimpleNamespace(weight=source, bias=bias, padding_mode="zeros", **geometry)
+        own, its_bias = parameters
+        of: Any = SimpleNamespace(weight=source, bias=its_bias, padding_mode="zeros", **geometry)
         found: Any = convolution(of, activations, backprops)
         factor = found.pop(source, None)
         if factor is not None:
             factor.output = held.take(activations[0])
-            (found[weight],) = pulled_back(factor, value, [source])
+            (found[own],) = pulled_back(factor, value, [source])
         return found
 
-    output = piece(of_its_weight, convolve, [layer.weight, layer.bias], image)
-    if layer.bias is None and source.requires_grad and not keeps_gradients(image, output, source.shape, layer.groups):
+    output = piece(of_its_weight, convolve, [weight, bias], image)
+    if bias is None and source.requires_grad and not keeps_gradients(image, output, source.shape, layer.groups):
         held.hold(output, image)
     return output
