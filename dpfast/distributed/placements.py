@@ -11,6 +11,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from dpfast.errors import UnsupportedModuleError
 
 
@@ -28,7 +30,7 @@ def any_shard(some: Iterable[Any]) -> bool:
 
 def local(x: Any) -> Any:
     """This rank's part of a DTensor; any other tensor itself."""
-    return x.to_local() if is_shard(x) else x
+    return x if type(x) is Tensor or not is_shard(x) else x.to_local()
 
 
 def is_parted(p: Any, axes: slice = slice(None)) -> bool:

@@ -66,7 +66,7 @@ def held_by(parameters: Iterable[nn.Parameter]) -> Left | None:
     A gradient keeps its note when something writes to it, as a Trainer does that measures or clips the norm of the
     sum. (Clipping the sum is a projection, which no sample's part can grow by.)
     """
-    return together(notes_on(parameters).values())
+    return together(left for _, left in _notes(parameters))
 
 
 def together(notes: Iterable[Left]) -> Left | None:
@@ -87,17 +87,25 @@ def together(notes: Iterable[Left]) -> Left | None:
 
 def notes_on(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Left]:
     """What stands on each gradient that has a note."""
-    notes = ((p, note_on(p.grad)) for p in parameters)
-    return {p: left for p, left in notes if left is not None}
+    return dict(_notes(parameters))
 
 
-def note_on(gradient: Tensor | None) -> Left | None:
+def _notes(parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, Left]]:
+    found: list[Any] = []
+    for p in parameters:  # several times a step, so no function is called for each
+        gradient = p.grad
+        if gradient is not None and (noted := vars(gradient).get(_NAME)) is not None:
+            found.append((p, note_on(gradient) if noted[0].unwatched else noted[0]))
+    return found
+
+
+def note_on(gradient: Tensor) -> Left | None:
     """What stands on one."""
-    if gradient is None or _NAME not in vars(gradient):
-        return None
-    left: Left
-    left, version = vars(gradient)[_NAME]
-    return replace(left, unclipped=True) if left.unwatched and gradient._version != version else left
+    left: Left | None
+    left, version = vars(gradient).get(_NAME, (None, 0))
+    if left is not None and left.unwatched and gradient._version != version:
+        return replace(left, unclipped=True)
+    return left
 
 
 def not_noted(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
@@ -115,9 +123,14 @@ def not_noted_here(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
 
 
 def _without_note(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    with_gradient = ((p, p.grad) for p in parameters)
-    told = ((p, grad, vars(grad)) for p, grad in with_gradient if grad is not None)
-    return [p for p, grad, notes in told if _NAME not in notes and notes.get(_ZEROS) != grad._version]
+    found = []
+    for p in parameters:
+        gradient = p.grad
+        if gradient is not None:
+            notes = vars(gradient)
+            if _NAME not in notes and notes.get(_ZEROS) != gradient._version:
+                found.append(p)
+    return found
 
 
 def _not_zeros(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
