@@ -74,6 +74,7 @@ class PoissonBatches(Sampler[list[int]]):
 
     @property
     def step(self) -> int:
+        """The number of the next draw."""
         return self._step
 
     @step.setter

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import sys
 import warnings
+import weakref
 from types import FrameType
 from typing import Any
 
@@ -48,7 +49,7 @@ class Signals(list[bool]):
 
     def __init__(self, optimizer: Any):
         super().__init__()
-        self._optimizer = optimizer
+        self._of: Any = weakref.ref(optimizer)  # in a cycle it would outlive its last user, and guard the model
         self._iteration: FrameType | None = None  # the frame itself: another one could get its id
         self._given_up: FrameType | None = None
 
@@ -62,13 +63,13 @@ class Signals(list[bool]):
     def give_up(self) -> None:
         """The step that has begun will not end: what it has taken is dropped."""
         self.clear()
-        self._optimizer._is_last_step_skipped = False  # so that zero_grad() drops what waits
-        self._optimizer.zero_grad(set_to_none=True)
+        self._of()._is_last_step_skipped = False  # so that zero_grad() drops what waits
+        self._of().zero_grad(set_to_none=True)
 
     def _begin(self, iteration: FrameType) -> None:
         before, self._iteration = self._iteration, iteration
         goes_on = iteration is self._given_up
-        parts, private = len(self), self._optimizer
+        parts, private = len(self), self._of()
         within = goes_on or parts > 0 or private._is_last_step_skipped
         if not within and not wait_for_noise(private.params):
             return
