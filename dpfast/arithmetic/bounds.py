@@ -53,7 +53,7 @@ class SquaredNorm(NamedTuple):
 
 def gamma(terms: float, dtype: torch.dtype) -> float:
     """γ(n): relative error bound of a sum of ``terms`` products, relative to the sum of their magnitudes."""
-    error = terms * (2.0**-53 if dtype is torch.float64 else 2.0**-24)  # asked a hundred times a step
+    error = terms * unit_roundoff(dtype)
     if error >= 0.5:
         return float("inf")
     return error / (1.0 - error)

@@ -18,8 +18,7 @@ from dpfast.errors import UnsupportedModuleError
 
 def is_shard(p: Any) -> bool:
     """Whether it is a DTensor."""
-    tensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-    return tensor is not None and isinstance(p, tensor)
+    return any_shard((p,))
 
 
 def any_shard(some: Iterable[Any]) -> bool:

@@ -18,13 +18,16 @@ from dpfast.rules.convolution import convolution
 from dpfast.taps import Activations, Held, Pieces, pulled_back, register_forward, remaining
 
 
-@register_forward(
-    ["timm.layers.std_conv.StdConv2d", "transformers.models.bit.modeling_bit.WeightStandardizedConv2d"],
-)
-def standardised_convolution(layer: Any, piece: Pieces, input: Tensor) -> Tensor:
-    """As the classes' forwards. Source: Qiao et al., Weight Standardization (2019), eq. 11."""
-    weight, bias, pad = layer.weight, layer.bias, layer._modules.get("pad")
-    image = input if pad is None else pad(input)
+@register_forward("transformers.models.bit.modeling_bit.WeightStandardizedConv2d")
+def padded_first(layer: Any, piece: Pieces, input: Tensor) -> Tensor:
+    """As the class's forward."""
+    return standardised_convolution(layer, piece, input if layer.pad is None else layer.pad(input))
+
+
+@register_forward("timm.layers.std_conv.StdConv2d")
+def standardised_convolution(layer: Any, piece: Pieces, image: Tensor) -> Tensor:
+    """As the class's forward. Source: Qiao et al., Weight Standardization (2019), eq. 11."""
+    weight, bias = layer.weight, layer.bias
     source = weight.detach().requires_grad_(weight.requires_grad)
     with remaining():
         rows = source.reshape(1, layer.out_channels, -1)

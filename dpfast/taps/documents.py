@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
+import warnings
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
-from dpfast.errors import InputError
+from dpfast.errors import DpfastWarning, InputError
 from dpfast.taps.boundaries import shows
 from dpfast.taps.document_look import DocumentLook, Told
 from dpfast.taps.inputs import leaves_of
@@ -19,6 +19,10 @@ from dpfast.taps.tap import Tap
 
 _LONGER = 2
 """How many times as many tokens a row has than any that was looked at, to be looked at by itself."""
+
+
+_ON_TRUST = "that units do not meet in this batch either, as they did not before, is taken on trust: {}"
+_CALLER = 9  # frames from the warning to who called the model
 
 
 class _Looked:
@@ -68,6 +72,8 @@ class Documents:
         looked.forwards += 1
         if looks_again_at(looked.forwards) or length >= _LONGER * looked.longest:
             looked.longest = max(looked.longest, length)
-            with contextlib.suppress(InputError):  # a batch that tells nothing says nothing of the model
+            try:
                 looked.told = looked.told.joined(DocumentLook(receiver, self._taps, inputs, ids).told())
+            except InputError as error:  # a batch that tells nothing says nothing of the model
+                warnings.warn(_ON_TRUST.format(error), DpfastWarning, stacklevel=_CALLER)
         return looked.told

@@ -36,13 +36,15 @@ class Lengths(TorchFunctionMode):
                 self._set(x, frozenset((i,)))
 
     def _set(self, x: Tensor, inputs: frozenset[int]) -> None:
-        storage = x.untyped_storage()
-        self._of[storage._cdata] = StorageWeakRef(storage), inputs
+        if x.layout is torch.strided:  # others have no memory of their own that could be asked for
+            storage = x.untyped_storage()
+            self._of[storage._cdata] = StorageWeakRef(storage), inputs
 
     def _made_of(self, some: Any) -> frozenset[int]:
         with torch._C.DisableTorchFunction():
-            found = [self._of.get(x.untyped_storage()._cdata) for x in tensors_in(some)]
-        return frozenset().union(*(inputs for known in found if known is not None for inputs in (known[1],)))
+            storages = [x.untyped_storage() for x in tensors_in(some) if x.layout is torch.strided]
+        found = [self._of[storage._cdata][1] for storage in storages if storage._cdata in self._of]
+        return frozenset().union(*found)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
