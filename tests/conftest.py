@@ -18,6 +18,10 @@ sys.path[:] = [p for p in sys.path if Path(p or os.curdir).resolve() != ROOT]
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+if place := os.environ.get("DPFAST_TEST_DEVICE"):  # `make test-gpu`
+    import on_device
+
+    on_device.put(place)
 
 # The same cases in every run. `make fuzz` asks for more of them, `make check` for few.
 every_run = {"derandomize": True, "deadline": None, "suppress_health_check": [HealthCheck.too_slow]}

@@ -1,0 +1,62 @@
+"""Has what tests make stand on another device: `make test-gpu`.
+
+torch.set_default_device would not do: it is a mode, in which dpfast takes other ways, and what dpfast makes on the wrong
+device by mistake would be on the right one. Here only who asks from a test, from torch.nn or from a model's package gets
+the device, and only who did not name one.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+TESTS = str(Path(__file__).resolve().parents[1])
+PACKAGES = ("torch.nn.modules", "torch.nn.parameter", "transformers.", "peft.", "timm.", "opacus.layers")
+FACTORIES = (
+    "arange empty empty_strided eye full linspace logspace ones rand randint randn randperm scalar_tensor tensor tril_indices "
+    "triu_indices zeros"
+).split()
+
+
+def put(device: str) -> None:
+    """From now on, in this process."""
+    for name in FACTORIES:
+        setattr(torch, name, _on(getattr(torch, name), device))
+    torch.Generator = _generator(device)
+    torch.backends.cudnn.allow_tf32 = False  # tests compare with fp64
+
+
+def _asked_by_a_test() -> bool:
+    caller = sys._getframe(2)
+    if caller.f_code.co_filename.startswith(TESTS):
+        return True
+    return caller.f_globals.get("__name__", "").startswith(PACKAGES)
+
+
+def _on(factory: Callable, device: str) -> Callable:
+    @functools.wraps(factory)
+    def made(*args, **kwargs):
+        if kwargs.get("device") is not None or not _asked_by_a_test():
+            return factory(*args, **kwargs)
+        kwargs.pop("device", None)
+        return factory(*args, **kwargs, device=device)
+
+    return made
+
+
+def _generator(device: str) -> type:
+    of_torch = torch.Generator
+
+    class Meta(type):
+        def __instancecheck__(cls, x: object) -> bool:
+            return isinstance(x, of_torch)
+
+        def __call__(cls, place: str | None = None, **kwargs):
+            named = kwargs.get("device", place)
+            return of_torch(device=device if named is None and _asked_by_a_test() else named or "cpu")
+
+    return Meta("Generator", (), {})
