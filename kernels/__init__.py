@@ -4,14 +4,14 @@ A kernel knows nothing of modules, hooks or privacy. Each file holds one kernel 
 """
 
 from ._launch import run_class
-from ._partials import sum_runs
+from ._partials import sum_partials, sum_runs
 from ._tiles import CHAIN
-from .gram_norm import GramNormResult, gram_norm
+from .gram_norm import GramNormResult, gram_norm, gram_partials
 from .grouped_norm import GroupedNormResult, grouped_outer_norm, groups
 from .lookup_norm import LookupNormResult, lookup_norm
 from .outer_norm import OuterNormResult, outer_norm
 from .outer_product import OuterProductResult, outer_product
-from .row_sq_norm import row_sq_norm
+from .row_sq_norm import row_norm, row_sq_norm
 from .weighted_sum import WeightedSumResult, weighted_sum
 
 __all__ = [
@@ -23,13 +23,16 @@ __all__ = [
     "OuterProductResult",
     "WeightedSumResult",
     "gram_norm",
+    "gram_partials",
     "grouped_outer_norm",
     "groups",
     "lookup_norm",
     "outer_norm",
     "outer_product",
+    "row_norm",
     "row_sq_norm",
     "run_class",
+    "sum_partials",
     "sum_runs",
     "weighted_sum",
 ]

@@ -72,13 +72,13 @@ def _sum_partials_kernel(
 def sum_partials(partials: torch.Tensor, length: int) -> tuple[torch.Tensor, ...]:
     """Sum runs of `length` (the last may be shorter) of each row of `partials` (N, slots).
 
-    Returns one fp32 tensor (N,) a run; views of `partials` where there is nothing to add.
+    Returns one tensor (N,) a run, fp32, or fp64 of fp64; views of `partials` where there is nothing to add.
     """
     N, slots = partials.shape
     if length == 1:
         return partials.unbind(1)
     sums = triton.cdiv(slots, length)
-    out = torch.empty((sums, N), dtype=torch.float32, device=partials.device)
+    out = torch.empty((sums, N), dtype=partials.dtype, device=partials.device)
     launch(
         _sum_partials_kernel,
         sums * N,

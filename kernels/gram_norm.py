@@ -197,6 +197,40 @@ def gram_norm(
     Cost: N·T²·(D + P) FLOPs (half the matrix); workspace 4 bytes a pair of blocks, sample and output.
     Edge cases: N = 0 is empty; T = 0 gives zeros.
     """
+    partials = gram_partials(
+        activations,
+        backprops,
+        row_norm_activations=row_norm_activations,
+        row_norm_backprops=row_norm_backprops,
+        bias=bias,
+        tile=tile,
+        runs=runs,
+        longest=longest,
+    )
+    bound = row_norm_activations is not None
+    left = iter(sum_partials(partials.flatten(1), partials.shape[2]))
+    return GramNormResult(
+        sq_norm=next(left),
+        bias_sq_norm=next(left) if bias else None,
+        bound_activations=next(left) if bound else None,
+        bound_backprops=next(left) if bound else None,
+        bound_product=next(left) if bound else None,
+    )
+
+
+def gram_partials(
+    activations: torch.Tensor,
+    backprops: torch.Tensor,
+    *,
+    row_norm_activations: torch.Tensor | None = None,
+    row_norm_backprops: torch.Tensor | None = None,
+    bias: bool = False,
+    tile: _tiles.Tile | None = None,
+    runs: torch.Tensor | None = None,
+    longest: int = 0,
+) -> torch.Tensor:
+    """What the programs of a :func:`gram_norm` leave, (N, outputs, ·) fp32, outputs in the order of its result, for
+    `sum_partials` to add up together with that of other launches, to the same bits."""
     validate(activations, backprops)
     N, T = sizes(activations, runs, longest)
     D, P = activations.shape[2], backprops.shape[2]
@@ -209,55 +243,46 @@ def gram_norm(
     outputs = 1 + bias + 3 * bound
     device = activations.device
     if N == 0 or T == 0:
-        sums = torch.zeros((outputs, N), dtype=torch.float32, device=device).unbind(0)
-    else:
-        if tile is None:
-            # Each dot takes two tiles of one tensor, so a mixed pair needs no conversion, only room.
-            dtype = torch.promote_types(activations.dtype, backprops.dtype)
-            tile = _tiles.tile("gram_norm", T, D, P, dtype, arch_of(activations))
-        tiles = triton.cdiv(T, tile.BLOCK_T)
-        pairs = tiles * (tiles + 1) // 2
-        if runs is not None:
-            tile = replace(tile, TMA=False)
-        a, b, described = row_sources(tile, (activations, tile.BLOCK_K), (backprops, tile.BLOCK_K))
-        partials = torch.empty((N, outputs * pairs), dtype=torch.float32, device=device)
-        launch(
-            _gram_norm_kernel,
-            N * pairs,
-            tile,
-            device,
-            a=a,
-            b=b,
-            row_norm_a_ptr=row_norm_activations,
-            row_norm_b_ptr=row_norm_backprops,
-            partials_ptr=partials,
-            runs_ptr=runs,
-            stride_an=activations.stride(0),
-            stride_at=activations.stride(1),
-            stride_bn=backprops.stride(0),
-            stride_bt=backprops.stride(1),
-            stride_ran=row_norm_activations.stride(0) if bound else 0,
-            stride_rat=row_norm_activations.stride(1) if bound else 0,
-            stride_rbn=row_norm_backprops.stride(0) if bound else 0,
-            stride_rbt=row_norm_backprops.stride(1) if bound else 0,
-            stride_sn=outputs * pairs,
-            T=T,
-            D=D,
-            P=P,
-            BIAS=bias,
-            BOUND=bound,
-            CHAIN=_tiles.CHAIN if max(D, P) > _tiles.CHAIN else 0,
-            TMA=described,
-            WIDEN=widens(_gram_norm_kernel),
-            BLOCK_T=tile.BLOCK_T,
-            BLOCK_K=tile.BLOCK_K,
-        )
-        sums = sum_partials(partials, pairs)
-    left = iter(sums)
-    return GramNormResult(
-        sq_norm=next(left),
-        bias_sq_norm=next(left) if bias else None,
-        bound_activations=next(left) if bound else None,
-        bound_backprops=next(left) if bound else None,
-        bound_product=next(left) if bound else None,
+        return torch.zeros((N, outputs, 1), dtype=torch.float32, device=device)
+    if tile is None:
+        # Each dot takes two tiles of one tensor, so a mixed pair needs no conversion, only room.
+        dtype = torch.promote_types(activations.dtype, backprops.dtype)
+        tile = _tiles.tile("gram_norm", T, D, P, dtype, arch_of(activations))
+    tiles = triton.cdiv(T, tile.BLOCK_T)
+    pairs = tiles * (tiles + 1) // 2
+    if runs is not None:
+        tile = replace(tile, TMA=False)
+    a, b, described = row_sources(tile, (activations, tile.BLOCK_K), (backprops, tile.BLOCK_K))
+    partials = torch.empty((N, outputs, pairs), dtype=torch.float32, device=device)
+    launch(
+        _gram_norm_kernel,
+        N * pairs,
+        tile,
+        device,
+        a=a,
+        b=b,
+        row_norm_a_ptr=row_norm_activations,
+        row_norm_b_ptr=row_norm_backprops,
+        partials_ptr=partials,
+        runs_ptr=runs,
+        stride_an=activations.stride(0),
+        stride_at=activations.stride(1),
+        stride_bn=backprops.stride(0),
+        stride_bt=backprops.stride(1),
+        stride_ran=row_norm_activations.stride(0) if bound else 0,
+        stride_rat=row_norm_activations.stride(1) if bound else 0,
+        stride_rbn=row_norm_backprops.stride(0) if bound else 0,
+        stride_rbt=row_norm_backprops.stride(1) if bound else 0,
+        stride_sn=outputs * pairs,
+        T=T,
+        D=D,
+        P=P,
+        BIAS=bias,
+        BOUND=bound,
+        CHAIN=_tiles.CHAIN if max(D, P) > _tiles.CHAIN else 0,
+        TMA=described,
+        WIDEN=widens(_gram_norm_kernel),
+        BLOCK_T=tile.BLOCK_T,
+        BLOCK_K=tile.BLOCK_K,
     )
+    return partials

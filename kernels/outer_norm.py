@@ -34,6 +34,7 @@ def outer_norm(
     tile: _tiles.Tile | None = None,
     runs: torch.Tensor | None = None,
     longest: int = 0,
+    partials: bool = False,
 ) -> OuterNormResult:
     """Squared norms of a linear layer's per-sample gradients, taken directly.
 
@@ -46,6 +47,7 @@ def outer_norm(
             none smaller.
         tile: instead of the table's.
         runs, longest: N units of any number of positions instead, see `outer`.
+        partials: likewise.
     Returns: (N,) fp32 each, fresh; None where not asked for.
     Raises: ValueError where dtype, shape or layout is none of the above.
     Numerics: the gradient in fp32, its squares in fp32 within a tile, tiles in fp64.
@@ -54,5 +56,5 @@ def outer_norm(
     Edge cases: N = 0 is empty; T = 0 gives zeros.
     """
     flags = (False, bias, True, row_products)
-    result = outer("outer_norm", activations, backprops, *flags, 1.0, torch.float32, tile, runs, longest)
+    result = outer("outer_norm", activations, backprops, *flags, 1.0, torch.float32, tile, runs, longest, partials)
     return OuterNormResult(result.sq_norm, result.bias_sq_norm, result.row_products)

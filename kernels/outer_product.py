@@ -237,6 +237,7 @@ def outer_product(
     tile: _tiles.Tile | None = None,
     runs: torch.Tensor | None = None,
     longest: int = 0,
+    partials: bool = False,
 ) -> OuterProductResult:
     """Per-sample gradients of a linear layer.
 
@@ -251,6 +252,7 @@ def outer_product(
         scale: s, applied to the fp32 sums; N where the loss was a mean over samples.
         tile: instead of the table's.
         runs, longest: N units of any number of positions instead, see `outer`.
+        partials: see `outer`.
     Returns: grad_sample (N, P, D) and bias_grad_sample (N, P) in `out_dtype`, sq_norm, bias_sq_norm and row_products
         (N,) fp32; None where not asked for. All fresh.
     Raises: ValueError where dtype, shape or layout is none of the above.
@@ -259,7 +261,7 @@ def outer_product(
     Edge cases: N = 0 is empty; T = 0 gives zeros.
     """
     flags = (True, bias, norm, row_products)
-    return outer("outer_product", activations, backprops, *flags, scale, out_dtype, tile, runs, longest)
+    return outer("outer_product", activations, backprops, *flags, scale, out_dtype, tile, runs, longest, partials)
 
 
 def outer(
@@ -275,12 +277,15 @@ def outer(
     tile: _tiles.Tile | None,
     runs: torch.Tensor | None,
     longest: int,
+    partials: bool = False,
 ) -> OuterProductResult:
     """`outer_product` with the tile of `verb`; without `write` no gradient is stored or returned.
 
     runs: (N, 2) int64, the first position of each unit and that behind its last, of one list of rows: activations (1,
         R, D), backprops (1, R, P). `longest` is the most positions that one has; units of one `_tiles.run_class` have
         the bits of samples with as many positions. No bias.
+    partials: sq_norm and row_products are what the programs left, (N, ·), for `sum_partials` to add up together with
+        that of other launches, to the same bits. No bias.
     """
     validate(activations, backprops)
     activations, backprops = promote(activations, backprops)
@@ -288,6 +293,8 @@ def outer(
     D, P = activations.shape[2], backprops.shape[2]
     if bias and runs is not None:
         raise ValueError("no bias of runs: it is a sum of rows by unit")
+    if bias and partials:
+        raise ValueError("no bias beside partials")
     device = activations.device
     if 0 in (N, T, D, P):
         # An empty sum, or nothing to sum into: D = 0 leaves the bias its value.
@@ -295,9 +302,9 @@ def outer(
         return OuterProductResult(
             torch.zeros((N, P, D), dtype=out_dtype, device=device) if write else None,
             sums.to(out_dtype) if write and bias else None,
-            torch.zeros(N, dtype=torch.float32, device=device) if norm else None,
+            torch.zeros((N, 1) if partials else N, dtype=torch.float32, device=device) if norm else None,
             sums.square().sum(1) if bias and norm else None,
-            torch.zeros(N, dtype=torch.float32, device=device) if row_products else None,
+            torch.zeros((N, 1) if partials else N, dtype=torch.float32, device=device) if row_products else None,
         )
     arch = arch_of(activations)
     if tile is None:
@@ -364,20 +371,22 @@ def outer(
     products = empty(N, parts * blocks) if row_products else None
     if parts == 1:
         run = tiles
-        partials = empty(N, slots) if norm else None
-        start(0, N, out, bias_out, partials, float(scale))
+        squares = empty(N, slots) if norm else None
+        start(0, N, out, bias_out, squares, float(scale))
     else:
         run = part_blocks(P * D)
-        partials = empty(N, run + (part_blocks(P) if bias else 0)) if norm else None
+        squares = empty(N, run + (part_blocks(P) if bias else 0)) if norm else None
         group = min(N, max(1, _tiles.WORKSPACE_BYTES // (4 * parts * P * (D + bias))))
         workspace = empty(group * parts, P, D)
         bias_workspace = empty(group * parts, P) if bias else None
         for first in range(0, N, group):
             count = min(group, N - first)
             start(first, count, workspace, bias_workspace, None, 1.0)
-            add_parts(workspace, parts, scale, out, partials, first, count, 0)
+            add_parts(workspace, parts, scale, out, squares, first, count, 0)
             if bias:
-                add_parts(bias_workspace, parts, scale, bias_out, partials, first, count, run)
-    norms = sum_partials(partials, run) if norm else (None,)
+                add_parts(bias_workspace, parts, scale, bias_out, squares, first, count, run)
+    if partials:
+        return OuterProductResult(out, None, squares, None, products)
+    norms = sum_partials(squares, run) if norm else (None,)
     summed = None if products is None else sum_partials(products, parts * blocks)[0]
     return OuterProductResult(out, bias_out, norms[0], norms[1] if bias and norm else None, summed)

@@ -1,4 +1,4 @@
-"""Squared norm of every row.
+"""Squared norm of every row, or its root.
 
     out[n, t] = Σ_d x[n, t, d]²
 
@@ -27,6 +27,8 @@ def _row_sq_norm_kernel(
     rows,
     T,
     D,
+    lost,
+    ROOT: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -46,7 +48,10 @@ def _row_sq_norm_kernel(
         ).to(tl.float32)  # (BLOCK_T, BLOCK_D)
         acc += x * x
 
-    tl.store(out_ptr + offs_r, tl.sum(acc, axis=1), mask=mask_r)
+    found = tl.sum(acc, axis=1)
+    if ROOT:
+        found = tl.sqrt(found + lost)
+    tl.store(out_ptr + offs_r, found, mask=mask_r)
 
 
 def row_sq_norm(x: torch.Tensor) -> torch.Tensor:
@@ -58,6 +63,19 @@ def row_sq_norm(x: torch.Tensor) -> torch.Tensor:
     Raises: ValueError where dtype or layout is none of the above.
     Cost: 2·N·T·D FLOPs; x is read once.
     """
+    return _of_rows(x, root=False)
+
+
+def row_norm(x: torch.Tensor) -> torch.Tensor:
+    """L2 norm of every row of `x`, no smaller for squares that underflow: for error bounds.
+
+    Maths: out[n, t] = √(Σ_d x[n, t, d]² + D·2⁻¹²⁶).
+    Args, Returns, Raises, Cost: as `row_sq_norm`.
+    """
+    return _of_rows(x, root=True)
+
+
+def _of_rows(x: torch.Tensor, *, root: bool) -> torch.Tensor:
     validate(x)
     N, T, D = x.shape
     if x.numel() == 0:
@@ -76,6 +94,8 @@ def row_sq_norm(x: torch.Tensor) -> torch.Tensor:
         rows=N * T,
         T=T,
         D=D,
+        lost=D * 2.0**-126,
+        ROOT=root,
         BLOCK_T=tile.BLOCK_T,
         BLOCK_D=tile.BLOCK_D,
     )

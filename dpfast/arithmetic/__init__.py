@@ -24,6 +24,7 @@ from dpfast.arithmetic.products import product_report
 from dpfast.arithmetic.reference_norms import gram_positions, gram_tile, rank_one_norm, unfinished_of_products
 from dpfast.arithmetic.row_norms import RowNorms, taken_once
 from dpfast.arithmetic.stacked_grams import UnfinishedGram
+from dpfast.arithmetic.stacked_kernel_norms import KernelDirect
 from dpfast.arithmetic.stacked_norms import (
     SumError,
     Unfinished,
@@ -38,6 +39,7 @@ from dpfast.arithmetic.tracing import capturing, is_traced, leave_pins_to_induct
 
 __all__ = [
     "AnyNorm",
+    "KernelDirect",
     "RowNorms",
     "SquaredNorm",
     "StandardisedTerms",

@@ -11,10 +11,18 @@ from torch import Tensor
 
 from dpfast.arithmetic.bounds import SquaredNorm
 from dpfast.arithmetic.stacked_grams import UnfinishedGram, finish_grams
+from dpfast.arithmetic.stacked_kernel_norms import (
+    KernelDirect,
+    KernelGram,
+    KernelRankOne,
+    finish_direct,
+    finish_kernel_grams,
+    finish_rank_one,
+)
 from dpfast.arithmetic.stacked_norms import SumError, Unfinished, finish_norms, unfinished_norm
 from dpfast.arithmetic.standardised_norms import UnfinishedStandardised, finish_standardised
 
-AnyNorm = SquaredNorm | Unfinished | UnfinishedGram | UnfinishedStandardised
+AnyNorm = SquaredNorm | Unfinished | UnfinishedGram | UnfinishedStandardised | KernelDirect | KernelGram | KernelRankOne
 """Of M values, or what it follows from; M is a multiple of the number of samples where several layers stand in one."""
 
 
@@ -40,7 +48,7 @@ def finished(part: AnyNorm) -> SquaredNorm:
     """Alone, (M,)."""
     n = _numbers(part).shape[-1]
     if not n:
-        none = _numbers(part).new_zeros(0)
+        none = _numbers(part).new_zeros(0, dtype=torch.float64)
         return SquaredNorm(none, none.clone())  # results of an operation share no memory
     value, upper = finish([part], n)
     return SquaredNorm(value[0], upper[0])
@@ -68,9 +76,9 @@ def _numbers(part: AnyNorm) -> Tensor:
     """(..., M)"""
     if isinstance(part, UnfinishedGram):
         return part.totals
-    if isinstance(part, UnfinishedStandardised):
-        return part.numbers
-    return part.norm if isinstance(part, Unfinished) else part.value
+    if isinstance(part, Unfinished):
+        return part.norm
+    return part.value if isinstance(part, SquaredNorm) else part.numbers
 
 
 def _finish(kind: type) -> Callable[[Any, int], SquaredNorm]:
@@ -78,4 +86,13 @@ def _finish(kind: type) -> Callable[[Any, int], SquaredNorm]:
         return lambda parts, n: finish_standardised(parts, finish([part.inner for part in parts], n), n)
     if kind is SquaredNorm:
         return lambda parts, n: SquaredNorm(*(torch.cat(x).view(-1, n) for x in zip(*parts, strict=True)))
-    return finish_grams if kind is UnfinishedGram else finish_norms
+    return _OF_ONE_KIND[kind]
+
+
+_OF_ONE_KIND: dict[type, Callable[[Any, int], SquaredNorm]] = {
+    Unfinished: finish_norms,
+    UnfinishedGram: finish_grams,
+    KernelDirect: finish_direct,
+    KernelGram: finish_kernel_grams,
+    KernelRankOne: finish_rank_one,
+}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +15,9 @@ from torch import Tensor
 
 from dpfast.arithmetic import bounds, precision
 from dpfast.arithmetic.bounds import SquaredNorm
+from dpfast.arithmetic.finishing import finished
 from dpfast.arithmetic.row_norms import taken_once
+from dpfast.arithmetic.stacked_kernel_norms import KernelDirect, KernelGram, KernelRankOne, direct_terms
 from dpfast.arithmetic.tracing import is_traced
 
 _TILE_SUM = 512  # a kernel sums a tile of at most 256 by 256 entries row by row, then the rows
@@ -68,35 +70,62 @@ def _launched(activations: Tensor, runs: UnitRuns | None) -> tuple[int, dict[str
     return runs.longest, {"runs": runs.places, "longest": runs.longest}
 
 
+def unfinished(activations: Tensor, backprops: Tensor, way: str) -> KernelDirect | KernelGram | KernelRankOne:
+    """What a norm and its bound follow from: the launches that read the inputs, and nothing else."""
+    kernels, _ = import_kernels()
+    (_, t, d), p = activations.shape, backprops.shape[-1]
+    if way == "direct":
+        return _unfinished_direct(kernels.outer_norm, activations, backprops)[0]
+    if way == "rank_one":
+        of_a, of_b = (bounds.dense_terms(width=size, numel=size, dtype=torch.float32) for size in (d, p))
+        squares = kernels.row_sq_norm(activations), kernels.row_sq_norm(backprops)
+        return KernelRankOne((squares[0].squeeze(1), squares[1].squeeze(1)), (*of_a, *of_b))
+    norms = row_norm(activations), row_norm(backprops)
+    partials = kernels.gram_partials(activations, backprops, row_norm_activations=norms[0], row_norm_backprops=norms[1])
+    terms = bounds.gram_terms((t, d, p), row=_TILE_SUM, dtype=torch.float32, kernel_chain=kernels.CHAIN)
+    return KernelGram(partials, norms, terms, _added)
+
+
+def _unfinished_direct(launcher: Any, activations: Tensor, backprops: Tensor) -> tuple[KernelDirect, Any]:
+    """And the launcher's result."""
+    (_, t, d), p = activations.shape, backprops.shape[-1]
+    left = launcher(activations, backprops, row_products=True, partials=True)
+    terms = direct_terms(width=_PARTS_SUM, numel=p * d, positions=t, chain=import_kernels()[0].CHAIN)
+    return KernelDirect(left.sq_norm, left.row_products, terms, _added), left
+
+
+def _added(rows: Tensor) -> Tensor:
+    sums: Tensor = import_kernels()[0].sum_partials(rows, rows.shape[1])[0]
+    return sums
+
+
 def sq_norm(activations: Tensor, backprops: Tensor, way: str, runs: UnitRuns | None = None) -> SquaredNorm:
     """The kernels' sums, made into a norm and its bound; ``runs`` not with rank one."""
     if way == "direct":
         return direct(activations, backprops, runs=runs).norm
-    kernels, _ = import_kernels()
-    (_, _, d), p = activations.shape, backprops.shape[-1]
-    t: Any
-    t, of_units = _launched(activations, runs)
-    if way == "rank_one":
-        sq_a, sq_b = (kernels.row_sq_norm(x).double().sum(-1) for x in (activations, backprops))
-        return bounds.rank_one(sq_a, sq_b, d=d, p=p, width=max(d, p), dtype=torch.float32)
-    norm_a, norm_b = row_norm(activations), row_norm(backprops)
-    row_norms = {"row_norm_activations": norm_a.float(), "row_norm_backprops": norm_b.float()}
-    sums = kernels.gram_norm(activations, backprops, **row_norms, **of_units)
-    row_sums = [norm_a, norm_b, norm_a * norm_b]
     if runs is None:
-        row_sums = [x.sum(-1) for x in row_sums]
-    else:
-        row_sums = [kernels.sum_runs(x.flatten(), runs.places) for x in row_sums]
-        t = runs.each(lambda length: (float(length),))[0]
+        return finished(unfinished(activations, backprops, way))
+    kernels, _ = import_kernels()
+    norm_a, norm_b = row_norm(activations), row_norm(backprops)
+    sums = kernels.gram_norm(
+        activations,
+        backprops,
+        row_norm_activations=norm_a,
+        row_norm_backprops=norm_b,
+        runs=runs.places,
+        longest=runs.longest,
+    )
+    norm_a, norm_b = norm_a.double(), norm_b.double()
+    sum_a, sum_b, products = (kernels.sum_runs(x.flatten(), runs.places) for x in (norm_a, norm_b, norm_a * norm_b))
     return bounds.gram(
         sums.sq_norm.double(),
         sums.bound_activations.double(),
         sums.bound_backprops.double(),
         sums.bound_product.double(),
-        sum_a=row_sums[0],
-        sum_b=row_sums[1],
-        row_products=row_sums[2],
-        shape=(t, d, p),
+        sum_a=sum_a,
+        sum_b=sum_b,
+        row_products=products,
+        shape=(runs.each(lambda length: (float(length),))[0], activations.shape[-1], backprops.shape[-1]),
         row=_TILE_SUM,
         dtype=torch.float32,
         kernel_chain=kernels.CHAIN,
@@ -104,14 +133,13 @@ def sq_norm(activations: Tensor, backprops: Tensor, way: str, runs: UnitRuns | N
 
 
 def row_norm(x: Tensor) -> Tensor:
-    """L2 norms of the rows of what a layer saw, (N, T) fp64, each taken once a step; see ``row_norms``."""
+    """L2 norms of the rows of what a layer saw, (N, T) fp32, each taken once a step; see ``row_norms``. Of each square
+    what may underflow counts as lost."""
     return taken_once(_row_norm, x)
 
 
 def _row_norm(x: Tensor) -> Tensor:
-    kernels, _ = import_kernels()
-    lost = precision.smallest_normal(torch.float32)  # of each square that underflows
-    norms: Tensor = (kernels.row_sq_norm(x).double() + x.shape[-1] * lost).sqrt()
+    norms: Tensor = import_kernels()[0].row_norm(x)
     return norms
 
 
@@ -172,6 +200,10 @@ def direct(activations: Tensor, backprops: Tensor, *, keep: bool = False, runs: 
     t, of_units = _launched(activations, runs)
     if groups(t, d, p) or is_traced():
         return grouped([(activations, backprops)], keep=keep, runs=runs)[0]
+    if runs is None:
+        launcher = partial(kernels.outer_product, norm=True) if keep else kernels.outer_norm
+        left, result = _unfinished_direct(launcher, activations, backprops)
+        return Direct(finished(left), left.error(), result.grad_sample if keep else None)
     if keep:
         sums = kernels.outer_product(activations, backprops, norm=True, row_products=True, **of_units)
     else:
@@ -180,6 +212,12 @@ def direct(activations: Tensor, backprops: Tensor, *, keep: bool = False, runs: 
     error = _direct_error(products, t, runs, numel=p * d, chain=kernels.CHAIN)
     norm = bounds.dense(sums.sq_norm.double(), width=_PARTS_SUM, numel=p * d, dtype=torch.float32, error=error)
     return Direct(norm, error, sums.grad_sample if keep else None)
+
+
+def kept(activations: Tensor, backprops: Tensor) -> tuple[KernelDirect, Tensor]:
+    """What the norm follows from, and G (N, P, D) itself."""
+    norm, left = _unfinished_direct(partial(import_kernels()[0].outer_product, norm=True), activations, backprops)
+    return norm, left.grad_sample
 
 
 def _direct_error(products: Tensor, t: int, runs: UnitRuns | None, *, numel: int, chain: int) -> Tensor:

@@ -6,7 +6,7 @@ backends. The backend is chosen by what can run where the tensors are (``backend
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, overload
 
 import torch
@@ -20,6 +20,7 @@ from dpfast.arithmetic.kernel_norms import Direct
 from dpfast.arithmetic.precision import accumulating_dtype, exact_arithmetic, reduced_products
 from dpfast.arithmetic.row_norms import taken_once
 from dpfast.arithmetic.stacked_grams import UnfinishedGram
+from dpfast.arithmetic.stacked_kernel_norms import KernelDirect, KernelGram, KernelRankOne
 from dpfast.arithmetic.stacked_norms import SumError, Unfinished
 from dpfast.arithmetic.tracing import is_traced
 from dpfast.errors import InputError
@@ -171,12 +172,18 @@ def norm_ways(activations: Tensor, backprops: Tensor, lengths: Sequence[int]) ->
     return ["direct" if small and t > 1 else cost.norm_way(t, d, p, activations.device) for t in lengths]
 
 
-def unfinished_norm(activations: Tensor, backprops: Tensor) -> Unfinished | UnfinishedGram | None:
-    """What the norm of (N, T, ·) inputs follows from; None where kernels take it, or it is traced."""
-    if is_traced() or runs_kernels(activations, backprops):
+def unfinished_norm(
+    activations: Tensor, backprops: Tensor
+) -> Unfinished | UnfinishedGram | KernelDirect | KernelGram | KernelRankOne | None:
+    """What the norm of (N, T, ·) inputs follows from; None where it is traced, or taken in :func:`grouped_direct`."""
+    if is_traced():
         return None
     way = norm_way(activations, backprops)
     with exact_arithmetic():
+        if runs_kernels(activations, backprops):
+            if way == "direct" and groups(activations, backprops):
+                return None
+            return kernel_norms.unfinished(unit_last_stride(activations), unit_last_stride(backprops), way)
         if way == "gram":
             return reference_norms.unfinished_gram(activations, backprops)
         if way == "rank_one":
@@ -191,12 +198,17 @@ def direct_norm(activations: Tensor, backprops: Tensor, error: SumError) -> Unfi
 
 def certified_grad_sample(
     activations: Tensor, backprops: Tensor
-) -> tuple[Tensor, Tensor | SumError, SquaredNorm | None]:
-    """G (N, P, D) of (N, T, ·) inputs, how far it may be off in L2 norm, (N,) fp64, and its norm where it is known."""
+) -> tuple[Tensor, Tensor | SumError | Callable[[], Tensor], SquaredNorm | KernelDirect | None]:
+    """G (N, P, D) of (N, T, ·) inputs, how far it may be off in L2 norm, (N,) fp64, or what gives that, and its norm
+    where it is known, or what it follows from."""
     dtype = accumulating_dtype(activations, backprops)
     if runs_kernels(activations, backprops):
+        a, b = unit_last_stride(activations), unit_last_stride(backprops)
         with exact_arithmetic():
-            direct = kernel_norms.direct(unit_last_stride(activations), unit_last_stride(backprops), keep=True)
+            if not is_traced() and not groups(a, b):
+                norm, grad_sample = kernel_norms.kept(a, b)
+                return grad_sample, norm.error, norm
+            direct = kernel_norms.direct(a, b, keep=True)
         return direct.grad_sample, direct.error, direct.norm  # type: ignore[return-value]  # it is kept
     activations, backprops = activations.to(dtype), backprops.to(dtype)  # once for both
     with exact_arithmetic():
@@ -219,7 +231,7 @@ def row_norm(x: Tensor) -> Tensor:
     if is_traced():
         return sums.row_norm(x)
     if x.shape[1] * x.shape[2] >= _WORTH_A_KERNEL and runs_kernels(x):
-        return kernel_norms.row_norm(unit_last_stride(x))
+        return kernel_norms.row_norm(unit_last_stride(x)).double()
     return sums.row_norm(x, once=True)
 
 

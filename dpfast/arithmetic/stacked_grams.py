@@ -32,8 +32,12 @@ class UnfinishedGram(NamedTuple):
 def finish_grams(parts: Sequence[UnfinishedGram], n: int) -> SquaredNorm:
     """‖G‖² and its upper bound for all of them, (F, n) with n > 0, as ``stacked_norms.finish_norms``."""
     totals = torch.cat([p.totals for p in parts], 1) if len(parts) > 1 else parts[0].totals
-    totals = totals.view(9, -1, n)
-    *relative, least = table([p.terms for p in parts], [p.totals.shape[1] // n for p in parts], totals).split(6)
+    return finish_totals(totals.view(9, -1, n), [p.terms for p in parts], [p.totals.shape[1] // n for p in parts])
+
+
+def finish_totals(totals: Tensor, terms: Sequence[tuple[float, ...]], layers: Sequence[int]) -> SquaredNorm:
+    """The same from the first seven of the totals, (7 or more, F, n), where each part stands for so many layers."""
+    *relative, least = table(terms, layers, totals).split(6)
     sum_a, sum_b, products = totals[4:7].square().unbind()
     rows = torch.cat([totals[1:4], torch.stack((products, sum_b, sum_a))]).mul_(relative[0])
     value = totals[0].clamp(min=0.0)  # the exact one is no less

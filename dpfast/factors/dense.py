@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dpfast.arithmetic import (
+    KernelDirect,
     SquaredNorm,
     SumError,
     Unfinished,
@@ -62,7 +63,7 @@ class Dense:
         error: how far ``values`` may be from the exact gradients, in L2 norm, (N,) fp64, or what it follows from, or
             what gives it: who wants neither a norm nor to keep the gradients does not need it. None: not at all. What a
             rule of others gives is looked at by :meth:`check_error`.
-        norm: their norms, where these are known already.
+        norm: their norms, where these are known already, or what they follow from.
 
     Attributes:
         again: where nothing but what the layer caught makes it, what makes it; with :attr:`of`.
@@ -76,7 +77,7 @@ class Dense:
         self,
         values: Tensor,
         error: Tensor | SumError | Callable[[], Tensor | SumError] | None = None,
-        norm: SquaredNorm | None = None,
+        norm: SquaredNorm | KernelDirect | None = None,
     ):
         self.values = values
         self._error = error
@@ -92,7 +93,7 @@ class Dense:
         return values * scale if scale != 1.0 or values is self.values else values
 
     def sq_norm(self) -> SquaredNorm:
-        return self._norm or dense_sq_norm([self.values], self.settled())
+        return self.norm or dense_sq_norm([self.values], self.settled())
 
     def weighted_sum(self, coefficients: Tensor) -> Tensor:
         return reference.weighted_rows([self.values], coefficients)
@@ -100,6 +101,8 @@ class Dense:
     @property
     def norm(self) -> SquaredNorm | None:
         """Where it is known already."""
+        if isinstance(self._norm, KernelDirect):
+            self._norm = finished(self._norm)
         return self._norm
 
     @property
@@ -128,9 +131,11 @@ class Dense:
         elif error is not None:
             self._error = _not_negative(error, self.num_samples)
 
-    def unfinished(self) -> Unfinished | None:
+    def unfinished(self) -> Unfinished | KernelDirect | None:
         """What the norm follows from; None where that is known."""
-        return None if self._norm is not None else unfinished_norm([self.values], self.settled())
+        if self._norm is None:
+            return unfinished_norm([self.values], self.settled())
+        return self._norm if isinstance(self._norm, KernelDirect) else None
 
     def materialized(self) -> Dense:
         return self

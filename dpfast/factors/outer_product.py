@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from dpfast.arithmetic import SquaredNorm, Unfinished, UnfinishedGram, accumulating_dtype, cost, ops
+from dpfast.arithmetic import AnyNorm, SquaredNorm, accumulating_dtype, cost, ops
 from dpfast.factors.dense import Dense, Factor, InBlocks
 from dpfast.factors.runs import take
 
@@ -58,8 +58,8 @@ class OuterProduct:
     def sq_norm(self) -> SquaredNorm:
         return ops.certified_sq_norm(self.activations, self.backprops)
 
-    def unfinished(self) -> Unfinished | UnfinishedGram | None:
-        """What the norm follows from; None where the reference does not take it."""
+    def unfinished(self) -> AnyNorm | None:
+        """What the norm follows from; None where that is no matter of this factor alone."""
         return ops.unfinished_norm(self.activations, self.backprops)
 
     def weighted_sum(self, coefficients: Tensor) -> Tensor:

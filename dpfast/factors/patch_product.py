@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from dpfast.arithmetic import (
+    AnyNorm,
     SquaredNorm,
-    Unfinished,
-    UnfinishedGram,
     accumulating_dtype,
     bounds,
     buffers,
@@ -111,7 +110,7 @@ class PatchProduct(Patches):
         value, upper = (torch.cat(x).view(-1, self.groups).sum(1) for x in zip(*norms, strict=True))
         return SquaredNorm(value, upper * (1.0 + 2.0**-40))
 
-    def unfinished(self) -> Unfinished | UnfinishedGram | None:
+    def unfinished(self) -> AnyNorm | None:
         """What the norm follows from; None where that is not taken at once, of all samples and groups."""
         if self._by_convolution and self._goes_direct:
             return unfinished_norm(self._convolved(), self._error())

@@ -169,9 +169,9 @@ def _nbytes(factor: OuterProduct | Lookup) -> int:
 
 
 def _known(
-    norm: Unfinished | None,
+    norm: object,
 ) -> tuple[tuple[tuple[float, ...], float, float] | None, tuple[int, int, torch.dtype]]:
-    assert norm is not None and not isinstance(norm.error, Tensor)
+    assert isinstance(norm, Unfinished) and not isinstance(norm.error, Tensor)
     return None if norm.error is None else norm.error[1:], (norm.width, norm.numel, norm.dtype)
 
 

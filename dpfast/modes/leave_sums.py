@@ -81,13 +81,15 @@ class LeavesSums(nn.Module):
         if before is not None:
             passes = passes_in(self._places) if ranks is None else {p: left.passes for p, left in notes.items()}
         if ranks is None or not ranks.crosses:
-            totals = {p: total(p) for p in self._places}  # all of them first, so that none is half done
+            # All of them first, so that none is half done; rounded where nothing is added: they may be as large again.
+            alone = ranks is None and self._parts is None
+            totals = {p: _rounded(p, total(p), alone) for p in self._places}
             held = ranks is not None and ranks.hold(totals)
             for p, own in () if held else totals.items():
                 if own is not None and self._parts is not None:
                     p.grad = self._parts.placed(p, added(local(p.grad), own, p.dtype))
                 elif own is not None:
-                    p.grad = added(p.grad, own, p.dtype)
+                    p.grad = own if alone and p.grad is None else added(p.grad, own, p.dtype)
                 elif p.grad is None and p.requires_grad:
                     p.grad = torch.zeros_like(p)
             self._note(before, passes, of_rank=ranks is not None, ranks=self._number_of_ranks())
@@ -221,6 +223,11 @@ class LeavesSums(nn.Module):
         for p, left in self._found.notes.items():
             if p.grad is not None:
                 note(p.grad, left)
+
+
+def _rounded(p: nn.Parameter, total: Tensor | None, alone: bool) -> Tensor | None:
+    """The sum in the parameter's dtype, where it is all that its gradient will be."""
+    return added(None, total, p.dtype) if alone and total is not None and p.grad is None else total
 
 
 def _gradient(p: nn.Parameter) -> Tensor:

@@ -54,6 +54,50 @@ def add_noise_in_order(x: Tensor, std: float, *, generator: Any, secure_mode: bo
         piece.add_(noise[: piece.numel()].normal_(0.0, std, generator=generator))
 
 
+def add_noise_to_all(sums: Sequence[Tensor], std: float, *, generator: Any, secure_mode: bool, in_order: bool) -> None:
+    """Adds Gaussian noise to each, in its dtype.
+
+    Args:
+        in_order: Opacus's numbers everywhere. Else those of what is on a GPU are drawn for many parameters at once: the
+            calls of a draw take longer there than the numbers of most parameters do.
+    """
+    together: dict[Any, list[Tensor]] = {}
+    for x in sums:
+        if x.is_cuda and type(x) is Tensor and not (in_order or std == 0):
+            together.setdefault((x.dtype, x.device), []).append(x)
+        else:
+            add_noise_in_order(x, std, generator=generator, secure_mode=secure_mode)
+    for of_one_kind in together.values():
+        add_noise_together(of_one_kind, std, generator=generator)
+
+
+def add_noise_together(sums: Sequence[Tensor], std: float, *, generator: Any) -> None:
+    """Of one dtype and device."""
+    for some in _up_to(sums, _TOGETHER):
+        sizes = [x.numel() for x in some]
+        noise = torch.empty(sum(sizes), dtype=some[0].dtype, device=some[0].device).normal_(
+            0.0, std, generator=generator
+        )
+        torch._foreach_add_(some, [part.view(x.shape) for part, x in zip(noise.split(sizes), some, strict=True)])
+
+
+def _up_to(sums: Sequence[Tensor], entries: int) -> list[list[Tensor]]:
+    """In order, at least one tensor each, and more only up to so many entries."""
+    found: list[list[Tensor]] = []
+    total = 0
+    for x in sums:
+        if not found or total + x.numel() > entries:
+            found.append([])
+            total = 0
+        found[-1].append(x)
+        total += x.numel()
+    return found
+
+
+_TOGETHER = 2**25
+"""Numbers that stand in memory at a time, unless one parameter has more: 128 MiB in fp32."""
+
+
 def _space(numbers: int) -> Tensor:
     """Whatever the user's default dtype and device are: numbers drawn in 16 bits are few, and far apart."""
     return torch.empty(numbers, dtype=torch.float32, device="cpu")

@@ -40,7 +40,7 @@ from dpfast.opacus.checks import (
     check_ranks,
     parameters_of,
 )
-from dpfast.opacus.noise import add_noise_by_blocks, add_noise_in_order, are_worth_blocks, new_secret
+from dpfast.opacus.noise import add_noise_by_blocks, add_noise_to_all, are_worth_blocks, new_secret
 from dpfast.opacus.thresholds import clip_to
 
 NO_SCALER = (
@@ -219,23 +219,23 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
                 add_noise(p.summed_grad, std, partial(of_part, number))
             else:
                 whole.append(local(p.summed_grad))
-        if self._draws_by_blocks(whole, std):
+        if not self._numbers_are_given and std != 0 and are_worth_blocks(whole):
             secret = self._secret or new_secret()
             step = ("noise", "blocks") if self._secret is None else ("noise", self._stream, *self._numbers, "blocks")
             self._divided = self._divides and self.loss_reduction == "mean" and len(whole) == len(self.params)
             divisor = self._divisor if self._divided else 1.0
             add_noise_by_blocks(whole, std, lambda block: secret.generator(*step, block), divisor=divisor)
         else:
-            for x in whole:
-                add_noise_in_order(x, std, generator=self.generator, secure_mode=self.secure_mode)
+            how: dict[str, Any] = {"generator": self.generator, "secure_mode": self.secure_mode}
+            add_noise_to_all(whole, std, in_order=self._numbers_are_given, **how)
         for p in self.params:
             p.grad = p.summed_grad.view_as(p)
             _mark_as_processed(p.summed_grad)
 
-    def _draws_by_blocks(self, sums: Sequence[Tensor], std: float) -> bool:
-        """Many numbers, unless they are to be those of a generator that was given."""
-        given = self.secure_mode or (self._secret is None and self.generator is not None)
-        return not given and std != 0 and are_worth_blocks(sums)
+    @property
+    def _numbers_are_given(self) -> bool:
+        """Whether they are to be those of a generator that was given, in Opacus's order."""
+        return self.secure_mode or (self._secret is None and self.generator is not None)
 
     def _share_noise(self, secret: SharedSecret, std: float) -> Callable[[int, int], torch.Generator]:
         """This step's noise: ``generator`` becomes that of whole parameters, the same on all ranks. Returns that of a

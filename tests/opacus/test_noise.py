@@ -8,7 +8,8 @@ from torch import nn
 
 from dpfast.distributed import SharedSecret
 from dpfast.opacus import DPOptimizerFast
-from dpfast.opacus.noise import WORTH_BLOCKS, add_noise_by_blocks
+from dpfast.opacus import noise as noise_module
+from dpfast.opacus.noise import WORTH_BLOCKS, add_noise_by_blocks, add_noise_together
 
 SHAPES = [(1000, 700), (700,), (3,), (500, 999), (0, 4), (1,), (65536,)]  # of 1.3 million, no block ends with one
 SECRET = SharedSecret(bytes(range(32)))
@@ -179,3 +180,29 @@ def test_noise_by_itself_is_not_divided():
     assert abs(flat([p.grad for p in params]).std() - 1.0) < 0.01
     optimizer.scale_grad()
     assert abs(flat([p.grad for p in params]).std() - 0.01) < 1e-4
+
+
+def test_noise_drawn_together():
+    sums = [torch.zeros(300, 100), torch.full((7,), 5.0), torch.zeros(2**16)]
+    views = [x.data_ptr() for x in sums]
+    add_noise_together(sums, 0.5, generator=torch.Generator().manual_seed(3))
+    assert [x.data_ptr() for x in sums] == views
+    assert abs(float(sums[1].mean()) - 5.0) < 2.0  # added, not written over it
+    whole = torch.cat([sums[0].flatten(), sums[2]])
+    assert float(whole.std()) == pytest.approx(0.5, rel=0.02)
+    assert float(whole.mean()) == pytest.approx(0.0, abs=0.01)
+    assert whole.unique().numel() > 0.9 * whole.numel()  # no tensor has another one's numbers
+
+
+def test_only_so_many_numbers_stand_in_memory(monkeypatch):
+    monkeypatch.setattr(noise_module, "_TOGETHER", 100)
+    sizes = [60, 60, 30, 300, 5]
+    assert [sum(x.numel() for x in some) for some in noise_module._up_to([torch.zeros(n) for n in sizes], 100)] == [
+        60,
+        90,
+        300,
+        5,
+    ]
+    sums = [torch.zeros(n) for n in sizes]
+    add_noise_together(sums, 1.0, generator=None)
+    assert all(bool((x != 0).all()) for x in sums)
