@@ -9,16 +9,20 @@ from ._tiles import CHAIN
 from .gram_norm import GramNormResult, gram_norm, gram_partials
 from .grouped_norm import GroupedNormResult, grouped_outer_norm, groups
 from .lookup_norm import LookupNormResult, lookup_norm
+from .normalized_sum import WIDEST, NormalizedSumResult, normalized_sum
 from .outer_norm import OuterNormResult, outer_norm
 from .outer_product import OuterProductResult, outer_product
 from .row_sq_norm import row_norm, row_sq_norm
+from .weighted_rows import weighted_rows
 from .weighted_sum import WeightedSumResult, weighted_sum
 
 __all__ = [
     "CHAIN",
+    "WIDEST",
     "GramNormResult",
     "GroupedNormResult",
     "LookupNormResult",
+    "NormalizedSumResult",
     "OuterNormResult",
     "OuterProductResult",
     "WeightedSumResult",
@@ -27,6 +31,7 @@ __all__ = [
     "grouped_outer_norm",
     "groups",
     "lookup_norm",
+    "normalized_sum",
     "outer_norm",
     "outer_product",
     "row_norm",
@@ -34,5 +39,6 @@ __all__ = [
     "run_class",
     "sum_partials",
     "sum_runs",
+    "weighted_rows",
     "weighted_sum",
 ]

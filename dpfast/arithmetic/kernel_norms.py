@@ -143,6 +143,20 @@ def _row_norm(x: Tensor) -> Tensor:
     return norms
 
 
+def weighted_rows(values: Tensor, weights: Tensor) -> Tensor:
+    """``Σ_n w_n v_n`` of several layers, (L, N, K) and (N,) fp32 to (L, K)."""
+    sums: Tensor = import_kernels()[0].weighted_rows(values, weights)
+    return sums
+
+
+def normalized_sum(x: Tensor, backprops: Tensor, **of_norm: Any) -> Any:
+    """``kernels.normalized_sum`` of (N, T, D); None where its rows are too wide or a layout is not for it."""
+    kernels, _ = import_kernels()
+    if x.shape[2] > kernels.WIDEST or (x.shape[2] > 1 and (x.stride(2) != 1 or backprops.stride(2) != 1)):
+        return None
+    return kernels.normalized_sum(x, backprops, **of_norm)
+
+
 def lookup_sq_norm(indices: Tensor, backprops: Tensor, padding_idx: int | None) -> SquaredNorm:
     """‖G_n‖² of a table whose row ``indices[n, t]`` gets ``backprops[n, t]`` (N, T, D), and its bound."""
     function = _lookup_sq_norm_op if is_traced() else _lookup_sq_norm

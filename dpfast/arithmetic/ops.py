@@ -17,7 +17,7 @@ from dpfast.arithmetic.backends import Backend, choose_backend
 from dpfast.arithmetic.bounds import SquaredNorm
 from dpfast.arithmetic.custom_ops import unit_last_stride
 from dpfast.arithmetic.kernel_norms import Direct
-from dpfast.arithmetic.precision import accumulating_dtype, exact_arithmetic, reduced_products
+from dpfast.arithmetic.precision import accumulating_dtype, exact_arithmetic, reduced_products, towards_zero
 from dpfast.arithmetic.row_norms import taken_once
 from dpfast.arithmetic.stacked_grams import UnfinishedGram
 from dpfast.arithmetic.stacked_kernel_norms import KernelDirect, KernelGram, KernelRankOne
@@ -265,6 +265,16 @@ def sum_excess(activations: Tensor, backprops: Tensor) -> float:
 def reference_excess(activations: Tensor, backprops: Tensor) -> float:
     """:func:`sum_excess` where the reference sums."""
     return 0.0 if accumulating_dtype(activations, backprops) is torch.float64 else reduced_products()
+
+
+def weighted_values(values: Tensor, coefficients: Tensor) -> Tensor:
+    """``Σ_n c_n v_n`` of gradients that are kept, of several layers: (L, N, K) to (L, K). A sample with c_n = 0 adds
+    exactly nothing, whatever it holds."""
+    if values.dtype is torch.float32 and values.is_contiguous() and not is_traced() and runs_kernels(values):
+        return kernel_norms.weighted_rows(values, towards_zero(coefficients, torch.float32))
+    if values.shape[0] == 1:
+        return reference.weighted_rows([values.squeeze(0)], coefficients).unsqueeze(0)
+    return reference.weighted_values(values, coefficients).squeeze(1)
 
 
 def groups(activations: Tensor, backprops: Tensor) -> bool:

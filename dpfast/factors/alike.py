@@ -64,7 +64,7 @@ class Alike:
         if not isinstance(factor, Dense):
             return sums_of_inputs(factor, layers, coefficients)
         rows = factor.values.reshape(layers, len(coefficients), -1)
-        return reference.weighted_values(rows, coefficients).view(layers, *factor.shape).unbind()
+        return ops.weighted_values(rows, coefficients).view(layers, *factor.shape).unbind()
 
 
 def sums_of_inputs(factor: OuterProduct | Lookup, layers: int, coefficients: Tensor) -> Sequence[Tensor]:

@@ -96,7 +96,8 @@ class Dense:
         return self.norm or dense_sq_norm([self.values], self.settled())
 
     def weighted_sum(self, coefficients: Tensor) -> Tensor:
-        return reference.weighted_rows([self.values], coefficients)
+        values = self.values.reshape(1, self.num_samples, self.shape.numel())
+        return ops.weighted_values(values, coefficients).view(self.shape)
 
     @property
     def norm(self) -> SquaredNorm | None:
@@ -206,8 +207,8 @@ class InBlocks:
 def weighted_together(factors: Sequence[Dense], coefficients: Tensor) -> list[Tensor]:
     """Their weighted sums, views of one tensor; all have as many samples, at least one, one dtype and one device."""
     values = [f.values.reshape(f.num_samples, -1) for f in factors]
-    total = reference.weighted_rows([torch.cat(values, 1)], coefficients.to(values[0].device))
-    return [x.view(f.shape) for x, f in zip(total.split([v.shape[1] for v in values]), factors, strict=True)]
+    total = ops.weighted_values(torch.cat(values, 1).unsqueeze(0), coefficients.to(values[0].device))
+    return [x.view(f.shape) for x, f in zip(total[0].split([v.shape[1] for v in values]), factors, strict=True)]
 
 
 def row_sum(backprops: Tensor) -> Dense:

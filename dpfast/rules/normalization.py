@@ -13,7 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpfast.arithmetic import SumError, accumulating_dtype, bounds, is_traced, smallest_normal, sums, taken_once
+from dpfast.arithmetic import (
+    SumError,
+    accumulating_dtype,
+    bounds,
+    is_traced,
+    kernel_norms,
+    ops,
+    smallest_normal,
+    sums,
+    taken_once,
+)
 from dpfast.errors import UnsupportedModuleError
 from dpfast.factors import Again, Dense, Factor, channel_sum, row_sum
 from dpfast.taps import Activations, register_node, register_rule
@@ -88,6 +98,43 @@ def _as_rows(x: Tensor, width: int, dtype: torch.dtype) -> Tensor:
     """(N, ..., *shape) -> (N, T, D) in ``dtype``."""
     n = x.shape[0]
     return x.to(dtype).reshape(n, x.shape[1:].numel() // width, width)
+
+
+def _factors_by_kernel(
+    layer: Any, inputs: Tensor, backprops: Tensor, width: int, eps: float, *, mean: bool
+) -> dict[nn.Parameter, Factor] | None:
+    """By a kernel that reads both inputs once, the same numbers but for their rounding; None where it is not for them.
+
+    Numerics:
+        As the rule's: the kernel takes the mean, then the mean square of what is left of it, and divides by a root.
+    """
+    if is_traced() or accumulating_dtype(inputs, backprops) is not torch.float32:
+        return None
+    if not ops.runs_kernels(inputs, backprops):
+        return None
+    inputs, backprops = (_as_rows(x, width, x.dtype) for x in (inputs, backprops))
+    own, least = layer._parameters, _least_eps(torch.float32)
+    relative, lost = bounds.chain_terms(terms=inputs.shape[1], numel=width, dtype=torch.float32)
+    found = kernel_norms.normalized_sum(
+        inputs,
+        backprops,
+        eps=eps,
+        mean=mean,
+        bias=own.get("bias") is not None and own["bias"].requires_grad,
+        largest=least**-0.5 if eps < least else math.inf,
+        constant=eps < _SMALL_EPS,
+        relative=(2.0 if mean else 1.0) * bounds.gamma(width + 8, torch.float32),
+        added=relative,
+    )
+    if found is None:
+        return None
+    factors: dict[nn.Parameter, Factor] = {}
+    sums_of = (("weight", found.sums, found.error, 1.0), ("bias", found.bias, found.row_norm_backprops, relative))
+    for name, values, error, scale in sums_of:
+        parameter = own.get(name)
+        if parameter is not None and parameter.requires_grad:
+            factors[parameter] = Dense(values.view(-1, *parameter.shape), SumError((error,), (0.0,), scale, lost))
+    return factors
 
 
 # --- samples with few entries: in fp64, which takes fewer calls than a bound of what fp32 makes of them ---
@@ -178,6 +225,9 @@ def layer_norm(layer: nn.LayerNorm, activations: Activations, backprops: Tensor)
     width = math.prod(layer.normalized_shape)
     if _is_taken_in_fp64(activations[0], backprops, layer.eps):
         return _factors_in_fp64(layer, _layer_norm_again(width, layer.eps), activations[0], backprops, width)
+    by_kernel = _factors_by_kernel(layer, activations[0], backprops, width, layer.eps, mean=True)
+    if by_kernel is not None:
+        return by_kernel
     dtype = accumulating_dtype(activations[0], backprops)
     inputs, backprops = (_as_rows(x, width, dtype) for x in (activations[0], backprops))
     normalized, mean, rstd = torch.native_layer_norm(inputs, [width], None, None, layer.eps)
@@ -210,6 +260,9 @@ def rms_norm(layer: Any, inputs: Tensor, backprops: Tensor, width: int, eps: flo
     """``x̂ = x / √(mean x² + eps)``; inputs and backprops (N, ..., *shape) with ``width`` entries in the shape."""
     if _is_taken_in_fp64(inputs, backprops, eps):
         return _factors_in_fp64(layer, _rms_norm_again(width, eps), inputs, backprops, width)
+    by_kernel = _factors_by_kernel(layer, inputs, backprops, width, eps, mean=False)
+    if by_kernel is not None:
+        return by_kernel
     dtype = accumulating_dtype(inputs, backprops)
     inputs, backprops = (_as_rows(x, width, dtype) for x in (inputs, backprops))
     rstd = torch.rsqrt(inputs.square().mean(-1, keepdim=True) + eps)
