@@ -136,6 +136,25 @@ def row_sources(tile: Tile, *operands: tuple[torch.Tensor, int]) -> tuple[Any, .
     return *(x for x, _ in operands), False
 
 
+def brought_to_step(tile: Tile, step: int, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The operands, or copies of those whose rows are no multiple of `step` long, with zeros to the next one.
+
+    None where all can be described as they are. Else kernels read whole rows of the copies, zeros included, so that
+    masks, too, end at multiples: only then do loads through pointers take 16 bytes.
+    """
+    if step == 1 or (tile.TMA and all(_describable(x) for x in operands)):
+        return operands
+    return tuple(x if x.shape[2] % step == 0 else _lengthened(x, step) for x in operands)
+
+
+def _lengthened(x: torch.Tensor, step: int) -> torch.Tensor:
+    N, T, F = x.shape
+    longer = torch.empty((N, T, -(-F // step) * step), dtype=x.dtype, device=x.device)
+    longer[:, :, :F] = x
+    longer[:, :, F:] = 0
+    return longer
+
+
 def _describable(x: torch.Tensor) -> bool:
     """What cuTensorMapEncodeTiled demands: 16-byte steps, and strides that nest as those of a padded block do."""
     size = x.element_size()

@@ -27,7 +27,8 @@ Why the blocks are what they are
 - Gram tiles hold three accumulators: B's sum, A's sum and A's chain. At 128×128 on sm_90 they fit where a step is a
   whole chain (steps of 64: 43 spill instructions); on sm_100 and sm_80 they do not, so tiles are 64×64 there.
 - Rows not a multiple of 16 long are loaded element by element through pointers with a 64-bit address each: blocks of
-  4096 elements at most an operand and step.
+  4096 elements at most an operand and step. Those of large layers are copied to the next multiple first
+  (`_tiles.row_step`), and conditions are asked of the copies' lengths.
 - fp32 is IEEE: fused multiply-adds on the ordinary cores, where 64×64 by 16 fits the registers.
   Gram tiles of fp32 keep to pointers: with descriptors they take 168 registers instead of 128 on sm_90, which leaves a
   multiprocessor one program instead of two.

@@ -34,6 +34,13 @@ CHAIN = 128
 # What the parts of a T that is split may take at a time: it stays in the L2 cache of every architecture here.
 WORKSPACE_BYTES = 32 * 2**20
 
+# Rows of 16 bits that are no multiple of this long are loaded element by element, which takes eleven times as long as
+# their product (GPT-2's head on an H200). From so many multiply-adds of a sample on, and so many features or positions
+# over which blocks are read again, a copy in longer rows costs less than half of what it saves.
+ROW_STEP = 16
+_COPY_FROM = 2**26
+_COPY_REUSE = 256
+
 # At or below this many positions a weighted sum reduces over rows of several samples at once.
 _FLAT_MAX_T = 63
 
@@ -127,7 +134,23 @@ def tile(verb: str, T: int, D: int, P: int, dtype: torch.dtype, arch: str) -> Ti
     if verb not in VERBS:
         raise ValueError(f"no verb {verb!r}: one of {', '.join(VERBS)}")
     rows = ROWS[verb, family(arch), "fp32" if dtype == torch.float32 else "16-bit"]
+    step = row_step(verb, T, D, P, dtype)
+    D, P = -(-D // step) * step, -(-P // step) * step
     return next(row.tile for row in rows if row.fits(T, D, P))
+
+
+def row_step(verb: str, T: int, D: int, P: int, dtype: torch.dtype) -> int:
+    """What the length of rows is brought to a multiple of before `verb` reads them: ROW_STEP, or 1 for as they are.
+
+    Of a sample's own sizes, as its tile is: what the copy costs and what it saves both grow with N.
+    """
+    if dtype == torch.float32 or verb not in ("outer_product", "outer_norm", "gram_norm", "weighted_sum"):
+        return 1
+    if verb == "gram_norm":
+        pays = T >= _COPY_REUSE and T * T * (D + P) >= _COPY_FROM
+    else:
+        pays = T > _FLAT_MAX_T and min(D, P) >= _COPY_REUSE and T * D * P >= _COPY_FROM
+    return ROW_STEP if pays and (D % ROW_STEP or P % ROW_STEP) else 1
 
 
 def split(tile: Tile, T: int, D: int, P: int, arch: str) -> tuple[int, int]:
@@ -150,10 +173,10 @@ def run_class(verb: str, T: int, D: int, P: int, dtype: torch.dtype, arch: str) 
     Each then has the tile, the parts and the chains, and so the bits, of a sample of T positions, in whatever company.
     Of a Gram norm's programs, which are the longest's pairs for each unit, at least one in four or so has work.
     """
-    chosen = tile(verb, T, D, P, dtype, arch)
+    chosen = tile(verb, T, D, P, dtype, arch), row_step(verb, T, D, P, dtype)
     if verb == "gram_norm":
-        return chosen, (-(-T // chosen.BLOCK_T) - 1).bit_length()
-    parts, part = split(chosen, T, D, P, arch)
+        return chosen, (-(-T // chosen[0].BLOCK_T) - 1).bit_length()
+    parts, part = split(chosen[0], T, D, P, arch)
     return chosen, parts, part if parts > 1 else 0, T > CHAIN
 
 

@@ -29,7 +29,7 @@ import triton.language as tl
 from . import _tiles
 from ._launch import arch_of, launch, validate, widens
 from ._partials import rounded_product, sum_partials, sum_tile
-from ._rows import load_rows, row_sources, run_of, sizes
+from ._rows import brought_to_step, load_rows, row_sources, run_of, sizes
 
 
 @triton.jit
@@ -244,14 +244,18 @@ def gram_partials(
     device = activations.device
     if N == 0 or T == 0:
         return torch.zeros((N, outputs, 1), dtype=torch.float32, device=device)
+    # Each dot takes two tiles of one tensor, so a mixed pair needs no conversion, only room.
+    dtype = torch.promote_types(activations.dtype, backprops.dtype)
     if tile is None:
-        # Each dot takes two tiles of one tensor, so a mixed pair needs no conversion, only room.
-        dtype = torch.promote_types(activations.dtype, backprops.dtype)
         tile = _tiles.tile("gram_norm", T, D, P, dtype, arch_of(activations))
     tiles = triton.cdiv(T, tile.BLOCK_T)
     pairs = tiles * (tiles + 1) // 2
     if runs is not None:
         tile = replace(tile, TMA=False)
+    # Zeros behind a row change none of its products, so these are the rows from here on.
+    step = _tiles.row_step("gram_norm", T, D, P, dtype)
+    activations, backprops = brought_to_step(tile, step, activations, backprops)
+    D, P = activations.shape[2], backprops.shape[2]
     a, b, described = row_sources(tile, (activations, tile.BLOCK_K), (backprops, tile.BLOCK_K))
     partials = torch.empty((N, outputs, pairs), dtype=torch.float32, device=device)
     launch(

@@ -31,7 +31,7 @@ import triton.language as tl
 from . import _tiles
 from ._launch import arch_of, launch, promote, validate, widens
 from ._partials import add_parts, part_blocks, rounded_product, sum_partials, sum_tile
-from ._rows import column_sums, load_columns, load_rows, row_sources, run_of, sizes
+from ._rows import brought_to_step, column_sums, load_columns, load_rows, row_sources, run_of, sizes
 
 
 @triton.jit
@@ -150,6 +150,7 @@ def _outer_kernel(
     BIAS: tl.constexpr,
     NORM: tl.constexpr,
     ROWS: tl.constexpr,  # row products of a program; 0: none
+    STEP: tl.constexpr,  # rows are read to the next multiple of it
     CHAIN: tl.constexpr,
     TMA: tl.constexpr,
     WIDEN: tl.constexpr,
@@ -179,13 +180,15 @@ def _outer_kernel(
     first_t = row % parts * part
     last_t = tl.minimum(first_t + part, T)
     row = row.to(tl.int64)
+    read_d = tl.cdiv(D, STEP) * STEP
+    read_p = tl.cdiv(P, STEP) * STEP
 
     if pid_tile < tiles:
         p = pid_tile // tiles_d * BLOCK_P
         d = pid_tile % tiles_d * BLOCK_D
         # fmt: off
         acc = scale * outer_tile(
-            b, a, stride_bn, stride_bt, stride_an, stride_at, n, p, d, first_t, last_t, T, D, P,
+            b, a, stride_bn, stride_bt, stride_an, stride_at, n, p, d, first_t, last_t, T, read_d, read_p,
             CHAIN, TMA, WIDEN, BLOCK_T, BLOCK_D, BLOCK_P,
         )
         # fmt: on
@@ -202,14 +205,14 @@ def _outer_kernel(
             block = pid_tile - slots
             # fmt: off
             products = row_products(
-                a, b, stride_an, stride_at, stride_bn, stride_bt, n, first_t + block * ROWS, T, D, P,
+                a, b, stride_an, stride_at, stride_bn, stride_bt, n, first_t + block * ROWS, T, read_d, read_p,
                 lost_a, lost_b, TMA, ROWS, BLOCK_D, BLOCK_P,
             )
             # fmt: on
             tl.store(products_ptr + (row + first_n * parts) * blocks + block, products)
     elif BIAS:
         p = (pid_tile - tiles) * BLOCK_P
-        sums = scale * column_sums(b, stride_bn, stride_bt, n, p, first_t, last_t, T, P, TMA, BLOCK_T, BLOCK_P)
+        sums = scale * column_sums(b, stride_bn, stride_bt, n, p, first_t, last_t, T, read_p, TMA, BLOCK_T, BLOCK_P)
         if WRITE:
             offs_p = p + tl.arange(0, BLOCK_P)
             tl.store(bias_ptr + row * P + offs_p, sums.to(bias_ptr.dtype.element_ty), mask=offs_p < P)
@@ -314,12 +317,14 @@ def outer(
     tiles = tiles_p * triton.cdiv(D, tile.BLOCK_D)
     slots = tiles + (tiles_p if bias else 0)
     # By sizes, not by strides: the order of addition is a sample's own. More rows that are loaded by element spill.
-    step = 16 // activations.element_size() if tile.TMA else 16
+    octet = 16 // activations.element_size() if tile.TMA else 16
+    step = _tiles.row_step(verb, T, D, P, activations.dtype)
     rows = tile.BLOCK_T
-    if row_products and (D % step or P % step):
+    if row_products and step == 1 and (D % octet or P % octet):
         rows, tile = 4, replace(tile, TMA=False)  # a single row of any size can be described, but in blocks of BLOCK_T
     if runs is not None:
         tile = replace(tile, TMA=False)
+    activations, backprops = brought_to_step(tile, step, activations, backprops)
     a, b, described = row_sources(tile, (activations, tile.BLOCK_D), (backprops, tile.BLOCK_P))
     part = part if parts > 1 else T
     blocks = triton.cdiv(part, rows)
@@ -355,6 +360,7 @@ def outer(
             BIAS=bias,
             NORM=partials is not None,
             ROWS=rows if row_products else 0,
+            STEP=step,
             CHAIN=_tiles.CHAIN if T > _tiles.CHAIN else 0,
             TMA=described,
             WIDEN=widens(_outer_kernel),

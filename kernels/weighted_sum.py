@@ -17,7 +17,8 @@ Rounding c·b to 16 bits would cost 2⁻⁹ of every product, so the factor is a
 Tiling: one program a BLOCK_P × BLOCK_D tile of W and part of the reduction; both layouts walk their part
 in one loop, so that loads stay in flight from sample to sample. Parts are fp32 and are added by
 `torch.sum` in a second stage: no atomics. With a bias, BLOCK_P-wide weighted column sums follow as further
-programs. c[n] = 0 keeps the sample from being loaded: its NaN or inf are never read, and neither are its bytes.
+programs. c[n] = 0 keeps the sample from being loaded: its NaN or inf are never read, and neither are its bytes; where
+rows are copied first (`_tiles.row_step`), those of the copy.
 Reference: `einsum("n,ntp,ntd->pd", c, b, a)` over samples with c[n] != 0. Source: Bu et al., Differentially
 private optimization on large model at small cost (2023), the book-keeping step.
 """
@@ -32,7 +33,7 @@ import triton.language as tl
 
 from . import _tiles
 from ._launch import arch_of, launch, promote, validate, widens
-from ._rows import load_columns, load_rows, row_sources
+from ._rows import brought_to_step, load_columns, load_rows, row_sources
 
 
 @triton.jit
@@ -225,6 +226,7 @@ def _weighted_sum_kernel(
     BIAS: tl.constexpr,
     FLAT: tl.constexpr,
     SPLIT: tl.constexpr,
+    STEP: tl.constexpr,  # rows are read to the next multiple of it
     TMA: tl.constexpr,
     WIDEN: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -242,13 +244,15 @@ def _weighted_sum_kernel(
     pid_tile = pid % programs
     first = pid_s * steps_per_split
     last = tl.minimum(first + steps_per_split, steps)
+    read_d = tl.cdiv(D, STEP) * STEP
+    read_p = tl.cdiv(P, STEP) * STEP
 
     if pid_tile < tiles:
         p = pid_tile // tiles_d * BLOCK_P
         d = pid_tile % tiles_d * BLOCK_D
         # fmt: off
         total = _weighted_tile(
-            a, b, c_ptr, stride_an, stride_at, stride_bn, stride_bt, stride_cn, first, last, p, d, N, T, D, P,
+            a, b, c_ptr, stride_an, stride_at, stride_bn, stride_bt, stride_cn, first, last, p, d, N, T, read_d, read_p,
             FLAT, SPLIT, TMA, WIDEN, BLOCK_T, BLOCK_D, BLOCK_P,
         )
         # fmt: on
@@ -260,7 +264,7 @@ def _weighted_sum_kernel(
         p = (pid_tile - tiles) * BLOCK_P
         # fmt: off
         sums = _weighted_column_sums(
-            b, c_ptr, stride_bn, stride_bt, stride_cn, first, last, p, N, T, P, FLAT, TMA, BLOCK_T, BLOCK_P,
+            b, c_ptr, stride_bn, stride_bt, stride_cn, first, last, p, N, T, read_p, FLAT, TMA, BLOCK_T, BLOCK_P,
         )
         # fmt: on
         offs_p = p + tl.arange(0, BLOCK_P)
@@ -314,6 +318,8 @@ def weighted_sum(
     if N * T > 2**31 - tile.BLOCK_T:  # the kernel counts them in 32 bits, a block past the last included
         raise ValueError(f"N·T = {N * T} rows: at most 2³¹ - {tile.BLOCK_T}")
     flat = tile.layout == "flat"
+    step = 1 if flat else _tiles.row_step("weighted_sum", T, D, P, dtype)
+    activations, backprops = brought_to_step(tile, step, activations, backprops)
     if flat:
         a, b, described = activations, backprops, False
     else:
@@ -350,6 +356,7 @@ def weighted_sum(
             BIAS=bias,
             FLAT=flat,
             SPLIT=dtype != torch.float32,
+            STEP=step,
             TMA=described,
             WIDEN=widens(_weighted_sum_kernel),
             BLOCK_T=tile.BLOCK_T,

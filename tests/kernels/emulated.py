@@ -7,6 +7,7 @@ Compiled as for a GPU, executed on the CPU, compared with fp64; findings are acc
 
 import argparse
 import sys
+from unittest import mock
 
 sys.path.append(sys.argv[1])
 
@@ -15,7 +16,7 @@ import run
 import torch
 from test_lookup_norm import lookups, oracle
 
-from dpfast.kernels import gram_norm, grouped_outer_norm, lookup_norm, outer_norm, outer_product, sum_runs
+from dpfast.kernels import _tiles, gram_norm, grouped_outer_norm, lookup_norm, outer_norm, outer_product, sum_runs
 from dpfast.kernels._tiles import Tile
 from dpfast.kernels.lookup_norm import row_tile
 
@@ -44,6 +45,12 @@ PRODUCTS = [
     ((3, 300, 48, 64), torch.bfloat16, ("contiguous", "contiguous"), Tile(32, 64, 64, 0, 4, 3, "test", PART=128)),
     ((2, 17, 48, 32), torch.bfloat16, ("far_both", "far_both"), Tile(32, 64, 64, 64, 4, 3, "test", TMA=True)),
     ((1, 1, 1, 1), torch.float32, ("contiguous", "contiguous"), None),
+]
+
+# The same, whose rows are copied to multiples of 16, as those of larger layers are.
+COPIED = [
+    ((2, 70, 50, 61), torch.bfloat16, ("padded", "contiguous"), Tile(32, 64, 64, 64, 4, 3, "test", TMA=True)),
+    ((2, 140, 48, 37), torch.float16, ("contiguous", "time_first"), Tile(32, 64, 64, 64, 4, 3, "test")),
 ]
 
 
@@ -179,6 +186,8 @@ if __name__ == "__main__":
     options = parser.parse_args()
     results = [passes(device.Emulator(options.arch), *case) for case in CASES]
     results += [products_pass(device.Emulator(options.arch), *case) for case in PRODUCTS]
+    with mock.patch.multiple(_tiles, _COPY_FROM=1, _COPY_REUSE=1):
+        results += [products_pass(device.Emulator(options.arch), *case) for case in COPIED]
     results += [runs_pass(device.Emulator(options.arch), *case) for case in RUNS]
     print(f"{sum(results)} passed, {len(results) - sum(results)} failed")
     sys.exit(not all(results))

@@ -142,13 +142,18 @@ def empty_shapes():
 
 @functools.cache
 def shapes_of_rows(verb, arch, dtype):
-    """{(number of a row of the table, whether D and P are multiples of 16): a (T, D, P) that the row is for}."""
+    """{(number of a row of the table, whether D and P are multiples of 16): a (T, D, P) that the row is for}.
+
+    None whose rows are copied to such multiples first: that is to be asked for.
+    """
     rows, shapes = _tiles.ROWS[verb, arch, dtype], {}
     for aligned, features in (
         (True, (4096, 128256, 1152, 256, 64, 32, 16)),
         (False, (4095, 131071, 1153, 147, 63, 31, 13)),
     ):
         for T, D, P in itertools.product((4096, 512, 128, 48, 32, 16), features, features):
+            if _tiles.row_step(verb, T, D, P, FP32 if dtype == "fp32" else BF16) > 1:
+                continue
             number = next(i for i, row in enumerate(rows) if row.fits(T, D, P))
             shapes.setdefault((number, aligned), (T, D, P))
     return shapes

@@ -26,7 +26,9 @@ from dpfast.kernels import _tiles
 WORKER = Path(__file__).with_name("ahead_worker.py")
 PROCESSES = 2
 LARGE = (4096, 4096, 4096)  # T, D, P
+HEAD = (1024, 768, 50257)  # GPT-2's, whose rows are copied to multiples of 16
 
+HAS_HEADS = ("outer_product", "gram_norm", "weighted_sum")
 TENSOR_CORES = {"sm_80": r"\bHMMA", "sm_90": r"\bHGMMA", "sm_100": r"\bUTC\w*MMA", "gfx942": r"\bv_mfma"}
 ANY_TENSOR_CORE = r"\b(?:HMMA|HGMMA|UTC\w*MMA|v_mfma\w*xf32)"
 
@@ -67,6 +69,13 @@ def jobs():
             by_element = number == len(rows) - 1 and arch == "sm_90"
             if (large or by_element) and verb in ("outer_product", "gram_norm"):
                 yield job(verb, name, arch, replace(tile, TMA=False), variants[0][1], runs=True)
+            if row is row_of(rows, *(-(-size // 16) * 16 for size in HEAD)) and dtype == "16-bit" and verb in HAS_HEADS:
+                for tma in {tile.TMA, False}:
+                    yield job(verb, name, arch, replace(tile, TMA=tma), HEAD)
+
+
+def row_of(rows, T, D, P):
+    return next(row for row in rows if row.fits(T, D, P))
 
 
 def job(verb, dtype, arch, tile, shape, *, options=True, runs=False):
@@ -83,6 +92,7 @@ def identify(job):
         tile["layout"] == "flat" and "flat",
         tile["TMA"] and "tma",
         job["D"] % 16 and "unaligned",
+        (job["T"], job["D"], job["P"]) == HEAD and "copied",
         chained > _tiles.CHAIN and "chained",
         not job["options"] and "plain",
         job["runs"] and "runs",
@@ -176,7 +186,9 @@ def test_launch(name, reports):
 def copies(job):
     """Whether both operands of a step are for cp.async, which copies 4 bytes at least: rows are even."""
     by_pointers = job["arch"] != "gfx942" and not job["tile"]["TMA"] and job["verb"] != "gram_norm"
-    return by_pointers and (job["dtype"] == "float32" or job["D"] % 16 == job["P"] % 16 == 0)
+    return by_pointers and (
+        job["dtype"] == "float32" or job["D"] % 16 == job["P"] % 16 == 0 or (job["T"], job["D"], job["P"]) == HEAD
+    )
 
 
 def expected_instruction(job):

@@ -4,10 +4,10 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
-from kernel_cases import BF16, FP16, FP32, Guarded, call, few, identical, tiles
+from kernel_cases import BF16, FP16, FP32, Guarded, assert_close, call, few, identical, tiles, wide
 
-from dpfast.kernels import gram_norm, outer_norm, outer_product
-from dpfast.kernels._rows import row_sources
+from dpfast.kernels import _tiles, gram_norm, outer_norm, outer_product, weighted_sum
+from dpfast.kernels._rows import brought_to_step, row_sources
 from dpfast.kernels._tiles import Tile
 
 TILE = Tile(16, 32, 32, 16, 4, 1, "test", TMA=True)
@@ -70,3 +70,66 @@ def test_the_same_bits_as_through_pointers(N, T, octets, dtype, tile):
         for x, y in zip(by_descriptor, by_pointer, strict=True):
             assert (x is None and y is None) or identical(x, y)
             assert x is None or x.isfinite().all()
+
+
+@pytest.fixture
+def copying(monkeypatch):
+    """Rows are copied to multiples of 16 however little it saves."""
+    monkeypatch.setattr(_tiles, "_COPY_FROM", 1)
+    monkeypatch.setattr(_tiles, "_COPY_REUSE", 1)
+
+
+@pytest.mark.parametrize("tma", [True, False])
+@pytest.mark.parametrize("layouts", [("contiguous", "padded"), ("time_first", "one_sample")], ids="-".join)
+@pytest.mark.parametrize(("D", "P"), [(33, 61), (48, 37), (40, 24)])  # one is whole; both can be described as they are
+def test_rows_that_are_copied_change_no_bit(copying, monkeypatch, D, P, layouts, tma):
+    """Guarded inputs: a mask that ends at the next multiple of 16 of something else than the copy would read NaN."""
+    tile = Tile(32, 32, 32, 32, 4, 1, "test", TMA=tma)
+    pair = [Guarded(2, 70, F, BF16, layout, seed=F) for F, layout in zip((D, P), layouts, strict=True)]
+    factors = torch.tensor([0.5, 2.0], device=pair[0].tensor.device)
+
+    def results():
+        yield from call(outer_product, *pair, bias=True, norm=True, tile=tile)[:4]
+        yield from call(outer_norm, *pair, bias=True, tile=tile)[:2]
+        yield from call(gram_norm, *pair, bias=True, tile=tile)[:2]
+        yield from call(weighted_sum, *pair, factors, bias=True, tile=tile)
+
+    assert all(_tiles.row_step(verb, 70, D, P, BF16) == 16 for verb in ("outer_norm", "gram_norm", "weighted_sum"))
+    copied = list(results())
+    monkeypatch.setattr(_tiles, "row_step", lambda *_: 1)
+    for x, y in zip(copied, results(), strict=True):
+        assert identical(x, y)
+        assert x.isfinite().all()
+
+
+def test_row_products_of_rows_that_are_copied(copying):
+    pair = [Guarded(2, 70, F, BF16, seed=F) for F in (33, 61)]
+    norms = [wide(x).norm(dim=2) for x in pair]
+    for launcher in (outer_product, outer_norm):
+        assert_close(call(launcher, *pair, row_products=True).row_products, (norms[0] * norms[1]).sum(1))
+
+
+def test_runs_of_rows_that_are_copied_are_samples(copying):
+    """Of every length that goes into one launch with it, bit for bit."""
+    a, b = (Guarded(1, 200, F, BF16, seed=F) for F in (33, 61))
+    runs = torch.tensor([[0, 70], [70, 136], [136, 200]], device=a.tensor.device)
+    for launcher in (outer_norm, gram_norm):
+        together = call(launcher, a, b, runs=runs, longest=70).sq_norm
+        for n, (first, last) in enumerate(runs.tolist()):
+            alone = launcher(a.tensor[:, first:last], b.tensor[:, first:last]).sq_norm
+            assert identical(together[n : n + 1], alone)
+
+
+def test_what_is_copied(copying):
+    whole, odd = torch.ones(2, 3, 32, dtype=BF16), torch.ones(2, 3, 33, dtype=BF16)
+    assert brought_to_step(TILE, 1, odd, odd) == (odd, odd)
+    octets = torch.ones(2, 3, 24, dtype=BF16)
+    assert brought_to_step(TILE, 16, octets, whole) == (octets, whole)  # a descriptor takes them as they are
+    kept, copied = brought_to_step(TILE, 16, whole, odd)
+    assert kept is whole
+    assert copied.shape == (2, 3, 48)
+    assert copied.is_contiguous()
+    assert torch.equal(copied, torch.nn.functional.pad(odd, (0, 15)))
+    # One cannot be described as it is, so neither is read through its descriptor, nor behind its end.
+    unaligned = torch.ones(2, 3, 40, dtype=BF16)[:, :, 1:33]
+    assert brought_to_step(TILE, 16, octets, unaligned)[0].shape == (2, 3, 32)

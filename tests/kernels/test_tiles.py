@@ -73,6 +73,30 @@ def test_shapes_with_rows_of_their_own(arch):
     assert 0 < of(12544, 147, 64).PART < general.PART
 
 
+@pytest.mark.parametrize("arch", _tiles.ARCHES)
+@pytest.mark.parametrize("verb", ["outer_product", "outer_norm", "gram_norm", "weighted_sum"])
+def test_long_odd_rows_have_the_tile_of_the_next_multiple(verb, arch):
+    """GPT-2's head: they are copied to it first. Where that would not pay, rows are loaded by element."""
+
+    def of(*sizes, dtype=torch.bfloat16):
+        return _tiles.tile(verb, *sizes, dtype, arch), _tiles.row_step(verb, *sizes, dtype)
+
+    tile, step = of(1024, 768, 50257)
+    assert step == 16
+    assert "element" not in tile.source
+    assert (tile, 1) == of(1024, 768, 50272)
+    for sizes in ((1024, 768, 768), (16, 768, 50257), (255, 255, 511)):
+        assert of(*sizes)[1] == 1
+    assert "element" in of(255, 255, 511)[0].source
+    assert of(1024, 768, 50257, dtype=torch.float32)[1] == 1
+    # Of one launch are only runs that are read in one way.
+    lengths = [n for n in range(60, 1100) if of(n, 700, 701)[1] == 16]
+    others = sorted(set(range(60, 1100)) - set(lengths))
+    assert lengths and others
+    classes = [{_tiles.run_class(verb, n, 700, 701, torch.bfloat16, arch) for n in ns} for ns in (lengths, others)]
+    assert not classes[0] & classes[1]
+
+
 def test_weighted_sums_of_few_positions_go_over_rows():
     layouts = {T: _tiles.tile("weighted_sum", T, 512, 512, torch.bfloat16, "sm_90").layout for T in (1, 63, 64)}
     assert layouts == {1: "flat", 63: "flat", 64: "per_sample"}
