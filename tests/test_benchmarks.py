@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import contenders
@@ -224,7 +224,30 @@ def test_candidates_start_with_the_own_tile_and_fit_the_device(arch):
         found = tile_search.candidates(verb, layer, own, arch)
         assert found[0] == own
         assert len(set(found)) == len(found) <= tile_search.MOST
-        assert all(tile_search.fits(verb, layer, tile, arch) for tile in found[1:])
+        ideas = tile_search.ideas(verb, layer, own, arch)
+        assert found[1 : 1 + len(ideas)] == ideas
+        assert all(tile_search.fits(verb, layer, tile, arch) for tile in found[1 + len(ideas) :])
+
+
+def test_the_tile_search_takes_first_what_is_worth_most(tmp_path, monkeypatch):
+    """All ideas for the rows of large layers, norms first, before any neighbours; and nothing twice."""
+    monkeypatch.setattr(tile_search._launch, "arch_of", lambda _: "sm_90")
+    found = table(tmp_path / "tiles.jsonl")
+    searches = tile_search.searches(found, "cpu", layers.LAYERS)
+    assert [(s.verb, s.layer.name) for s in searches[:5]] == [
+        *((verb, "Llama-3.2-1B up") for verb in ("direct norm", "weighted sum", "Gram norm", "grad_sample")),
+        ("direct norm", "GPT-2 up, fp32"),
+    ]
+    first = searches[0]
+    assert first.tiles[0] == first.row.tile
+    assert any({tile.BLOCK_D, tile.BLOCK_P} == {128, 256} for tile in first.tiles)
+    tiles = [(s.verb, s.kind, s.row, tile) for s in searches for tile in s.tiles]
+    assert len(tiles) == len(set(tiles))
+    assert {(s.verb, s.kind, s.row) for s in searches} == {key[:3] for key in tile_search.classes("cpu")}
+
+    key = {"verb": first.verb, "arch": "sm_90", "dtype": "16-bit", "when": tile_search.when(first.row)}
+    found.add(**key, layer=first.layer.name, tile=asdict(first.tiles[1]), ms=1.0)
+    assert first.tiles[1] not in tile_search.searches(found, "cpu", layers.LAYERS)[0].tiles
 
 
 def results(folder, **row):
