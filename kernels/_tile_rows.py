@@ -272,8 +272,8 @@ weighted_sum sm_80,gfx942 fp32 D<=16 T16D16P64 4 3 0 ptr | D in 16 columns
 weighted_sum sm_80,gfx942 fp32 P>=65536 T16D64P64 8 3 0 ptr | LM head: as the general row
 weighted_sum sm_80,gfx942 fp32 * T16D64P64 8 3 0 ptr | IEEE multiply-adds, 16 or twice 16 accumulators a thread
 weighted_sum sm_90,sm_100 fp32 D<=16 T16D16P64 4 3 0 tma | D in 16 columns
-weighted_sum sm_90,sm_100 fp32 P>=65536 T16D64P64 8 3 0 tma | LM head: as the general row
-weighted_sum sm_90,sm_100 fp32 * T16D64P64 8 3 0 tma | IEEE multiply-adds, 16 or twice 16 accumulators a thread
+weighted_sum sm_90,sm_100 fp32 P>=65536 T16D64P64 8 7 0 tma | LM head: as the general row
+weighted_sum sm_90,sm_100 fp32 * T16D64P64 8 7 0 tma | IEEE multiply-adds; loads wait for factors, so of seven stages three hold rows, and of three one did
 # interpreter
 outer_product interpreter 16-bit * T32D64P64 4 1 256 tma | interpreter
 outer_product interpreter fp32 * T32D64P64 4 1 256 ptr | interpreter
