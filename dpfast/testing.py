@@ -187,7 +187,7 @@ def _check_factor(factor: Factor, tolerance: float, where: str) -> None:
         f"{where}: shape {tuple(factor.shape)}, not {tuple(gradients.shape[1:])}"
     )
     norms = norms_of({"": gradients.double()})
-    coefficients = torch.rand(len(norms), dtype=torch.float64)
+    coefficients = torch.rand(len(norms), dtype=torch.float64, device=norms.device)
     coefficients[1::2] = 0.0
     expected = torch.einsum("n,n...->...", coefficients, gradients.double())
     summands = _size_of_summands(coefficients, gradients.double())

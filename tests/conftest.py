@@ -2,8 +2,10 @@
 
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
+import on_device
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -19,8 +21,6 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 if place := os.environ.get("DPFAST_TEST_DEVICE"):  # `make test-gpu`
-    import on_device
-
     on_device.put(place)
 
 # The same cases in every run. `make fuzz` asks for more of them, `make check` for few.
@@ -34,6 +34,18 @@ settings.load_profile("test")
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _placed(request, _seeded):
+    with on_device.on_cpu() if request.node.get_closest_marker("on_cpu") else nullcontext():
+        yield
+
+
+@pytest.fixture
+def reference_runs(monkeypatch):
+    """Also on a GPU, where the kernels would run: what is tested is a way of the reference's."""
+    monkeypatch.setenv("DPFAST_BACKEND", "reference")
 
 
 @pytest.fixture

@@ -35,6 +35,7 @@ from dpfast.arithmetic.stacked_norms import (
     unfinished_norm,
 )
 from dpfast.arithmetic.standardised_norms import StandardisedTerms, UnfinishedStandardised
+from dpfast.arithmetic.streams import in_cuda_graph, stream_here
 from dpfast.arithmetic.tracing import capturing, is_traced, leave_pins_to_inductor, pinned
 
 __all__ = [
@@ -61,6 +62,7 @@ __all__ = [
     "finished",
     "gram_positions",
     "gram_tile",
+    "in_cuda_graph",
     "is_traced",
     "leave_pins_to_inductor",
     "lookup_sq_norm",
@@ -77,6 +79,7 @@ __all__ = [
     "reference",
     "rows_in_order",
     "smallest_normal",
+    "stream_here",
     "sum_error_columns",
     "sum_errors",
     "sums",

@@ -15,9 +15,10 @@ import threading
 from collections.abc import Callable, Hashable
 from types import TracebackType
 
-import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from dpfast.arithmetic.streams import stream_here
 
 _FROM = {"cpu": 2**14}
 """Entries from which norms take a CPU several times as long as looking for them (1.4 µs); elsewhere any launch does."""
@@ -45,7 +46,7 @@ class RowNorms:
             x.shape,
             x.stride(),
             x.dtype,
-            torch.cuda.current_stream(x.device) if x.is_cuda else x.device,
+            stream_here(x.device),
         )
         found = self._taken.get(key)
         if found is None:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 
-import torch
 from torch import Tensor
 
-from dpfast.arithmetic import SquaredNorm, cost, ops
+from dpfast.arithmetic import SquaredNorm, cost, ops, stream_here
 from dpfast.factors.dense import Dense, Factor
 from dpfast.factors.outer_product import OuterProduct
 
@@ -40,7 +39,7 @@ class Waiting:
 
     def add(self, factor: OuterProduct, receive: Callable[[Dense | SquaredNorm], None]) -> None:
         """Has ``receive`` called with what becomes of the factor, now or later."""
-        stream = _stream(factor.activations.device)
+        stream = stream_here(factor.activations.device)
         queue = self._queues.setdefault(stream, [])
         queue.append((factor, receive))
         if sum(f.nbytes for f, _ in queue) > MAX_BYTES:
@@ -61,7 +60,3 @@ class Waiting:
 def wait_as_factors(activations: Tensor, backprops: Tensor) -> bool:
     """Whether pairs (N, T, ·) are of those that :class:`Waiting` is for."""
     return activations.dim() == 3 and backprops.dim() == 3 and ops.groups(activations, backprops)
-
-
-def _stream(device: torch.device) -> Hashable:
-    return torch.cuda.current_stream(device) if device.type == "cuda" else device

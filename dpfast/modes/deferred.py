@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpfast.arithmetic import RowNorms, exact_arithmetic, ops, reference
+from dpfast.arithmetic import RowNorms, exact_arithmetic, ops, reference, stream_here
 from dpfast.errors import StateError
 from dpfast.factors import Alike, Factor, Numbers, Recipe, wait_as_factors
 from dpfast.modes.answers import check_answer, check_own_layer
@@ -266,7 +266,7 @@ def _likeness(record: Record, a: Tensor, b: Tensor) -> tuple[Kind, int] | None:
     names = _names(record) if record.names is None else record.names
     if not (all(map(_trained, record.parameters)) and (record.unread or a.is_contiguous()) and b.is_contiguous()):
         return None
-    stream = torch.cuda.current_stream(b.device) if b.is_cuda else b.device
+    stream = stream_here(b.device)
     like = rule, find_likeness(rule, tap.module), names, a.shape, b.shape, a.dtype, b.dtype, a.device, stream
     known = tap.like
     if known is None or known[0] != like:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpfast.arithmetic import in_cuda_graph
 from dpfast.errors import DpfastWarning
 
 
@@ -43,7 +44,7 @@ class DroppedSamples:
         if dropped.device.type != "cuda":
             self._arrived(int(dropped), n)
             return
-        if torch.cuda.is_current_stream_capturing():
+        if in_cuda_graph():
             return
         on_host = torch.empty((), dtype=dropped.dtype, pin_memory=True)
         on_host.copy_(dropped, non_blocking=True)

@@ -75,7 +75,7 @@ def told_by_exchange(
     if any(hasattr(p, "device_mesh") for p in model.parameters()):
         return NOTHING  # parts of parameters (FSDP2, tensor parallel), with which a copy does not run
     others = stand_ins(model)
-    first: Exception | None = None
+    first = ""
     for size in dict.fromkeys(sizes):
         for noisy, numbers in ((True, others), (False, others), (False, {})):
             if size < 2:
@@ -88,8 +88,9 @@ def told_by_exchange(
                     places = told.places | dict.fromkeys(exchange.reordered, _OTHER_ORDER)  # where it is not followed
                     return told._replace(places=places, routes=exchange.routes, carried=carried)
             except Exception as error:  # whatever a model raises that wants its batch, or its values, otherwise
-                first = first or error
-    return NOTHING if first is None else NOTHING._replace(why=_FAILS.format(said_by(first)))
+                # Its words alone: it would keep its callers' frames, and with them the step's graph.
+                first = first or said_by(error)
+    return NOTHING._replace(why=_FAILS.format(first)) if first else NOTHING
 
 
 def calls_on_data(

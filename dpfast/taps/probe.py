@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from dpfast.arithmetic import buffers
+from dpfast.arithmetic import buffers, in_cuda_graph
 from dpfast.errors import DpfastWarning, InputError, UnsupportedModuleError
 from dpfast.taps.exchange import told_by_exchange
 from dpfast.taps.inputs import Structure
@@ -79,7 +79,9 @@ class _Looks:
         self.due, self.first, self.forwards = due, first, 0
 
     def one_more(self) -> bool:
-        """Whether another forward is one to look at."""
+        """Whether another forward is one to look at: none that goes into a CUDA graph, where no value can be read."""
+        if self.due == 0 and in_cuda_graph():
+            return False
         self.forwards += 1
         return self.due > 0 or (looks_again_at(self.forwards) and bool(self.first.dims))
 

@@ -1,25 +1,31 @@
 """Has what tests make stand on another device: `make test-gpu`.
 
-torch.set_default_device would not do: it is a mode, in which dpfast takes other ways, and what dpfast makes on the wrong
-device by mistake would be on the right one. Here only who asks from a test, from torch.nn or from a model's package gets
-the device, and only who did not name one.
+torch.set_default_device would not do: it is a mode, in which dpfast takes other ways, and what dpfast makes on the
+wrong device by mistake would be on the right one. Here only who asks from a test, from torch.nn or from a model's
+package gets the device, and only who did not name one.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 TESTS = str(Path(__file__).resolve().parents[1])
+OF_KERNELS = str(Path(TESTS, "kernels"))
+"""These say which device, and compare on the CPU."""
+
 PACKAGES = ("torch.nn.modules", "torch.nn.parameter", "transformers.", "peft.", "timm.", "opacus.layers")
 FACTORIES = (
-    "arange empty empty_strided eye full linspace logspace ones rand randint randn randperm scalar_tensor tensor tril_indices "
-    "triu_indices zeros"
-).split()
+    *("arange", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "normal", "ones", "rand", "randint"),
+    *("randn", "randperm", "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros"),
+)
+
+_stays: list[None] = []  # while there is one
 
 
 def put(device: str) -> None:
@@ -30,17 +36,30 @@ def put(device: str) -> None:
     torch.backends.cudnn.allow_tf32 = False  # tests compare with fp64
 
 
+@contextmanager
+def on_cpu() -> Iterator[None]:
+    """What is made within stands on the CPU."""
+    _stays.append(None)
+    try:
+        yield
+    finally:
+        _stays.pop()
+
+
 def _asked_by_a_test() -> bool:
+    if _stays:
+        return False
     caller = sys._getframe(2)
     if caller.f_code.co_filename.startswith(TESTS):
-        return True
+        return not caller.f_code.co_filename.startswith(OF_KERNELS)
     return caller.f_globals.get("__name__", "").startswith(PACKAGES)
 
 
 def _on(factory: Callable, device: str) -> Callable:
     @functools.wraps(factory)
     def made(*args, **kwargs):
-        if kwargs.get("device") is not None or not _asked_by_a_test():
+        like_another = factory.__name__ == "normal" and any(isinstance(x, torch.Tensor) for x in args)
+        if like_another or kwargs.get("device") is not None or not _asked_by_a_test():
             return factory(*args, **kwargs)
         kwargs.pop("device", None)
         return factory(*args, **kwargs, device=device)

@@ -1,0 +1,18 @@
+"""Which queue of a GPU work goes to, and whether it is captured there."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+
+
+def stream_here(device: torch.device) -> Hashable:
+    """What equals where work on the device goes to the same stream. Unlike torch's streams it can be copied: a tap that
+    keeps it is copied for every look at its model."""
+    return (device, torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else device
+
+
+def in_cuda_graph() -> bool:
+    """Whether what is called here is captured, so that nobody can wait for it or read what it gives."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
