@@ -43,6 +43,9 @@ def total_sq_norm(norms: Sequence[AnyNorm], n: int, places: Sequence[Sequence[in
         places: of each one's layers. They are added up in this order, in whatever company their norms were taken, which
             depends on n.
     """
+    if not n or not norms:
+        device = next((x.value.device if isinstance(x, SquaredNorm) else x.device for x in norms), None)
+        return SquaredNorm(*(torch.zeros(n, dtype=torch.float64, device=device) for _ in range(2)))
     unfinished: dict[torch.device, list[int]] = {}
     known: list[SquaredNorm] = []
     order: list[int] = []
@@ -56,8 +59,6 @@ def total_sq_norm(norms: Sequence[AnyNorm], n: int, places: Sequence[Sequence[in
         which.sort(key=lambda i: _kind(norms[i]))
         known.append(finish([norms[i] for i in which], n))
         order += [place for i in which for place in places[i]]
-    if not n or not known:
-        return SquaredNorm(*(torch.zeros(n, dtype=torch.float64),) * 2)
     device = known[-1].value.device
     value, upper = (
         rows_in_order(torch.cat([x.to(device).view(-1, n) for x in some]), order) for some in zip(*known, strict=True)

@@ -43,6 +43,17 @@ def test_no_value_is_read(model, wrapper, monkeypatch):
         wrapped.zero_grad()
 
 
+@pytest.mark.filterwarnings("ignore:dpfast takes the reference backend on meta")
+@pytest.mark.parametrize("model", MODELS)
+def test_what_an_empty_batch_leaves_stands_where_the_model_does(model, monkeypatch):
+    monkeypatch.setattr(DroppedSamples, "add", lambda self, norms: None)
+    make, inputs = MODELS[model]
+    wrapped = WRAPPERS["one pass"](make().to("meta"))
+    step(wrapped, inputs()[:0].to("meta"), torch.zeros(0, dtype=torch.long, device="meta"))
+    for left in (wrapped.get_norm_sample(), wrapped.get_clipping_coef(), wrapped.norm_slack):
+        assert left.device.type == "meta" and left.shape == (0,)
+
+
 def test_the_trap_springs():
     with pytest.raises(RuntimeError, match="meta"):
         bool(torch.ones(1, device="meta").any())
