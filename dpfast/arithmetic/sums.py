@@ -128,3 +128,11 @@ def rows_of_entries(values: Tensor) -> Tensor:
         width *= next(some for some in range(SUM_BLOCK // width, 0, -1) if values.shape[dims - 1] % some == 0)
         return values.reshape(len(values), -1, width)
     return values.reshape(values.shape[0], values.shape[1:dims].numel(), width)
+
+
+def add_rows(total: Tensor, places: Tensor, rows: Tensor) -> Tensor:
+    """``total[places] += rows`` in the order of the rows, in place. A GPU's index_add_ has atomics, which add in any
+    order; its index_put_ sorts."""
+    if total.device.type == "cpu" or is_traced():
+        return total.index_add_(0, places, rows)
+    return total.index_put_((places,), rows, accumulate=True)

@@ -72,7 +72,8 @@ class Lookup:
     def materialize(self, scale: float = 1.0) -> Tensor:
         rows = self.rows()
         out = rows.new_zeros(self.num_samples * self.shape[0], self.shape[1])
-        out.index_add_(0, self._keys().flatten(), rows.flatten(0, 1), alpha=scale)
+        rows = rows.flatten(0, 1)
+        sums.add_rows(out, self._keys().flatten(), rows * scale if scale != 1.0 else rows)
         return out.view(self.num_samples, *self.shape)
 
     def table(self) -> Tensor:
@@ -93,7 +94,7 @@ class Lookup:
         new_segment[1:] = keys[1:] != keys[:-1]
         segment = new_segment.cumsum(0) - 1
         values = rows.new_zeros(keys.numel(), self.shape[1])
-        values.index_add_(0, segment, rows.flatten(0, 1)[order])
+        sums.add_rows(values, segment, rows.flatten(0, 1)[order])
         sample = keys.new_zeros(keys.numel())
         sample[segment] = keys // self.shape[0]
         return values, sample
@@ -113,7 +114,7 @@ class Lookup:
             return unfinished_norm([self.table()], error)
         values, sample = self.segments()
         total = values.new_zeros(self.num_samples, dtype=torch.float64)
-        total.index_add_(0, sample, sums.row_sq_norm(values))
+        sums.add_rows(total, sample, sums.row_sq_norm(values))
         numel = self.indices.shape[1] * self.shape[1]
         width = min(self.shape[1], sums.SUM_BLOCK) + bounds.summed_after(self.indices.shape[1], values.dtype)
         return Unfinished(total.sqrt_(), width, numel, values.dtype, error)

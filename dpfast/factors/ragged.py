@@ -336,7 +336,7 @@ def added_by_unit(dense: Dense, ids: Tensor, num_units: int, counts: Tensor) -> 
 
     def by_unit(of_rows: Tensor) -> Tensor:
         total = of_rows.new_zeros(num_units + 1)
-        return total.index_add_(0, ids.where(ids != NOBODY, num_units), of_rows)[:num_units]
+        return sums.add_rows(total, ids.where(ids != NOBODY, num_units), of_rows)[:num_units]
 
     def error() -> Tensor:
         norms, terms = by_unit(sums.row_norm(rows)), counts.to(device)

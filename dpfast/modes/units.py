@@ -336,6 +336,8 @@ def factors_of(
             gradients = backprops[0] if len(backprops) == 1 else backprops
             assert rule is not None  # a piece always has one
             found = answer_of(rule, tap.layer, module, activations, gradients)
+        if record.unread:  # NaNs stand for what a parameter that is trained since then would read
+            found = {p: found[p] for p in record.parameters if p in found}
         if part is not None:
             found = part.factors(found, len(backprops[0]))
         of_tokens = units if units is not None and units.of_tokens else None

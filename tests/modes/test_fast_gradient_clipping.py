@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from cases import MODELS, example, mean_loss, sum_loss
+from cases import MODELS, clipped_as_told, example, mean_loss, sum_loss
 from torch import nn
 
 import dpfast
@@ -38,7 +38,7 @@ def test_one_pass_equals_loop_over_samples(name, n, reduction, loss, ghost):
     assert wrapped.get_norm_sample().shape == (n,)
     assert relative_error(wrapped.get_norm_sample(), norms) <= 1e-5
     assert torch.equal(wrapped.per_sample_gradient_norms, wrapped.get_norm_sample())
-    assert_clipped(model, clipped_sum(gradients, C))
+    assert_clipped(model, clipped_as_told(wrapped.get_clipping_coef(), gradients, C))
     exact_factors = (C / norms).clamp(max=1.0)
     factors = wrapped.get_clipping_coef()
     assert (factors.double() * norms <= C).all()
@@ -49,7 +49,7 @@ def test_one_pass_equals_loop_over_samples(name, n, reduction, loss, ghost):
 @pytest.mark.parametrize("name", MODELS)
 def test_two_passes_give_the_same(name):
     model, x, y = example(name)
-    exact = clipped_sum(loop_over_samples(model, sum_loss, x, y), C)
+    gradients = loop_over_samples(model, sum_loss, x, y)
     wrapped = wrap(model, passes=2)
     losses = torch.nn.functional.cross_entropy(wrapped(x), y, reduction="none")
     losses.mean().backward(retain_graph=True)
@@ -57,16 +57,17 @@ def test_two_passes_give_the_same(name):
     wrapped.disable_hooks()
     (wrapped.get_clipping_coef() * losses).sum().backward()
     wrapped.enable_hooks()
-    assert_clipped(model, exact)
+    assert_clipped(model, clipped_as_told(wrapped.get_clipping_coef(), gradients, C))
 
 
 def test_gradients_add_up_over_backwards():
     model, x, y = example("transformer", 6)
     gradients = loop_over_samples(model, sum_loss, x, y)
-    wrapped = wrap(model)
+    wrapped, factors = wrap(model), []
     for part in (slice(0, 4), slice(4, 6)):
         mean_loss(wrapped, x[part], y[part]).backward()
-    assert_clipped(model, clipped_sum(gradients, C))
+        factors.append(wrapped.get_clipping_coef())
+    assert_clipped(model, clipped_as_told(torch.cat(factors), gradients, C))
 
 
 def test_unused_parameters_get_zeros_so_that_noise_reaches_them():
@@ -93,7 +94,7 @@ def test_frozen_base_costs_nothing_and_gets_nothing():
     gradients = loop_over_samples(model, sum_loss, x, y)
     wrapped = wrap(model)
     mean_loss(wrapped, x, y).backward()
-    assert_clipped(model, clipped_sum(gradients, C))
+    assert_clipped(model, clipped_as_told(wrapped.get_clipping_coef(), gradients, C))
     assert model.qkv.weight.grad is None
 
 
@@ -234,7 +235,8 @@ def test_parameter_added_or_unfrozen_after_wrapping():
     wrapped.zero_grad()
     gradients = loop_over_samples(copy.deepcopy(wrapped).to_standard_module(), sum_loss, x, y)
     mean_loss(wrapped, x, y).backward()
-    assert relative_error(model[0].weight.grad, clipped_sum(gradients, C)["0.weight"]) <= 1e-5
+    expected = clipped_as_told(wrapped.get_clipping_coef(), gradients, C)
+    assert relative_error(model[0].weight.grad, expected["0.weight"]) <= 1e-5
 
 
 # --- bad input ---

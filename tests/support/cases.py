@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dpfast.testing import relative_error
+from dpfast.testing import norms_of, relative_error
 
 
 class Transformer(nn.Module):
@@ -114,6 +114,15 @@ def assert_gradients(actual, exact, tolerance=1e-5):
     for name in exact:
         assert actual[name].shape == exact[name].shape, name
         assert relative_error(actual[name], exact[name]) <= 10 * tolerance, name
+
+
+def clipped_as_told(factors, exact, c):
+    """The clipped sum by the factors that the module tells: at most C / norm, less by what its bounds add, which with
+    kernels is more than with the reference (docs/bounds.md)."""
+    norms, factors = norms_of(exact), factors.double()
+    assert (factors * norms <= c * (1 + 1e-7)).all()
+    assert relative_error(factors, torch.where(norms > c, c / norms, 1.0)) <= 1e-4
+    return {name: torch.einsum("n,n...->...", factors, g) for name, g in exact.items()}
 
 
 def hostile(n, t, width, magnitude, dtype, seed):
