@@ -39,7 +39,8 @@ class DroppedSamples:
         """Counts the samples of one step, norms (..., N)."""
         if norms.device.type == "cpu" and math.isfinite(norms.sum()):
             return  # as nearly always
-        dropped = (~(norms.abs() < math.inf)).flatten(0, -2).any(0).sum()  # in fewer calls than isfinite
+        finite = torch.atleast_2d(norms).abs() < math.inf  # in fewer calls than isfinite
+        dropped = (~finite).flatten(0, -2).any(0).sum()
         n = norms.shape[-1]
         if dropped.device.type != "cuda":
             self._arrived(int(dropped), n)

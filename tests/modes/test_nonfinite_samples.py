@@ -28,6 +28,16 @@ def test_counts_add_up_and_warn_once():
     assert dropped.count == copy.deepcopy(dropped).count == 3
 
 
+def test_one_number_a_sample():
+    """As the modes give it where gradients that came otherwise than they were given are at fault."""
+    dropped = DroppedSamples()
+    dropped.add(torch.zeros(1))
+    dropped.add(torch.zeros(0))
+    with pytest.warns(DpfastWarning, match="1 of 2 samples"):
+        dropped.add(torch.tensor([torch.nan, 1.0]))
+        assert dropped.count == 1  # of a GPU known when it is asked for
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", ["transformer", "mlp"])
 def test_a_step_does_not_wait_for_the_gpu(name):
