@@ -26,6 +26,7 @@ from dpfast.taps.layout import Place, Rows, tokens_in
 from dpfast.taps.passes import in_backward
 from dpfast.taps.random_numbers import same_random_numbers
 from dpfast.taps.registry import find_by_row, find_forward
+from dpfast.taps.same_kernels import same_kernels
 from dpfast.taps.seen import Key
 from dpfast.taps.tap import Tap
 from dpfast.taps.witness import copied, stand_ins
@@ -111,7 +112,10 @@ class DocumentLook:
                 "in the shape of the tokens, or one of each sample (N,)"
             )
         try:
-            return self._told()
+            try:
+                return self._told()
+            except torch.OutOfMemoryError:  # of scores written out, it may be
+                return self._told(attention=False)
         except DpfastError:
             raise
         except Exception as error:  # whatever a model raises
@@ -120,8 +124,8 @@ class DocumentLook:
                 f"them exchanged ({type(error).__name__}: {error}); give ids (N,) and a document a row (padded)"
             ) from error
 
-    def _told(self) -> Told:
-        with same_random_numbers() as again:
+    def _told(self, *, attention: bool = True) -> Told:
+        with same_random_numbers() as again, same_kernels(attention=attention):
             base, masks = self._run(None, again, backwards=True), self._masks()
             runs = [self._run(mask, again, backwards=True) for mask in masks]
             changed = {key for run in runs for key in base.calls if self._changes(base.calls, run.calls, key).any()}

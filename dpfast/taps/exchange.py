@@ -3,12 +3,15 @@ which is another each time, and what changes is that one's.
 
 That parts the orders in which samples are folded into rows, and shows rows that several samples went into. What runs is
 a copy of the model that shares its parameters; random numbers are the same in every run, so dropout is too, and are put
-back as they were. Rows that nothing changed are the same to the bit, as no row of a product looks at others; where that
-is not so (sums whose order changes from run to run), nothing is told.
+back as they were. Rows that nothing changed are the same to the bit, as no row of a product looks at others. Where two
+equal runs differ (a random generator of the model's own), nothing is told; where only their gradients do (a kernel that
+adds up in another order each time, and there is none that does not), what the forward passes tell, and what gradients
+tell beyond that.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,14 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from dpfast.taps.carried import carried
-from dpfast.taps.fingerprints import are_beyond_rounding
 from dpfast.taps.layout import NO_SAMPLES, Call, Mixed, Place, Rows
+from dpfast.taps.met_in_backward import Exchanged, Which, of_others
 from dpfast.taps.picks import NO_ROUTES
 from dpfast.taps.random_numbers import RandomNumbers, same_random_numbers
+from dpfast.taps.same_kernels import same_kernels
 from dpfast.taps.seen import Key, Run
 from dpfast.taps.tap import Tap
 from dpfast.taps.told import NOTHING, Told, together
-from dpfast.taps.witness import alike, equal, first_samples, run_on, stand_ins, whose_rows
+from dpfast.taps.witness import alike, equal, first_samples, gradients_alike, run_on, stand_ins
 
 _IN_BACKWARD = (
     "the gradient at its output changes with a sample that is not its own, and what the forward pass gives does not; "
@@ -44,14 +48,14 @@ _OTHER_ORDER = (
 _FAILS = "with a sample in another one's place it fails, {}"
 _NO_BACKWARD = "more than one backward pass through it fails, {}"
 _DIFFERS = "two runs on the same samples differ (random numbers of a generator of its own?)"
+_GRADIENTS_DIFFER = (
+    "the gradients of two runs on the same samples differ, and what its forward passes give does not (a kernel that "
+    "adds up in another order each time?)"
+)
 
 _MOST_DRAWS = 12
 """Times that other random numbers are tried: of layers that each batch drops with a probability of one half, one in
 8,192 is still out then."""
-
-Grads = dict[Key, list[Tensor]]
-Which = list[tuple[int, ...]]
-"""The samples that are exchanged in each run."""
 
 
 def told_by_exchange(
@@ -76,12 +80,11 @@ def told_by_exchange(
         return NOTHING  # parts of parameters (FSDP2, tensor parallel), with which a copy does not run
     others = stand_ins(model)
     first = ""
-    for size in dict.fromkeys(sizes):
-        for noisy, numbers in ((True, others), (False, others), (False, {})):
-            if size < 2:
-                continue
+    ways: tuple[tuple[bool, dict[int, Any]], ...] = ((True, others), (False, others), (False, {}))
+    for size, (noisy, numbers) in itertools.product(dict.fromkeys(s for s in sizes if s > 1), ways):
+        for attention in (True, False):
             try:
-                with same_random_numbers() as again:
+                with same_random_numbers() as again, same_kernels(attention=attention):
                     exchange = _Exchange(model, taps, leaves, structure, dims, places, size, numbers, again)
                     told = exchange.all_told(noisy, at_once)
                     carried = exchange.carried(told)
@@ -90,6 +93,8 @@ def told_by_exchange(
             except Exception as error:  # whatever a model raises that wants its batch, or its values, otherwise
                 # Its words alone: it would keep its callers' frames, and with them the step's graph.
                 first = first or said_by(error)
+                if not isinstance(error, torch.OutOfMemoryError):  # of scores written out, it may be
+                    break
     return NOTHING._replace(why=_FAILS.format(first)) if first else NOTHING
 
 
@@ -192,18 +197,24 @@ class _Exchange:
                 found[key] = told
         parted = {i: self._parted(i, base, runs, which) for i in range(len(base.outputs))}
         outputs = dict.fromkeys((i for i, dims in parted.items() if dims == []), _MIXED)
-        met = [] if wrong or outputs else self._met_in_backward(found, base.grads, [run.grads for run in runs], which)
-        asked = [] if wrong or met else list(base.losses)
-        losses = {i: _IN_LOSS for i in asked if self._meet_in_loss(i, found, base, runs, which)}
+        exchanged, differ = Exchanged(base, runs, which, found, self.size), False
+        met = [] if wrong or outputs else exchanged.met()
+        losses = {i: _IN_LOSS for i in ([] if wrong or met else base.losses) if exchanged.meet_in_loss(i)}
         whole = bool(met or losses)  # to the bit; a kernel without a mask, where nobody is padded, adds up otherwise
         if whole:
             base, *runs = (self._run(j, noisy, whole=True) for j in ((), *which))
-            met = met and self._met_in_backward(found, base.grads, [run.grads for run in runs], which)
-            losses = {i: m for i, m in losses.items() if self._meet_in_loss(i, found, base, runs, which)}
+            exchanged = exchanged._replace(base=base, runs=runs)
+            met = met and exchanged.met()
+            losses = {i: m for i, m in losses.items() if exchanged.meet_in_loss(i)}
         if wrong or outputs or met or losses:  # is it the exchange that it comes from?
             repeated = self._run((), noisy, whole=whole)
             if not alike(base, repeated):
                 return Told({}, {}, changed=True, why=_DIFFERS)
+            differ = whole and not gradients_alike(base, repeated)
+            if differ:
+                spread = exchanged.spread(repeated)
+                met = met and exchanged.met(spread)
+                losses = {i: m for i, m in losses.items() if exchanged.meet_in_loss(i, spread)}
             if outputs:
                 outputs = self._of_batch(outputs, base, noisy)
         outputs |= losses
@@ -226,7 +237,9 @@ class _Exchange:
         )
         own = len(base.outputs) - len(base.held)
         named = {i if i < own else base.held[i - own]: message for i, message in outputs.items()}
-        why = _NO_BACKWARD.format(said_by(base.failed[0])) if base.failed and not (wrong or outputs) else None
+        why = None
+        if not (wrong or outputs or met):
+            why = _NO_BACKWARD.format(said_by(base.failed[0])) if base.failed else _GRADIENTS_DIFFER if differ else None
         of_samples = {i: dims for i, dims in parted.items() if dims and i < own}
         return Told(
             found,
@@ -302,7 +315,7 @@ class _Exchange:
         fits = [
             together
             for together, whose in orders.items()
-            if not any(bool((c & _of_others(whose, some)).any()) for c, some in zip(changed, which, strict=True))
+            if not any(bool((c & of_others(whose, some)).any()) for c, some in zip(changed, which, strict=True))
         ]
         if fits:
             if not isinstance(place, Rows) or len(fits) == 2:
@@ -316,27 +329,6 @@ class _Exchange:
             return Mixed("a row of its output changes with a sample that is not its own")
         return "its samples are folded into rows in an order that is neither sample by sample nor over and over"
 
-    def _met_in_backward(self, places: dict[Key, Place], base: Grads, runs: list[Grads], which: Which) -> list[Key]:
-        """Taps at whose outputs gradients change with a sample that is not theirs, and nothing else does."""
-        met = []
-        for key, grads in base.items():
-            place = places.get(key)
-            for number, rows in enumerate(grads) if isinstance(place, (int, Rows)) else ():
-                whose = whose_rows(len(rows), self.size, place, rows.device)  # type: ignore[arg-type]  # as above
-                others = [run.get(key, [])[number : number + 1] for run in runs]
-                if whose is not None and any(
-                    bool((_differ(other[0], rows) & _of_others(whose, some)).any())
-                    for other, some in zip(others, which, strict=True)
-                    if other and other[0].shape == rows.shape
-                ):
-                    met.append(key)
-                    break
-        return met
-
-    def _meet_in_loss(self, i: int, places: dict[Key, Place], base: Run, runs: list[Run], which: Which) -> bool:
-        """Whether samples meet in an output of the model that is one number."""
-        return bool(self._met_in_backward(places, base.losses[i], [run.losses.get(i, {}) for run in runs], which))
-
     def _parted(self, i: int, base: Run, runs: list[Run], which: Which) -> list[int] | None:
         """The dimensions of an output of the model, as long as the batch, in which its entries are the samples' own;
         None where that cannot be told."""
@@ -349,7 +341,7 @@ class _Exchange:
                 return None
             number = torch.arange(len(prints), device=prints.device)
             if not any(
-                bool(((x != prints) & _of_others(number, some)).any()) for x, some in zip(others, which, strict=True)
+                bool(((x != prints) & of_others(number, some)).any()) for x, some in zip(others, which, strict=True)
             ):
                 dims.append(d)
         return dims
@@ -368,16 +360,6 @@ class _Exchange:
 def _is_a_number_each(x: Any) -> bool:
     """One whole number a sample."""
     return isinstance(x, Tensor) and x.dim() == 1 and not x.is_floating_point()
-
-
-def _differ(rows: Tensor, others: Tensor) -> Tensor:
-    """Which do: fingerprints, or gradients as they are."""
-    return rows != others if rows.dim() == 1 else are_beyond_rounding(others, rows)
-
-
-def _of_others(whose: Tensor, some: tuple[int, ...]) -> Tensor:
-    """Which rows are of none of these samples."""
-    return torch.isin(whose, torch.tensor(some, device=whose.device), invert=True)
 
 
 def _exchanged(x: Tensor, dim: int, numbers: tuple[int, ...]) -> Tensor:

@@ -64,12 +64,24 @@ class Prints(NamedTuple):
         return rows.clone() if self.order is None else rows[self.order]
 
 
-def are_beyond_rounding(x: Tensor, y: Tensor) -> Tensor:
-    """Which rows (R, K) differ by more than the same sums do that another kernel adds up in another order."""
-    allowed = _ROUNDINGS * torch.finfo(x.dtype).eps if x.dtype in (torch.float32, torch.float64) else 0.0
+def are_beyond_rounding(x: Tensor, y: Tensor, spread: float = 0.0) -> Tensor:
+    """Which rows (R, K) differ by more than the same sums do that another kernel adds up in another order.
+
+    Args:
+        spread: by which part of themselves rows have differed where nothing else did.
+    """
+    eps = torch.finfo(x.dtype).eps if x.dtype in (torch.float32, torch.float64) else 0.0
+    allowed = _ROUNDINGS * max(eps, spread)
     x, y = x.double(), y.double()
     same = ((x == y) | (x.isnan() & y.isnan())).all(1)
     return ~(same | ((x - y).norm(dim=1) <= allowed * x.norm(dim=1)))
+
+
+def spread_of(x: Tensor, y: Tensor) -> float:
+    """The largest part of a row's norm by which rows (R, K) differ."""
+    x, y = x.double(), y.double()
+    parts = (x - y).norm(dim=1) / x.norm(dim=1)
+    return float(parts.nan_to_num(0.0).max()) if len(parts) else 0.0
 
 
 _ROUNDINGS = 32

@@ -313,13 +313,20 @@ def equal(x: Any, y: Any) -> bool:
 
 
 def alike(one: Run, two: Run) -> bool:
-    """Whether two runs gave the same."""
-    noted = [(one.calls, two.calls), (one.grads, two.grads)]
-    noted += [(grads, two.losses.get(i, {})) for i, grads in one.losses.items()]
-    if any(x.keys() != y.keys() for x, y in noted):
-        return False
-    pairs = [(x, there[key]) for some, there in noted for key, x in some.items()]
-    return all(len(x) == len(y) and all(map(equal, x, y)) for x, y in pairs) and all(
+    """Whether two forward passes gave the same."""
+    return _are_same(one.calls, two.calls) and all(
         x.keys() == y.keys() and all(equal(x[d], y[d]) for d in x)
         for x, y in zip(one.outputs, two.outputs, strict=True)
+    )
+
+
+def gradients_alike(one: Run, two: Run) -> bool:
+    """Whether their backward passes did."""
+    losses = all(_are_same(grads, two.losses.get(i, {})) for i, grads in one.losses.items())
+    return losses and _are_same(one.grads, two.grads)
+
+
+def _are_same(one: Mapping[Key, list[Any]], two: Mapping[Key, list[Any]]) -> bool:
+    return one.keys() == two.keys() and all(
+        len(x) == len(two[key]) and all(map(equal, x, two[key])) for key, x in one.items()
     )
