@@ -38,7 +38,11 @@ def _seeded():
 
 @pytest.fixture(autouse=True)
 def _placed(request, _seeded):
-    with on_device.on_cpu() if request.node.get_closest_marker("on_cpu") else nullcontext():
+    if on_cpu := request.node.get_closest_marker("on_cpu"):
+        for x in request.node.callspec.params.values() if hasattr(request.node, "callspec") else ():
+            if isinstance(x, torch.nn.Module):  # which has been made with the file
+                x.cpu()
+    with on_device.on_cpu() if on_cpu else nullcontext():
         yield
 
 

@@ -1,4 +1,4 @@
-"""Products of batches of matrices on the CPU and elsewhere, the same bits for a sample in whatever batch it stands."""
+"""Products of batches of matrices; on a CPU the same bits for a sample in whatever batch it stands."""
 
 from __future__ import annotations
 

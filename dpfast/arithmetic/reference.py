@@ -6,7 +6,7 @@ more than :data:`WORKSPACE_BYTES` of intermediate results (or one tile, where on
 
 A sample's numbers never depend on the batch it stands in: the loops below go over samples or over blocks whose
 size follows from T, D and P, and matrix products whose result could depend on the batch's size
-(``products.batched``) are taken so that it does not.
+(``products.batched``) are taken so that it does not. On a CPU: what cuBLAS does with a batch is its own affair.
 """
 
 from __future__ import annotations

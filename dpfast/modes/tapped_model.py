@@ -27,7 +27,7 @@ from dpfast.modes.scalar_loss import check_losses
 from dpfast.modes.second_pass import FirstPass, Output, SecondPass, check_ordinary
 from dpfast.modes.steps import Mode, Step, Steps, check_same_mask, check_valid, own_copy
 from dpfast.modes.swapped import SwappedParameters
-from dpfast.modes.units import Units, check_same, factors_of, units_here, units_of_forward
+from dpfast.modes.units import Units, check_same, factors_of, may_run, units_here, units_of_forward
 from dpfast.rules import experts, functorch
 from dpfast.taps import (
     Activations,
@@ -360,7 +360,7 @@ class TappedModel:
         if step is None or record.units is not step.units or record.valid is not step.valid:
             return False
         step.goes_through(record.graph, self.mode.has_left)
-        return units_here(self) is None and step.defers(record, activations, backprops)
+        return may_run(self, None) and step.defers(record, activations, backprops)
 
     def receive(self, record: Record, activations: Activations, backprops: Any) -> Mapping[nn.Parameter, Tensor]:
         """Hands a module's factors to the mode; returns the ordinary gradients that it wants beside."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -188,14 +188,15 @@ class _Here(threading.local):
 _here = _Here()
 
 
-_blocks: Counter[int] = Counter()
-"""How many threads are within ``units(...)`` of each tapped model."""
+_blocks: defaultdict[int, list[Units]] = defaultdict(list)
+"""Those of the blocks ``units(...)`` of each tapped model that threads are within. A GPU's backward pass runs in a
+thread of its own, which is within none."""
 
 
 def units_of_forward(taps: object) -> Units | None:
     """Those of a forward pass that begins in this thread. Raises StateError where another thread is in their block."""
     found = units_here(taps)
-    if found is None and _blocks[id(taps)] and in_backward() is None:
+    if found is None and not may_run(taps, None) and in_backward() is None:
         raise StateError(
             "another thread is within units(...) of this model, and this forward pass is outside of it, so its samples "
             "would be clipped one by one: enter units(...) in the thread that calls the model"
@@ -208,10 +209,16 @@ def units_here(taps: object) -> Units | None:
     return _here.of.get(id(taps))
 
 
+def may_run(taps: object, units: Units | None) -> bool:
+    """Whether a backward pass of such a forward may run: no thread is within a block, or one is in that of these."""
+    blocks = _blocks.get(id(taps))
+    return not blocks or units in blocks
+
+
 def check_same(taps: object, units: Units | None, of_step: Units | None) -> None:
     """Raises StateError where a forward pass had other units than the step, or than the block that its backward pass
     runs in."""
-    if units is not of_step or units_here(taps) not in (None, units):
+    if units is not of_step or not may_run(taps, units):
         raise StateError(
             "this backward pass goes through a forward pass with other units: call model and loss.backward() within "
             "one units(...), and each backward pass for one alone"
@@ -284,11 +291,13 @@ class PerUnit(nn.Module):
     def _within(self, given: Units) -> Iterator[None]:
         taps = id(self._tapped)
         _here.of[taps] = given
-        _blocks[taps] += 1
+        _blocks[taps].append(given)
         try:
             yield
         finally:
-            _blocks[taps] -= 1
+            _blocks[taps].remove(given)
+            if not _blocks[taps]:
+                del _blocks[taps]
             del _here.of[taps]
 
     def _scale(self, step: Any) -> Any:

@@ -6,6 +6,8 @@ from memory import resident
 
 from dpfast.arithmetic import buffers
 
+pytestmark = pytest.mark.on_cpu
+
 CPU = torch.device("cpu")
 LARGE = (buffers.SMALLEST // 4 + 1,)
 

@@ -104,6 +104,7 @@ def test_instructions_without_a_row_are_weighed_by_flops():
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
 
 
+@pytest.mark.on_cpu
 def test_the_way_of_a_norm_is_the_one_of_its_device(monkeypatch):
     taken = []
     monkeypatch.setattr(cost, "norm_way", lambda *args: taken.append(args) or "direct")

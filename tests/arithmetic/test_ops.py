@@ -140,7 +140,7 @@ def test_output_dtype():
         (torch.ones(2, 4), torch.ones(3, 4), ["(2, 4)", "(3, 4)"]),
         (torch.ones(4), torch.ones(4), ["(4,)"]),
         (torch.ones(2, 4, dtype=torch.long), torch.ones(2, 4), ["int64", "bfloat16"]),
-        (torch.ones(2, 4, device="meta"), torch.ones(2, 4), ["meta", "cpu"]),
+        (torch.ones(2, 4, device="meta"), torch.ones(2, 4, device="cpu"), ["meta", "cpu"]),
     ],
 )
 def test_bad_input_names_both_shapes(a, b, words):

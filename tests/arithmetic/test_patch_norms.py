@@ -57,6 +57,7 @@ def test_cancelling_positions_stay_below_the_bound():
     assert (norm.upper >= exact(image, rows, (3, 3), (1, 1))).all()
 
 
+@pytest.mark.on_cpu
 @pytest.mark.parametrize("size", [8, 14])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_sample_has_the_same_bits_in_any_batch(size, dtype):

@@ -6,6 +6,8 @@ import torch
 from dpfast.arithmetic import products, reference
 from dpfast.testing import relative_error
 
+pytestmark = pytest.mark.on_cpu
+
 SHAPES = [(128, 64, 640), (256, 256, 65), (64, 1030, 64)]  # (r, k, c), each worth a call of oneDNN
 
 

@@ -99,6 +99,7 @@ def test_a_dropped_sample_adds_exactly_nothing(where, poison):
     assert torch.equal(reference.weighted_rows([values], c), torch.mv(values[[0, 2]].mT, c[[0, 2]]))
 
 
+@pytest.mark.on_cpu
 @pytest.mark.parametrize("t", [1, 2, 7, 33, 70, 300])
 @pytest.mark.parametrize(("d", "p"), [(1, 1), (3, 5), (17, 5), (64, 33), (130, 8), (2100, 20)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -7,6 +7,8 @@ from dpfast.arithmetic import ops, reference
 from dpfast.factors import Dense, OuterProduct
 from dpfast.testing import relative_error
 
+pytestmark = pytest.mark.on_cpu
+
 
 @pytest.fixture
 def threads():

@@ -28,6 +28,7 @@ def test_written_out_gradients_of_such_rows(p):
     assert (uneven.error >= 0.9 * 2.0**-20 * plain.error).all()
 
 
+@pytest.mark.on_cpu
 def test_products_that_are_flushed_to_zero_are_covered():
     """As hardware without subnormal numbers does."""
     a, b = (7e-20 * torch.randn(2, 40, width) for width in (90, 80))

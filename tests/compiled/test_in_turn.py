@@ -13,6 +13,8 @@ from dpfast.errors import DpfastWarning
 from dpfast.modes.clippers import NormClipper
 from dpfast.testing import clipped_sum, loop_over_samples, norms_of, relative_error
 
+pytestmark = pytest.mark.on_cpu
+
 LIMIT = 0.2
 
 

@@ -48,7 +48,9 @@ class Holder:
         self.x = x
 
 
-@pytest.mark.parametrize("wrap", [Holder, lambda x: UserDict(x=x), lambda x: x.numpy(), lambda x: {"x": Holder(x)}])
+@pytest.mark.parametrize(
+    "wrap", [Holder, lambda x: UserDict(x=x), lambda x: x.cpu().numpy(), lambda x: {"x": Holder(x)}]
+)
 def test_what_hides_tensors_is_refused(wrap):
     """One that is used again for the next batch would bring the first one's samples into every sum."""
     step = compiled(Mlp(), lambda model, batch, y: model(y).sum(1))
@@ -132,12 +134,14 @@ class Drawing(Mlp):
         return self.layers(x + noise)
 
 
+@pytest.mark.on_cpu
 def test_generators():
     check(compiled(net := Drawing(False)), net, square_losses, mlp_batch(N))
     with pytest.raises(UnsupportedModuleError, match=r"a torch\.Generator of its own"):
         compiled(Drawing(True))(*mlp_batch(N))
 
 
+@pytest.mark.on_cpu
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_an_operation_fails_in_a_graph_that_has_run(backend):
     """Its own error, and the next step is as if nothing had been."""

@@ -34,6 +34,7 @@ def test_outer_product(n, t, d, p):
     assert_stands_for(row_sum(b.unsqueeze(1)), b.double().sum(1))
 
 
+@pytest.mark.on_cpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize(("d", "p", "sizes"), [(200, 300, [4, 4, 1]), (520, 700, [1] * 9), (100, 100, None)])
 def test_large_gradients_are_kept_in_blocks(monkeypatch, one_thread, dtype, d, p, sizes):

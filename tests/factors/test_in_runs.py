@@ -39,11 +39,11 @@ def bits(factor):
 def test_units_stand_for_their_rows(kind, in_order, monkeypatch):
     ids = whose(in_order)
     factor = rows(kind, len(ids))
-    exact = torch.zeros(UNITS, *factor.shape, dtype=torch.float64)
-    gradients = torch.einsum("ntp,ntd->npd", factor.backprops.cpu().double(), factor.activations.cpu().double())
-    exact.index_add_(0, ids[ids >= 0], gradients[ids >= 0])
+    exact, whose_row = torch.zeros(UNITS, *factor.shape, dtype=torch.float64, device=DEVICE), ids.to(DEVICE)
+    gradients = torch.einsum("ntp,ntd->npd", factor.backprops.double(), factor.activations.double())
+    exact.index_add_(0, whose_row[whose_row >= 0], gradients[whose_row >= 0])
     units = by_unit(factor, Runs(ids, UNITS))
-    assert_stands_for(units, exact.to(DEVICE))
+    assert_stands_for(units, exact)
     together = units.sq_norm()
     monkeypatch.setattr(reference, "WORKSPACE_BYTES", 50 * factor.nbytes // len(ids))  # rows brought together in pieces
     assert all(map(torch.equal, by_unit(factor, Runs(ids, UNITS)).sq_norm(), together))

@@ -12,6 +12,8 @@ from dpfast.factors import Alike, Dense, Lookup, OuterProduct, Recipe, row_sum
 from dpfast.modes import deferred
 from dpfast.taps import Activations, find_rule
 
+pytestmark = pytest.mark.usefixtures("reference_runs")  # kernels have no recipes
+
 N, LAYERS = 3, 2
 
 

@@ -97,6 +97,7 @@ def test_one_samples_share_is_no_more_than_the_bound(name):
             assert form.weighted_sum(alone).double().norm() <= upper[n]
 
 
+@pytest.mark.on_cpu
 @pytest.mark.parametrize("seen", [False, True], ids=["", "output at hand"])
 @pytest.mark.parametrize("name", CASES)
 def test_same_bits_in_every_batch(name, seen):
@@ -182,6 +183,7 @@ class Uncounted(nn.Module):
         return x
 
 
+@pytest.mark.on_cpu
 @pytest.mark.parametrize(
     ("block", "at_hand"),
     [
@@ -215,6 +217,7 @@ def test_the_forwards_own_output_saves_products_of_patches(block, at_hand, monke
         wrapped.zero_grad()
 
 
+@pytest.mark.on_cpu
 def test_an_output_of_a_weight_that_is_not_standardised_alone_is_not_used(monkeypatch):
     layer, x, backprops = case("not kept")
     monkeypatch.setattr(PatchProduct, "row_products", None)

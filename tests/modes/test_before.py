@@ -14,6 +14,8 @@ from dpfast.modes import before, deferred
 from dpfast.modes.clipped import clip, clip_to
 from dpfast.testing import clipped_sum, loop_over_samples, relative_error
 
+pytestmark = pytest.mark.on_cpu
+
 N, T, D, WORDS, C = 4, 6, 8, 11, 0.05
 
 

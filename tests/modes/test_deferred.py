@@ -46,7 +46,7 @@ def step(model, x, **options):
 
 
 @pytest.fixture
-def waited(monkeypatch):
+def waited(monkeypatch, reference_runs):
     """How many layers each call of a rule was for."""
     found, take = [], deferred.Deferred._take
 
@@ -74,11 +74,12 @@ def test_as_a_loop_over_samples(t, dtype, waited):
         assert p.grad.is_contiguous() and p.grad.shape == p.shape and p.grad.dtype == dtype
 
 
+@pytest.mark.usefixtures("reference_runs")
 @pytest.mark.parametrize("t", [T, 40])
 def test_who_waits_changes_no_norm(t, monkeypatch):
     x = torch.randn(N, t, D)
     together = step(blocks(), x)
-    monkeypatch.setattr(deferred, "AT_ONCE", {"cpu": 2 * x.nbytes * 3})
+    monkeypatch.setattr(deferred, "AT_ONCE", {x.device.type: 2 * x.nbytes * 3})
     parted = step(blocks(), x)
     monkeypatch.setattr(deferred, "SMALL", {})
     alone = step(blocks(), x)
@@ -103,6 +104,7 @@ def test_a_sample_that_is_not_finite_adds_nothing():
     bad[1, 2, 3] = float("nan")
     with pytest.warns(DpfastWarning):
         wrapped = step(blocks(), bad)
+        assert wrapped.nonfinite_samples == 1  # which a GPU tells when it is asked
     assert wrapped.get_clipping_coef()[1] == 0
     rest = step(blocks(), x[[0, 2]])
     for p, q in zip(wrapped.parameters(), rest.parameters(), strict=True):
@@ -204,6 +206,7 @@ class Ops(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.usefixtures("reference_runs")
 def test_a_tap_costs_few_ops():
     """Those of more blocks are those of their model, but for what their taps take."""
     more = {}
@@ -262,6 +265,7 @@ def test_a_second_backward_pass_through_one_graph_gives_the_same():
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), once, strict=True))
 
 
+@pytest.mark.on_cpu
 @pytest.mark.parametrize("bias_alone", [False, True])
 @pytest.mark.parametrize("shape", [(100, 300), (3, 5, 300)])
 def test_a_large_layer_is_written_to_after_its_norm(shape, bias_alone):

@@ -18,6 +18,8 @@ from dpfast.factors import InTurn, OuterProduct, in_turn
 from dpfast.modes.clippers import NormClipper
 from dpfast.testing import clipped_sum, loop_over_samples, norms_of, relative_error
 
+pytestmark = pytest.mark.on_cpu
+
 
 class Model(nn.Module):
     """Layers that are wider or narrower behind, beside others; a layer used twice; a bias; one parameter unused."""

@@ -9,6 +9,8 @@ from workloads import WORKLOADS
 
 import dpfast
 
+pytestmark = pytest.mark.on_cpu
+
 LIMITS = {
     "one pass": (lambda m: dpfast.GradSampleModuleFastGradientClipping(m), 1.15),
     "per layer": (

@@ -80,6 +80,7 @@ def test_what_is_held_is_within_the_budget_and_the_sums_are_the_same(net, more):
         assert (model.norm_slack >= 0).all()
 
 
+@pytest.mark.on_cpu
 def test_more_memory_writes_more_gradients(net):
     net, x = net
     held = []
@@ -163,6 +164,7 @@ def test_lengths_that_come_again_are_planned_each(net):
     assert held[2] >= held[0] and held[3] >= held[1]
 
 
+@pytest.mark.on_cpu
 def test_a_tight_budget_lowers_the_peak(net):
     net, x = net
     peaks = {}

@@ -22,6 +22,7 @@ def test_counts_add_up_and_warn_once():
     bad = torch.tensor([[1.0, torch.inf, 2.0], [torch.nan, torch.inf, 2.0]])  # one norm a parameter
     with pytest.warns(DpfastWarning, match="2 of 3 samples"):
         dropped.add(bad)
+        assert dropped.count == 2  # a GPU's arrives when it is asked for
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         dropped.add(bad[:1])

@@ -135,6 +135,7 @@ def test_a_unit_that_is_not_finite_is_dropped_whole():
     module = Module(model, loss_reduction="sum", max_grad_norm=0.1)
     with pytest.warns(dpfast.errors.DpfastWarning, match="1 of 3"), module.units(torch.tensor([0, 0, 1, 1, 2, 2]), 3):
         sum_loss(module, x, y).backward()
+        assert module.nonfinite_samples == 1
     assert module.get_clipping_coef()[0] == 0 and all(p.grad.isfinite().all() for p in module.parameters())
 
 
@@ -327,6 +328,28 @@ def test_a_forward_in_another_thread_than_the_block_is_refused():
     assert len(found) == 1 and "another thread is within units" in found[0]
     run()
     assert len(found) == 1
+
+
+@pytest.mark.parametrize("of", ["samples", "other units"])
+def test_a_backward_pass_of_others_in_another_thread_is_refused(of):
+    """As a GPU's are. It was clipped by what the block does not say."""
+    model, batch = build("mlp")
+    module, ids, found = Module(model), torch.tensor([0, 0, 1, 1, 2, 2]), []
+    with module.units(ids, 3) if of == "other units" else contextlib.nullcontext():
+        loss = mean_loss(module, *batch)
+
+    def run(loss):
+        try:
+            loss.backward()
+        except StateError as error:
+            found.append(str(error))
+
+    with module.units(ids, 3):
+        for some in (loss, mean_loss(module, *batch)):
+            thread = threading.Thread(target=run, args=(some,))
+            thread.start()
+            thread.join()
+    assert len(found) == 1 and "other units" in found[0]
 
 
 def test_ids_that_the_caller_writes_over():

@@ -128,7 +128,9 @@ def test_a_mask_that_does_not_fit(mask):
     step(model, *batch(1.0))  # and is forgotten
 
 
-@pytest.mark.parametrize("mask", [[True] * 5, torch.ones(5, dtype=torch.bool).numpy()], ids=["list", "array"])
+@pytest.mark.parametrize(
+    "mask", [[True] * 5, torch.ones(5, dtype=torch.bool, device="cpu").numpy()], ids=["list", "array"]
+)
 def test_a_mask_that_is_no_tensor(mask):
     model = dpfast.GradSampleModuleFastGradientClipping(Sequence())
     with pytest.raises(InputError, match=f"valid is a {type(mask).__name__}; it must be a tensor, bool"):

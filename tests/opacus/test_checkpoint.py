@@ -36,6 +36,7 @@ def start(folder, phase, ranks):
     return ends, outs
 
 
+@pytest.mark.on_cpu
 def test_a_killed_run_goes_on_with_another_number_of_ranks(tmp_path):
     ends, outs = start(tmp_path, "killed", 2)
     assert ends[1][1] == -9

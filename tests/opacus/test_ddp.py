@@ -12,6 +12,8 @@ from processes import run_ranks
 
 from dpfast.testing import clipped_sum, loop_over_samples
 
+pytestmark = pytest.mark.on_cpu
+
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):

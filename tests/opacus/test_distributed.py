@@ -12,6 +12,8 @@ from opacus_distributed_worker import MODES, NOISE_SEED, C, N
 
 from dpfast.testing import clipped_sum, loop_over_samples
 
+pytestmark = pytest.mark.on_cpu
+
 
 @pytest.fixture(scope="module")
 def gradients(tmp_path_factory):

@@ -176,6 +176,7 @@ def test_a_sum_is_used_once():
         optimizer.step()
 
 
+@pytest.mark.on_cpu
 @pytest.mark.parametrize("extra", [-1, 0, 1, 15, 16, 17])
 @pytest.mark.parametrize("pieces", [1, 2, 3])
 def test_noise_by_pieces_is_that_of_the_whole(pieces, extra):

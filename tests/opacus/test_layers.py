@@ -28,7 +28,7 @@ class Recurrent(nn.Module):
             out = self.rnn(x)[0]
             out = out if self.rnn.batch_first else out.transpose(0, 1)
         else:
-            packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+            packed = pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
             out = pad_packed_sequence(self.rnn(packed)[0], batch_first=True)[0]
         return self.head(out.sum(1))
 

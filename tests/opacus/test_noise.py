@@ -11,6 +11,8 @@ from dpfast.opacus import DPOptimizerFast
 from dpfast.opacus import noise as noise_module
 from dpfast.opacus.noise import WORTH_BLOCKS, add_noise_by_blocks, add_noise_together
 
+pytestmark = pytest.mark.on_cpu
+
 SHAPES = [(1000, 700), (700,), (3,), (500, 999), (0, 4), (1,), (65536,)]  # of 1.3 million, no block ends with one
 SECRET = SharedSecret(bytes(range(32)))
 

@@ -48,6 +48,7 @@ def test_grad_samples_equal_loop_over_samples(name, output_dtype):
         assert relative_error(p.grad_sample, exact[key]) <= 1e-5, key
 
 
+@pytest.mark.usefixtures("reference_runs")
 @pytest.mark.parametrize("name", ["block", "mlp"])
 def test_norms_are_upper_ends(name):
     model, x, y = opacus_example(name)

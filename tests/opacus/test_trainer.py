@@ -26,6 +26,7 @@ def example():
     return module
 
 
+@pytest.mark.usefixtures("reference_runs")
 def test_one_pass_clips_as_materialized(example, tmp_path):
     """Four micro-batches a step, some empty: the same clipped gradient, with both kinds of checkpointing."""
     data = example.Sequences(24, 10, 16)
@@ -43,6 +44,7 @@ def test_one_pass_clips_as_materialized(example, tmp_path):
         assert getattr(p, "grad_sample", None) is None
 
 
+@pytest.mark.on_cpu
 def test_a_step_is_the_clipped_average(example, tmp_path):
     """Against a loop over samples in fp32, as far as bf16 autocast allows."""
     data = example.Sequences(24, 10, 16)

@@ -36,7 +36,7 @@ def test_units_are_drawn_clipped_and_counted():
     steps = 0
     for _ in range(3):
         for x, y, records in loader:
-            users, ids = sampler.unit_of_record[records.long()].unique(return_inverse=True)
+            users, ids = sampler.unit_of_record[records.long().cpu()].unique(return_inverse=True)
             optimizer.zero_grad()
             with model.units(ids, len(users)):
                 nn.functional.cross_entropy(model(x), y).backward()

@@ -135,6 +135,7 @@ def test_copies_of_a_group_norm(mean, shape):
             assert torch.equal(part, whole[chosen])
 
 
+@pytest.mark.on_cpu
 @pytest.mark.parametrize(
     "change",
     [
@@ -157,6 +158,7 @@ def test_group_norm_that_has_no_copies(change):
         assert (p.grad_sample.double() - truth[name]).norm() <= 1e-5 * truth[name].norm(), name
 
 
+@pytest.mark.on_cpu
 @pytest.mark.parametrize("case", [name for name in CONVOLUTIONS if name.startswith("1x1, large")])
 def test_pixels_by_either_library(case, monkeypatch):
     """Kept gradients have the same bits in every batch, clipped sums are right and nothing of a dropped sample is in
@@ -188,6 +190,7 @@ def test_pixels_by_either_library(case, monkeypatch):
             assert (bits[fine] - truth[some][fine]).norm() <= 1e-6 * truth[some][fine].norm()
 
 
+@pytest.mark.on_cpu
 @pytest.mark.parametrize("layer", [nn.Conv2d(128, 128, 3, padding=1), nn.Conv2d(130, 128, 1, stride=2)], ids=str)
 def test_clipped_sums_of_few_positions(layer):
     torch.manual_seed(0)

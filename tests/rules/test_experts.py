@@ -162,6 +162,7 @@ def test_a_sample_that_is_not_finite_stays_alone():
     wrapped = GradSampleModuleFastGradientClipping(model, loss_reduction="sum")
     with pytest.warns(DpfastWarning):
         summed(wrapped, ids).backward()
+        assert wrapped.nonfinite_samples == 1
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
 

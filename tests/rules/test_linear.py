@@ -72,7 +72,7 @@ def test_answers_share_no_memory_with_the_inputs():
         (torch.ones(4, 6, 3), torch.ones(4, 7, 2), ["(4, 6, 3)", "(4, 7, 2)"]),
         (torch.ones(4, 9), torch.ones(4, 2), ["(4, 9)", "(4, 2)", "3 in-features"]),
         (torch.ones(4, 3), torch.ones(4, 9), ["(4, 3)", "(4, 9)", "2 out-features"]),
-        (torch.ones(4, 3, device="meta"), torch.ones(4, 2), ["meta", "cpu"]),
+        (torch.ones(4, 3, device="meta"), torch.ones(4, 2, device="cpu"), ["meta", "cpu"]),
         (torch.ones(4, 3, dtype=torch.int64), torch.ones(4, 2), ["int64", "float32"]),
     ],
 )

@@ -157,6 +157,7 @@ def test_attention_draws_the_random_numbers_of_torch(need_weights):
     assert not need_weights or torch.allclose(found[1], expected[1], atol=1e-6)
 
 
+@pytest.mark.on_cpu
 @pytest.mark.parametrize("layer", [nn.LSTM(4, 3, 2, dropout=0.5), nn.GRU(4, 3, 2, dropout=0.5)])
 def test_recurrent_layers_with_dropout_between_them(layer):
     """The replay is of single layers, so no random number is drawn twice: clipped at C = ∞ the sum is autograd's."""

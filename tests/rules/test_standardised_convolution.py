@@ -170,6 +170,7 @@ def test_a_subclass_with_a_forward_of_its_own_is_followed_as_before():
     check_rule(model, torch.randn(5, 4, 6, 6))
 
 
+@pytest.mark.on_cpu
 def test_its_norm_is_that_of_the_factor():
     """Where the convolution's own output is at hand, and where no gradient is written."""
     own, x = layer(12, 40, 3, padding=1), torch.randn(5, 12, 4, 4)
