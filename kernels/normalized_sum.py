@@ -4,12 +4,12 @@
     sum[n]  = Σ_t b[n, t] ∘ x̂[n, t]
     e[n, t] = r·(1 + |m|/√(v + ε))·(‖b[n, t]‖ + ‖b[n, t] ∘ x̂[n, t]‖) + g·‖b[n, t] ∘ x̂[n, t]‖
 
-r bounds the relative error of x̂ per (1 + |m|/√(v + ε)) and g that of the sum over t; the caller knows both. With Σ_t b too,
-which is the bias's gradient, and ‖b[n, t]‖.
+r bounds the relative error of x̂ per (1 + |m|/√(v + ε)) and g that of the sum over t; the caller knows both. With
+Σ_t b too, which is the bias's gradient, and ‖b[n, t]‖.
 
-Tiling: rows of one sample in chunks of a length that T and D fix, one program a chunk; BLOCK_T whole rows of BLOCK_D >= D
-features at a time, read once. fp32 throughout; what the chunks leave is added by `weighted_rows`. Where the statistics say
-nothing (an overflow, or no variance beside a small ε), e is infinite.
+Tiling: rows of one sample in chunks of a length that T and D fix, one program a chunk; BLOCK_T whole rows of
+BLOCK_D >= D features at a time, read once. fp32 throughout; what the chunks leave is added by `weighted_rows`. Where
+the statistics say nothing (an overflow, or no variance beside a small ε), e is infinite.
 Reference: `(b.double() * layer_norm(x.double())).sum(1)`.
 """
 
@@ -82,10 +82,7 @@ def _normalized_sum_kernel(
         if CONSTANT:  # of such a row x̂ is exactly 0
             low = tl.min(tl.where(mask_d[None, :], x, float("inf")), axis=1)
             high = tl.max(tl.where(mask_d[None, :], x, float("-inf")), axis=1)
-            if MEAN:
-                none = none | ((low == high) & (tl.abs(low) < float("inf")))
-            else:
-                none = none | ((low == 0.0) & (high == 0.0))
+            none = none | ((low == high) & (tl.abs(low) < float("inf")) & (MEAN or low == 0.0))
         mean = tl.zeros((BLOCK_T,), tl.float32)
         if MEAN:
             mean = tl.sum(x, axis=1) / D
@@ -130,8 +127,8 @@ def normalized_sum(
     Args:
         x, backprops: (N, T, D), bf16, fp16 or fp32, unit last stride, D <= `WIDEST`.
         eps: ε. mean: whether the mean is taken off, as in a layer norm. bias: also return Σ_t b.
-        largest: 1/√(v + ε) above which the statistics say nothing. constant: of a row whose entries are all the same (of
-            an RMS norm: all 0) x̂ is 0, exactly.
+        largest: 1/√(v + ε) above which the statistics say nothing.
+        constant: of a row whose entries are all the same (of an RMS norm: all 0) x̂ is 0, exactly.
         relative, added: r and g, see above.
     Returns: sums and bias (N, D), error e and row_norm_backprops (N, T), all fp32. Norms are no smaller for what
         underflows.
@@ -194,5 +191,5 @@ def _whole(chunks: torch.Tensor) -> torch.Tensor:
 def _tile(D: int) -> Tile:
     width = max(16, triton.next_power_of_2(D))
     warps = 4 if width <= 2048 else 8
-    rows = max(1, 2048 // width)
+    rows = min(16, max(1, 2048 // width))
     return Tile(rows, width, 0, 0, warps, 1, "from static analysis: 16 entries a thread of x and b, two accumulators")

@@ -2,10 +2,10 @@
 
     out[b, k] = Σ_j c[j] x[b, j, k]   or   Σ_j x[b, j, k]
 
-What a step makes of gradients that it has kept, and of the parts that another kernel has left. A row whose weight is 0 is
-not read, so it adds exactly nothing whatever it holds. Tiling: BLOCK_K entries of one b a program, which walks all rows,
-BLOCK_J at a time, one fp32 accumulator an entry and row of the block; then the block's rows are added. The order is fixed
-by J alone. Each element is read once.
+What a step makes of gradients that it has kept, and of the parts that another kernel has left. A row whose weight is
+0 is not read, so it adds exactly nothing whatever it holds. Tiling: BLOCK_K entries of one b a program, which walks all
+rows, BLOCK_J at a time, one fp32 accumulator an entry and row of the block; then the block's rows are added. The order
+is fixed by J alone. Each element is read once.
 Reference: `torch.einsum("j,bjk->bk", c.double(), x.double())`.
 """
 
