@@ -51,6 +51,10 @@ def _why_not_on(device: torch.device, sixteen_bits: bool = False) -> str | None:
     return None
 
 
+# What torch.compiler.assume_constant_result does, which would import the compiler: asked, not traced.
+_why_not_on.__wrapped__._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 @lru_cache(maxsize=64)
 def _auto_backend(device: torch.device, sixteen_bits: bool) -> str:
     why_not = _why_not_on(device, sixteen_bits)

@@ -108,7 +108,11 @@ def test_an_empty_batch_in_another_order(backend):
     assert ops.certified_sq_norm(a, b, way="direct", backend=backend).upper.shape == (0,)
 
 
-def test_ops_compile_into_one_graph():
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+def test_ops_compile_into_one_graph(backend, monkeypatch):
+    """Whether kernels can run is asked then too, and not traced."""
+    monkeypatch.setenv("DPFAST_BACKEND", backend)
+
     def norms(a, b):
         return ops.norm_sample(a, b) + ops.weighted_sum(a, b, torch.ones(3, device=a.device)).sum()
 
