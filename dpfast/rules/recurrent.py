@@ -7,7 +7,8 @@ The rule repeats a layer's steps in fp32 or fp64 and lets autograd find d_t.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import _VF, Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
 
-from dpfast.arithmetic import accumulating_dtype
+from dpfast.arithmetic import accumulating_dtype, is_traced
 from dpfast.errors import InputError
 from dpfast.factors import Factor, OuterProduct, row_sum
 from dpfast.taps import Activations, Pieces, register_by_row, register_forward, register_rule
@@ -107,6 +108,17 @@ def _initial_states(layer: nn.RNNBase, input: Any, hx: Any) -> tuple[Tensor, ...
     return tuple(data.new_zeros(rows, n, h) for h in sizes[: 2 if layer.mode == "LSTM" else 1])
 
 
+@contextmanager
+def _no_flat_weights() -> Iterator[None]:
+    """Without cuDNN, which reads weights from the one block of memory that they stand on: no graph has that."""
+    before = torch.backends.cudnn.enabled
+    torch.backends.cudnn.enabled = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.enabled = before
+
+
 class _Layer:
     """One layer of a recurrent module: its forward and, called, its rule."""
 
@@ -128,9 +140,10 @@ class _Layer:
         layer = self.layer
         hx = list(states) if layer.mode == "LSTM" else states[0]
         options = [layer.bias, 1, 0.0, layer.training, layer.bidirectional]
-        if len(data) == 1:
-            return _NATIVE[layer.mode](data[0], hx, list(parameters), *options, layer.batch_first)
-        return _NATIVE[layer.mode](data[0], data[1], hx, list(parameters), *options)
+        with _no_flat_weights() if is_traced() else nullcontext():
+            if len(data) == 1:
+                return _NATIVE[layer.mode](data[0], hx, list(parameters), *options, layer.batch_first)
+            return _NATIVE[layer.mode](data[0], data[1], hx, list(parameters), *options)
 
     def __call__(
         self, parameters: Sequence[nn.Parameter], activations: Activations, backprops: Sequence[Tensor]

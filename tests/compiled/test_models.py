@@ -8,6 +8,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import dpfast
+from dpfast.arithmetic import is_traced
+from dpfast.rules import recurrent
 from dpfast.testing import relative_error
 
 
@@ -143,6 +145,18 @@ def test_a_model(name):
     for n in (4, 3):
         check(step, net, losses, batches(n))
     assert len(step._graphs) == 1
+
+
+def test_a_captured_lstm_is_not_cudnns(monkeypatch):
+    """Which asks for the block of memory that its weights stand on; a graph has no such thing."""
+    used, own = [], recurrent._NATIVE["LSTM"]
+    native = {"LSTM": lambda *args: used.append((is_traced(), torch.backends.cudnn.enabled)) or own(*args)}
+    monkeypatch.setattr(recurrent, "_NATIVE", native)
+    net, before = Words(), torch.backends.cudnn.enabled
+    step = dpfast.compile_step(net, class_losses, max_grad_norm=0.5, batch_size=4, backend="eager")
+    step(*words(4))
+    assert {enabled for traced, enabled in used if traced} == {False} and torch.backends.cudnn.enabled == before
+    assert all(enabled == before for traced, enabled in used if not traced)
 
 
 def test_accumulation_and_optimizer():
