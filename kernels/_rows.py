@@ -1,13 +1,13 @@
 """How a kernel reads a block of rows of one sample: through pointers, or through a tensor descriptor (TMA).
 
 A descriptor's loads are issued by one thread, need no registers for addresses and fill with zeros what lies
-outside the tensor, so they need no masks; hardware takes them from sm_90 on. Both ways read the same numbers, so
-which one a launch takes changes no bit of its result.
+outside the tensor, so they need no masks; hardware takes them from sm_90 on. Both ways read the same numbers, but the
+compiler lays them out otherwise, so the order in which a product adds up, and with it the last bits, may be another.
 
 Where samples are runs of rows (units with any number of rows), unit u has the positions [runs[u, 0], runs[u, 1]) of one
 list (1, R, F). A kernel then moves its pointers to the run's first row and takes its length for T, so everything behind
-that, the order of addition too, is a sample's. Runs are read through pointers: a descriptor ends where the tensor ends,
-not where the run does, and would read the next unit's rows.
+that is a sample's, the order of addition too where samples are read through pointers. Runs are read through pointers: a
+descriptor ends where the tensor ends, not where the run does, and would read the next unit's rows.
 """
 
 from __future__ import annotations

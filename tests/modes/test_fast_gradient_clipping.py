@@ -98,6 +98,7 @@ def test_frozen_base_costs_nothing_and_gets_nothing():
     assert model.qkv.weight.grad is None
 
 
+@pytest.mark.usefixtures("reference_runs")
 def test_autograd_computes_no_summed_weight_gradient():
     model, x, y = example("mlp")
     wrapped = wrap(model)
