@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch.jit._builtins import _find_builtin, _register_builtin
 
 TESTS = str(Path(__file__).resolve().parents[1])
 OF_KERNELS = str(Path(TESTS, "kernels"))
@@ -31,7 +32,10 @@ _stays: list[None] = []  # while there is one
 def put(device: str) -> None:
     """From now on, in this process."""
     for name in FACTORIES:
-        setattr(torch, name, _on(getattr(torch, name), device))
+        factory = getattr(torch, name)
+        setattr(torch, name, _on(factory, device))
+        if operator := _find_builtin(factory):  # torch.jit.script would compile the function in its place
+            _register_builtin(getattr(torch, name), operator)
     torch.Generator = _generator(device)
     torch.backends.cudnn.allow_tf32 = False  # tests compare with fp64
 
