@@ -15,7 +15,7 @@ from two_linears import D, N, Net, clipping, step
 
 from dpfast.errors import DpfastWarning, UnsupportedModuleError
 
-pytestmark = pytest.mark.filterwarnings("error::dpfast.errors.DpfastWarning")
+pytestmark = [pytest.mark.on_cpu, pytest.mark.filterwarnings("error::dpfast.errors.DpfastWarning")]
 
 NUMBERS = random.Random(0)  # which no look starts again
 
