@@ -141,7 +141,7 @@ def test_generators():
         compiled(Drawing(True))(*mlp_batch(N))
 
 
-@pytest.mark.on_cpu
+@pytest.mark.on_cpu  # on a GPU an index out of range is the end of the process's work there
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_an_operation_fails_in_a_graph_that_has_run(backend):
     """Its own error, and the next step is as if nothing had been."""

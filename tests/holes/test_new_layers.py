@@ -215,7 +215,7 @@ class Recurrent(nn.Module):
         self.rnn, self.head = cell(D, D, batch_first=True), nn.Linear(D, D)
 
     def forward(self, x, lengths):
-        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths.cpu(), batch_first=True)
         states = self.rnn(packed)[1]
         return self.head((states[0] if isinstance(states, tuple) else states)[-1])
 

@@ -67,6 +67,7 @@ def test_a_step_runs_whatever_the_new_switches_say(switch, name):
     assert torch.isfinite(model.weight.grad).all()
 
 
+@pytest.mark.on_cpu
 @pytest.mark.parametrize(("name", "value"), list(itertools.product(["", "mkldnn", "mkldnn.matmul"], ["bf16", "tf32"])))
 def test_the_new_switches_widen_the_bound(switch, name, value):
     """On a CPU those of all backends and of oneDNN let products be rounded: the bound says so."""

@@ -15,7 +15,7 @@ class PackedLstm(nn.Module):
         self.inner = nn.LSTM(4, 3, 2, bidirectional=True)
 
     def forward(self, x, lengths, h, c):
-        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
         output, state = self.inner(packed, (h.movedim(0, 1).contiguous(), c.movedim(0, 1).contiguous()))
         return nn.utils.rnn.pad_packed_sequence(output, batch_first=True)[0].sum(1), *(s.movedim(1, 0) for s in state)
 

@@ -72,7 +72,7 @@ class States(nn.Module):
         out, x = [], self.first(x)
         for rnn, length in zip(self.rnns, lengths, strict=True):
             order = length.argsort(descending=True)
-            states = rnn(pack_padded_sequence(x[order], length[order], batch_first=True))[1]
+            states = rnn(pack_padded_sequence(x[order], length[order].cpu(), batch_first=True))[1]
             out.append((states[0] if isinstance(states, tuple) else states)[-1][order.argsort()])
         return torch.stack(out, 1)
 
@@ -147,7 +147,7 @@ class Checkpointed(nn.Module):
 
     def states(self, x, lengths):
         order = lengths.argsort(descending=True)
-        packed = pack_padded_sequence(x[order], lengths[order], batch_first=True)
+        packed = pack_padded_sequence(x[order], lengths[order].cpu(), batch_first=True)
         return self.rnn(packed)[1][-1][order.argsort()]
 
     def forward(self, x, lengths):
@@ -169,7 +169,7 @@ class Sorted(nn.Module):
         self.given = given
 
     def forward(self, x, lengths):
-        packed = pack_padded_sequence(self.first(x), lengths, batch_first=True, enforce_sorted=False)
+        packed = pack_padded_sequence(self.first(x), lengths.cpu(), batch_first=True, enforce_sorted=False)
         out, _ = self.rnn(packed, x[:, :1].transpose(0, 1).contiguous()) if self.given else self.rnn(input=packed)
         return self.head(pad_packed_sequence(out, batch_first=True, total_length=x.shape[1])[0])
 
@@ -185,8 +185,8 @@ def test_sequences_that_torch_sorts(given, t):
 
 
 LENGTH = {
-    "as they are": lambda lengths: lengths,
-    "one less": lambda lengths: (lengths - 1).clamp(min=1),
+    "as they are": lambda lengths: lengths.cpu(),
+    "one less": lambda lengths: (lengths - 1).clamp(min=1).cpu(),
     "a list": lambda lengths: lengths.tolist(),
     "another list": lambda lengths: [max(int(n) - 1, 1) for n in lengths],
     "of another dtype": lambda lengths: lengths.to(torch.int32).cpu(),

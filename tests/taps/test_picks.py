@@ -273,7 +273,8 @@ class Packed(nn.Module):
         if self.how:
             order = lengths.argsort() if self.how == "order" else (lengths > 2).nonzero()[:, 0]
             x, lengths = x[order], lengths[order]
-        states = self.rnn(nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False))[1]
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
+        states = self.rnn(packed)[1]
         return self.head((states[0] if isinstance(states, tuple) else states)[-1])
 
 

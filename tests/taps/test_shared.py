@@ -260,6 +260,7 @@ def test_a_sample_that_is_not_finite_harms_no_other(make):
     wrapped = MODES["one pass"](model, loss_reduction="sum")
     with pytest.warns(dpfast.errors.DpfastWarning):
         losses(wrapped, x).sum().backward()
+        assert wrapped.nonfinite_samples == 1  # of a GPU known when it is asked for
     for name, expected in clipped_sum(exact, C).items():
         assert relative_error(model.get_parameter(name).grad, expected) <= 1e-4, name
 

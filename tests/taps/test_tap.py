@@ -200,8 +200,9 @@ def test_isolation(disturb):
         with pytest.raises(RuntimeError, match="on purpose"):
             wrapped(x)
         handle.remove()
-        with pytest.raises(IndexError):
-            wrapped(torch.full_like(x, 99))
+        if x.device.type == "cpu":  # on a GPU an index out of range is the end of the process's work there
+            with pytest.raises(IndexError):
+                wrapped(torch.full_like(x, 99))
     else:
         other, ox, oy = example("transformer")
         mean_loss(wrap(other), ox, oy).backward()
