@@ -35,13 +35,12 @@ gram_norm 16-bit T64K128 8 3 tma | the same, eight warps
 gram_norm 16-bit T128K128 16 2 tma | four warpgroups: 32 registers an accumulator
 gram_norm 16-bit T128K64 8 4 tma | shorter steps; 43 spills
 gram_norm 16-bit T128K128 8 2 ptr | what descriptors save
-gram_norm fp32 T64K16 8 3 tma | descriptors swizzle rows in shared memory: no bank conflicts, but 168 registers
-gram_norm fp32 T64K16 4 3 tma | the same, 8 by 4 entries a thread: fewer loads from shared memory a product
-gram_norm fp32 T64K16 4 3 ptr | 8 by 4 entries a thread without the swizzle
-gram_norm fp32 T64K32 8 3 ptr | longer steps, 128 registers
-gram_norm fp32 T64K32 8 3 tma | longer steps with the swizzle
-gram_norm fp32 T32K32 4 3 tma | small tiles with the swizzle
-gram_norm fp32 T32K16 4 3 tma | the same, shorter steps
+gram_norm fp32 T64K16 4 3 ptr | 8 by 4 entries a thread: fewer loads from shared memory a product
+gram_norm fp32 T64K16 8 4 ptr | a step more in flight
+gram_norm fp32 T64K32 8 3 ptr | longer steps
+gram_norm fp32 T64K32 4 3 ptr | both
+gram_norm fp32 T32K32 4 3 ptr | small tiles, more programs
+gram_norm fp32 T128K16 8 3 ptr | 8 by 8 entries a thread; spills
 weighted_sum fp32 T16D64P64 4 7 tma | 8 by 4 entries a thread, two programs a multiprocessor
 weighted_sum fp32 T16D64P64 8 3 tma | one step in flight
 weighted_sum fp32 T16D64P64 8 5 tma | two

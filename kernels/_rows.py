@@ -144,10 +144,11 @@ def brought_to_step(tile: Tile, step: int, *operands: torch.Tensor) -> tuple[tor
     """
     if step == 1 or (tile.TMA and all(_describable(x) for x in operands)):
         return operands
-    return tuple(x if x.shape[2] % step == 0 else _lengthened(x, step) for x in operands)
+    return tuple(x if x.shape[2] % step == 0 else lengthened(x, step) for x in operands)
 
 
-def _lengthened(x: torch.Tensor, step: int) -> torch.Tensor:
+def lengthened(x: torch.Tensor, step: int) -> torch.Tensor:
+    """A copy whose rows are multiples of `step` long, with zeros behind those of x."""
     N, T, F = x.shape
     longer = torch.empty((N, T, -(-F // step) * step), dtype=x.dtype, device=x.device)
     longer[:, :, :F] = x

@@ -31,7 +31,8 @@ Why the blocks are what they are
   (`_tiles.row_step`), and conditions are asked of the copies' lengths.
 - fp32 is IEEE: fused multiply-adds on the ordinary cores, where 64×64 by 16 fits the registers.
   Gram tiles of fp32 keep to pointers: with descriptors they take 168 registers instead of 128 on sm_90, which leaves a
-  multiprocessor one program instead of two.
+  multiprocessor one program instead of two. Those of large samples read copies, positions next to each other
+  (`_tiles.turns`), and keep to pointers anyway.
 - interpreter: small blocks, so that small inputs have several tiles of each kind; both ways of loading.
 """
 

@@ -41,6 +41,11 @@ ROW_STEP = 16
 _COPY_FROM = 2**26
 _COPY_REUSE = 256
 
+# From so many multiply-adds of a sample on, and so many positions, a copy with positions next to each other takes some
+# percent of what it saves a Gram norm of fp32.
+_TURNED_FROM = 2**26
+_TURNED_FROM_T = 128
+
 # At or below this many positions a weighted sum reduces over rows of several samples at once.
 _FLAT_MAX_T = 63
 
@@ -153,6 +158,16 @@ def row_step(verb: str, T: int, D: int, P: int, dtype: torch.dtype) -> int:
     return ROW_STEP if pays and (D % ROW_STEP or P % ROW_STEP) else 1
 
 
+def turns(T: int, D: int, P: int, dtype: torch.dtype) -> bool:
+    """Whether a Gram norm of fp32 has positions brought next to each other first, by a copy.
+
+    Its products are taken by threads that each read a few positions of one feature from shared memory. Where features
+    are next to each other, eight of them at once want the same banks: four times the time of an outer product with as
+    many FLOPs (H200).
+    """
+    return dtype == torch.float32 and T >= _TURNED_FROM_T and T * T * (D + P) >= _TURNED_FROM
+
+
 def split(tile: Tile, T: int, D: int, P: int, arch: str) -> tuple[int, int]:
     """(parts, positions of a part) of a sample's outer product; a multiple of CHAIN, so that the last may be shorter.
 
@@ -175,7 +190,7 @@ def run_class(verb: str, T: int, D: int, P: int, dtype: torch.dtype, arch: str) 
     """
     chosen = tile(verb, T, D, P, dtype, arch), row_step(verb, T, D, P, dtype)
     if verb == "gram_norm":
-        return chosen, (-(-T // chosen[0].BLOCK_T) - 1).bit_length()
+        return chosen, turns(T, D, P, dtype), (-(-T // chosen[0].BLOCK_T) - 1).bit_length()
     parts, part = split(chosen[0], T, D, P, arch)
     return chosen, parts, part if parts > 1 else 0, T > CHAIN
 

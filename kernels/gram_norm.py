@@ -29,20 +29,21 @@ import triton.language as tl
 from . import _tiles
 from ._launch import arch_of, launch, validate, widens
 from ._partials import rounded_product, sum_partials, sum_tile
-from ._rows import brought_to_step, load_rows, row_sources, run_of, sizes
+from ._rows import brought_to_step, lengthened, load_columns, load_rows, row_sources, run_of, sizes
 
 
 @triton.jit
 def _gram_tile(
-    x,  # (N, T, K), see `load_rows`
+    x,  # (N, T, K), see `load_rows`; (N, K, T) where TURNED
     stride_xn,
-    stride_xt,
+    stride_xt,  # of the second dim
     n,
     i,
     j,
     T,
     K,
     CHAIN: tl.constexpr,
+    TURNED: tl.constexpr,
     TMA: tl.constexpr,
     WIDEN: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -52,13 +53,17 @@ def _gram_tile(
     acc = tl.zeros((BLOCK_T, BLOCK_T), tl.float32)
     total = tl.zeros((BLOCK_T, BLOCK_T), tl.float32)
     for k in range(0, K, BLOCK_K):
-        x_i = load_rows(x, stride_xn, stride_xt, n, i, k, T, K, TMA, BLOCK_T, BLOCK_K)
-        x_j = load_rows(x, stride_xn, stride_xt, n, j, k, T, K, TMA, BLOCK_T, BLOCK_K)
+        if TURNED:
+            x_i = load_columns(x, stride_xn, stride_xt, n, k, i, K, T, TMA, BLOCK_K, BLOCK_T)
+            x_j = load_rows(x, stride_xn, stride_xt, n, k, j, K, T, TMA, BLOCK_K, BLOCK_T)
+        else:
+            x_i = load_rows(x, stride_xn, stride_xt, n, i, k, T, K, TMA, BLOCK_T, BLOCK_K)
+            x_j = tl.trans(load_rows(x, stride_xn, stride_xt, n, j, k, T, K, TMA, BLOCK_T, BLOCK_K))
         if WIDEN:
             x_i = x_i.to(tl.float32)
             x_j = x_j.to(tl.float32)
         # X Xᵀ += x_i x_jᵀ
-        acc = tl.dot(x_i, tl.trans(x_j), acc, input_precision="ieee")
+        acc = tl.dot(x_i, x_j, acc, input_precision="ieee")
         if CHAIN:  # noqa: SIM102 (see `outer_tile`)
             if (k + BLOCK_K) % CHAIN == 0:
                 total += acc
@@ -98,6 +103,8 @@ def _gram_norm_kernel(
     BIAS: tl.constexpr,
     BOUND: tl.constexpr,
     CHAIN: tl.constexpr,
+    TURNED: tl.constexpr,
+    ROW_STEP: tl.constexpr,
     TMA: tl.constexpr,
     WIDEN: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -123,8 +130,8 @@ def _gram_norm_kernel(
     j = pid_j * BLOCK_T
     if runs_ptr is not None:
         first, T = run_of(runs_ptr, n)
-        a += first * stride_at
-        b += first * stride_bt
+        a += first * (1 if TURNED else stride_at)
+        b += first * (1 if TURNED else stride_bt)
         if BOUND:
             row_norm_a_ptr += first * stride_rat
             row_norm_b_ptr += first * stride_rbt
@@ -132,8 +139,11 @@ def _gram_norm_kernel(
         pid_n = 0
         D = tl.where(i < T, D, 0)  # a shorter run has fewer pairs: of the others nothing is read, and zeros are left
         P = tl.where(i < T, P, 0)
-    gram_b = _gram_tile(b, stride_bn, stride_bt, n, i, j, T, P, CHAIN, TMA, WIDEN, BLOCK_T, BLOCK_K)
-    gram_a = _gram_tile(a, stride_an, stride_at, n, i, j, T, D, CHAIN, TMA, WIDEN, BLOCK_T, BLOCK_K)
+    read_t = T  # a copy's rows end in zeros, so that of samples loads take 16 bytes
+    if TURNED and runs_ptr is None:
+        read_t = tl.cdiv(T, ROW_STEP) * ROW_STEP
+    gram_b = _gram_tile(b, stride_bn, stride_bt, n, i, j, read_t, P, CHAIN, TURNED, TMA, WIDEN, BLOCK_T, BLOCK_K)
+    gram_a = _gram_tile(a, stride_an, stride_at, n, i, j, read_t, D, CHAIN, TURNED, TMA, WIDEN, BLOCK_T, BLOCK_K)
 
     tl.store(partials_ptr, count * sum_tile(rounded_product(gram_a, gram_b)))
     if BIAS:
@@ -256,6 +266,10 @@ def gram_partials(
     step = _tiles.row_step("gram_norm", T, D, P, dtype)
     activations, backprops = brought_to_step(tile, step, activations, backprops)
     D, P = activations.shape[2], backprops.shape[2]
+    turned = activations.dtype == backprops.dtype and _tiles.turns(T, D, P, dtype)
+    if turned:
+        tile = replace(tile, TMA=False)
+        activations, backprops = (lengthened(x.mT, _tiles.ROW_STEP) for x in (activations, backprops))
     a, b, described = row_sources(tile, (activations, tile.BLOCK_K), (backprops, tile.BLOCK_K))
     partials = torch.empty((N, outputs, pairs), dtype=torch.float32, device=device)
     launch(
@@ -270,7 +284,7 @@ def gram_partials(
         partials_ptr=partials,
         runs_ptr=runs,
         stride_an=activations.stride(0),
-        stride_at=activations.stride(1),
+        stride_at=activations.stride(1),  # of features, where they are turned
         stride_bn=backprops.stride(0),
         stride_bt=backprops.stride(1),
         stride_ran=row_norm_activations.stride(0) if bound else 0,
@@ -284,6 +298,8 @@ def gram_partials(
         BIAS=bias,
         BOUND=bound,
         CHAIN=_tiles.CHAIN if max(D, P) > _tiles.CHAIN else 0,
+        TURNED=turned,
+        ROW_STEP=_tiles.ROW_STEP,
         TMA=described,
         WIDEN=widens(_gram_norm_kernel),
         BLOCK_T=tile.BLOCK_T,

@@ -8,6 +8,8 @@ from kernel_cases import (
     BF16,
     DEVICE,
     DTYPE_PAIRS,
+    FP32,
+    Guarded,
     assert_close,
     call,
     empty_shapes,
@@ -19,7 +21,7 @@ from kernel_cases import (
     wide,
 )
 
-from dpfast.kernels import gram_norm, row_sq_norm
+from dpfast.kernels import _tiles, gram_norm, row_sq_norm
 from dpfast.kernels._tiles import Tile
 
 
@@ -130,3 +132,26 @@ def test_refuses_row_norms_of_another_shape_or_dtype(norm):
     x = torch.ones(2, 3, 4)
     with pytest.raises(ValueError, match="row norms are"):
         gram_norm(x, x, row_norm_activations=norm, row_norm_backprops=torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("D", [45, 64])
+def test_positions_brought_next_to_each_other(monkeypatch, D):
+    """fp32, guarded: of samples, whose copies end in zeros, and of runs, whose neighbours are not to be read."""
+    monkeypatch.setattr(_tiles, "_TURNED_FROM_T", 1)
+    pair = [Guarded(2, 70, F, FP32, layout, seed=F) for F, layout in ((D, "padded"), (61, "time_first"))]
+    rows = [Guarded(1, 100, F, FP32, seed=F) for F in (D, 61)]
+    runs = torch.tensor([[3, 70], [70, 100]], device=rows[0].tensor.device)
+
+    def results():
+        for inputs, options in ((pair, {"bias": True}), (rows, {"runs": runs, "longest": 67})):
+            norms = [wide(x).norm(dim=2).float().to(runs.device) for x in inputs]
+            bounded = dict(zip(("row_norm_activations", "row_norm_backprops"), norms, strict=True))
+            yield from (x for x in call(gram_norm, *inputs, **bounded, **options) if x is not None)
+
+    found = {}
+    for least in (2**60, 1):
+        monkeypatch.setattr(_tiles, "_TURNED_FROM", least)
+        assert _tiles.turns(70, D, 61, FP32) == (least == 1)
+        found[least] = list(results())
+    for x, y in zip(*found.values(), strict=True):
+        assert_close(x, y.cpu().double())
