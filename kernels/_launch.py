@@ -98,13 +98,16 @@ def validate(*tensors: torch.Tensor) -> None:
             raise ValueError(f"devices differ: {tensors[0].device} and {tensor.device}")
 
 
+_HERE = contextlib.nullcontext()
+
+
 def launch(kernel, programs: int, tile: Tile, device: torch.device, **arguments) -> None:
     """Start `programs` programs of `kernel` on `device`, on its current stream.
 
     One grid axis only: the first may be 2³¹-1 long, the others end at 65535.
     """
-    guard = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-    with guard:
+    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    with torch.cuda.device(device) if elsewhere else _HERE:
         kernel[(programs,)](**arguments, num_warps=tile.num_warps, num_stages=tile.num_stages)
 
 

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from ._launch import launch
 from ._rows import run_of
-from ._tiles import Tile
+from ._tiles import Tile, cdiv
 
 _TILE = Tile(0, 0, 0, 256, 4, 1, "from static analysis: two values a thread")
 _PARTS_TILE = Tile(0, 0, 0, 1024, 4, 1, "from static analysis: eight values a thread, 16-byte loads")
@@ -77,7 +77,7 @@ def sum_partials(partials: torch.Tensor, length: int) -> tuple[torch.Tensor, ...
     N, slots = partials.shape
     if length == 1:
         return partials.unbind(1)
-    sums = triton.cdiv(slots, length)
+    sums = cdiv(slots, length)
     out = torch.empty((sums, N), dtype=partials.dtype, device=partials.device)
     launch(
         _sum_partials_kernel,
@@ -153,7 +153,7 @@ def _add_parts_kernel(
 
 def part_blocks(length: int) -> int:
     """How many partial squared norms `add_parts` leaves of a sample's `length` numbers."""
-    blocks: int = triton.cdiv(length, _PARTS_TILE.BLOCK_K)
+    blocks: int = cdiv(length, _PARTS_TILE.BLOCK_K)
     return blocks
 
 

@@ -30,6 +30,7 @@ from . import _tiles
 from ._launch import arch_of, launch, validate, widens
 from ._partials import rounded_product, sum_partials, sum_tile
 from ._rows import brought_to_step, lengthened, load_columns, load_rows, row_sources, run_of, sizes
+from ._tiles import cdiv
 
 
 @triton.jit
@@ -258,7 +259,7 @@ def gram_partials(
     dtype = torch.promote_types(activations.dtype, backprops.dtype)
     if tile is None:
         tile = _tiles.tile("gram_norm", T, D, P, dtype, arch_of(activations))
-    tiles = triton.cdiv(T, tile.BLOCK_T)
+    tiles = cdiv(T, tile.BLOCK_T)
     pairs = tiles * (tiles + 1) // 2
     if runs is not None:
         tile = replace(tile, TMA=False)

@@ -28,7 +28,7 @@ import triton.language as tl
 from ._launch import arch_of, launch, promote, validate, widens
 from ._partials import rounded_product, sum_partials, sum_tile
 from ._rows import run_of, sizes
-from ._tiles import Tile, family
+from ._tiles import Tile, cdiv, family, next_power_of_2
 
 THINNEST = 64
 """The most entries of the thin dimension."""
@@ -144,7 +144,7 @@ class GroupedNormResult(NamedTuple):
 def groups(T: int, D: int, P: int) -> bool:
     """Whether factors of this shape are for this kernel: thin, and not walked by too few programs for too long."""
     wide, thin = max(D, P), min(D, P)
-    return 0 < thin <= THINNEST and 0 < T <= _LONGEST_WALK * triton.cdiv(wide, 128)
+    return 0 < thin <= THINNEST and 0 < T <= _LONGEST_WALK * cdiv(wide, 128)
 
 
 def largest_group(arch: str) -> int:
@@ -154,7 +154,7 @@ def largest_group(arch: str) -> int:
 
 def thin_tile(D: int, P: int, dtype: torch.dtype, arch: str) -> Tile:
     """BLOCK_D blocks the wide dimension, BLOCK_P covers the thin one."""
-    wide, thin = max(D, P), max(16, triton.next_power_of_2(min(D, P)))
+    wide, thin = max(D, P), max(16, next_power_of_2(min(D, P)))
     by_element = D % 8 != 0 or P % 8 != 0
     if arch == "interpreter":
         return Tile(16, 64, thin, 0, 4, 1, "interpreter")
@@ -217,7 +217,7 @@ def grouped_outer_norm(
     wide, thin = (0, 1) if D >= P else (1, 0)
     x, y = pairs[0][wide], pairs[0][thin]
     octets = not any(size % 8 for size in (D, P, *x.stride()[:2], *y.stride()[:2]))
-    tiles = triton.cdiv(x.shape[2], tile.BLOCK_D)
+    tiles = cdiv(x.shape[2], tile.BLOCK_D)
     partials = torch.empty((G * N, 2 * tiles), dtype=torch.float32, device=device)
     largest = largest_group(arch_of(a))
     for first in range(0, G, largest):

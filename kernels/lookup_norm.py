@@ -25,7 +25,7 @@ import triton.language as tl
 from ._launch import arch_of, launch, validate
 from ._partials import rounded_product, sum_partials, sum_runs, sum_tile
 from ._rows import sizes
-from ._tiles import Tile
+from ._tiles import Tile, cdiv, next_power_of_2
 
 _NOBODYS = 2**62
 
@@ -111,7 +111,7 @@ def row_tile(D: int, arch: str) -> Tile:
     """BLOCK_T rows of a run and BLOCK_D features at a time."""
     if arch == "interpreter":
         return Tile(4, 32, 0, 0, 4, 1, "interpreter")
-    block = min(1024, max(32, triton.next_power_of_2(D)))
+    block = min(1024, max(32, next_power_of_2(D)))
     return Tile(8, block, 0, 0, max(1, block // 128), 1, "from static analysis: 32 elements a thread, no spill")
 
 
@@ -152,7 +152,7 @@ def lookup_norm(
         tile = row_tile(D, arch_of(backprops))
     if runs is not None:
         sizes(backprops, runs, 0)
-    width = min(D, tile.BLOCK_D) + triton.cdiv(D, tile.BLOCK_D)
+    width = min(D, tile.BLOCK_D) + cdiv(D, tile.BLOCK_D)
     if 0 in (N, T, D) or (runs is not None and len(runs) == 0):
         zeros = torch.zeros(N if runs is None else len(runs), dtype=torch.float32, device=device)
         return LookupNormResult(zeros, zeros.clone(), width)

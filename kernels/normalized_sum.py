@@ -15,6 +15,7 @@ Reference: `(b.double() * layer_norm(x.double())).sum(1)`.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ import triton.language as tl
 
 from ._launch import launch
 from ._partials import rounded_product
-from ._tiles import Tile
+from ._tiles import Tile, cdiv, next_power_of_2
 from .weighted_rows import weighted_rows
 
 WIDEST = 8192
@@ -142,7 +143,7 @@ def normalized_sum(
     device = x.device
     tile = _tile(D)
     chunk = _STEPS * tile.BLOCK_T
-    chunks = max(1, triton.cdiv(T, chunk))
+    chunks = max(1, cdiv(T, chunk))
 
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.float32, device=device)
@@ -188,8 +189,9 @@ def _whole(chunks: torch.Tensor) -> torch.Tensor:
     return chunks.squeeze(1) if chunks.shape[1] == 1 else weighted_rows(chunks)
 
 
+@lru_cache(maxsize=256)
 def _tile(D: int) -> Tile:
-    width = max(16, triton.next_power_of_2(D))
+    width = max(16, next_power_of_2(D))
     warps = 4 if width <= 2048 else 8
     rows = min(16, max(1, 2048 // width))
     return Tile(rows, width, 0, 0, warps, 1, "from static analysis: 16 entries a thread of x and b, two accumulators")

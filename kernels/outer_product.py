@@ -32,6 +32,7 @@ from . import _tiles
 from ._launch import arch_of, launch, promote, validate, widens
 from ._partials import add_parts, part_blocks, rounded_product, sum_partials, sum_tile
 from ._rows import brought_to_step, column_sums, load_columns, load_rows, row_sources, run_of, sizes
+from ._tiles import cdiv
 
 
 @triton.jit
@@ -313,8 +314,8 @@ def outer(
     if tile is None:
         tile = _tiles.tile(verb, T, D, P, activations.dtype, arch)
     parts, part = _tiles.split(tile, T, D, P, arch)
-    tiles_p = triton.cdiv(P, tile.BLOCK_P)
-    tiles = tiles_p * triton.cdiv(D, tile.BLOCK_D)
+    tiles_p = cdiv(P, tile.BLOCK_P)
+    tiles = tiles_p * cdiv(D, tile.BLOCK_D)
     slots = tiles + (tiles_p if bias else 0)
     # By sizes, not by strides: the order of addition is a sample's own. More rows that are loaded by element spill.
     octet = 16 // activations.element_size() if tile.TMA else 16
@@ -327,7 +328,7 @@ def outer(
     activations, backprops = brought_to_step(tile, step, activations, backprops)
     a, b, described = row_sources(tile, (activations, tile.BLOCK_D), (backprops, tile.BLOCK_P))
     part = part if parts > 1 else T
-    blocks = triton.cdiv(part, rows)
+    blocks = cdiv(part, rows)
     programs = slots + (blocks if row_products else 0)
 
     def start(first: int, count: int, out, bias_out, partials, scale: float) -> None:

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from . import _tiles
 from ._launch import arch_of, launch, validate
+from ._tiles import cdiv
 
 
 @triton.jit(do_not_specialize=["rows", "T"])
@@ -84,7 +85,7 @@ def _of_rows(x: torch.Tensor, *, root: bool) -> torch.Tensor:
     out = torch.empty((N, T), dtype=torch.float32, device=x.device)
     launch(
         _row_sq_norm_kernel,
-        triton.cdiv(N * T, tile.BLOCK_T),
+        cdiv(N * T, tile.BLOCK_T),
         tile,
         x.device,
         x_ptr=x,

@@ -11,12 +11,14 @@ Reference: `torch.einsum("j,bjk->bk", c.double(), x.double())`.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 
 from ._launch import launch
-from ._tiles import Tile
+from ._tiles import Tile, cdiv, next_power_of_2
 
 _ROWS, _ENTRIES = 16, 2048  # rows of a block, and its entries: 16 a thread of four warps
 
@@ -82,7 +84,7 @@ def weighted_rows(x: torch.Tensor, weights: torch.Tensor | None = None) -> torch
     tile = _tile(J)
     launch(
         _weighted_rows_kernel,
-        B * triton.cdiv(K, tile.BLOCK_K),
+        B * cdiv(K, tile.BLOCK_K),
         tile,
         x.device,
         x_ptr=x,
@@ -98,7 +100,8 @@ def weighted_rows(x: torch.Tensor, weights: torch.Tensor | None = None) -> torch
     return out
 
 
+@lru_cache(maxsize=256)
 def _tile(J: int) -> Tile:
     """Few rows leave room for longer pieces of them."""
-    rows = min(_ROWS, triton.next_power_of_2(J))
+    rows = min(_ROWS, next_power_of_2(J))
     return Tile(rows, 0, 0, _ENTRIES // rows, 4, 1, "from static analysis: 16 entries a thread, loads of 16 bytes")

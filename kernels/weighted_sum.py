@@ -34,6 +34,7 @@ import triton.language as tl
 from . import _tiles
 from ._launch import arch_of, launch, promote, validate, widens
 from ._rows import brought_to_step, load_columns, load_rows, row_sources
+from ._tiles import cdiv
 
 
 @triton.jit
@@ -324,11 +325,11 @@ def weighted_sum(
         a, b, described = activations, backprops, False
     else:
         a, b, described = row_sources(tile, (activations, tile.BLOCK_D), (backprops, tile.BLOCK_P))
-    tiles_p = triton.cdiv(P, tile.BLOCK_P)
-    tiles = tiles_p * triton.cdiv(D, tile.BLOCK_D)
+    tiles_p = cdiv(P, tile.BLOCK_P)
+    tiles = tiles_p * cdiv(D, tile.BLOCK_D)
     programs = tiles + (tiles_p if bias else 0)
-    steps = triton.cdiv(N * T, tile.BLOCK_T) if flat else N * triton.cdiv(T, tile.BLOCK_T)
-    splits = _tiles.splits(max(tiles, 1), steps // 4, arch)  # a part keeps at least four steps
+    steps = cdiv(N * T, tile.BLOCK_T) if flat else N * cdiv(T, tile.BLOCK_T)
+    splits = _tiles.sum_splits(tile, steps, D, P, dtype, arch)
     out = torch.empty((splits, P, D), dtype=torch.float32, device=device)
     bias_out = torch.empty((splits, P), dtype=torch.float32, device=device) if bias else None
     if programs:
@@ -352,7 +353,7 @@ def weighted_sum(
             D=D,
             P=P,
             steps=steps,
-            steps_per_split=triton.cdiv(steps, splits),
+            steps_per_split=cdiv(steps, splits),
             BIAS=bias,
             FLAT=flat,
             SPLIT=dtype != torch.float32,

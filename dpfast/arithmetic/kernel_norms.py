@@ -17,7 +17,7 @@ from dpfast.arithmetic import bounds, precision
 from dpfast.arithmetic.bounds import SquaredNorm
 from dpfast.arithmetic.finishing import finished
 from dpfast.arithmetic.row_norms import taken_once
-from dpfast.arithmetic.stacked_kernel_norms import KernelDirect, KernelGram, KernelRankOne, direct_terms
+from dpfast.arithmetic.stacked_kernel_norms import KernelDirect, KernelGram, KernelRankOne, direct_terms, gram_terms
 from dpfast.arithmetic.tracing import is_traced
 
 _TILE_SUM = 512  # a kernel sums a tile of at most 256 by 256 entries row by row, then the rows
@@ -82,7 +82,7 @@ def unfinished(activations: Tensor, backprops: Tensor, way: str) -> KernelDirect
         return KernelRankOne((squares[0].squeeze(1), squares[1].squeeze(1)), (*of_a, *of_b))
     norms = row_norm(activations), row_norm(backprops)
     partials = kernels.gram_partials(activations, backprops, row_norm_activations=norms[0], row_norm_backprops=norms[1])
-    terms = bounds.gram_terms((t, d, p), row=_TILE_SUM, dtype=torch.float32, kernel_chain=kernels.CHAIN)
+    terms = gram_terms(t=t, d=d, p=p, row=_TILE_SUM, chain=kernels.CHAIN)
     return KernelGram(partials, norms, terms, _added)
 
 

@@ -18,7 +18,7 @@ from dpfast.arithmetic.bounds import SquaredNorm
 from dpfast.arithmetic.custom_ops import unit_last_stride
 from dpfast.arithmetic.kernel_norms import Direct
 from dpfast.arithmetic.precision import accumulating_dtype, exact_arithmetic, reduced_products, towards_zero
-from dpfast.arithmetic.row_norms import taken_once
+from dpfast.arithmetic.row_norms import taken_once, ways_here
 from dpfast.arithmetic.stacked_grams import UnfinishedGram
 from dpfast.arithmetic.stacked_kernel_norms import KernelDirect, KernelGram, KernelRankOne
 from dpfast.arithmetic.stacked_norms import SumError, Unfinished
@@ -251,7 +251,13 @@ def circumstances() -> tuple[object, ...]:
 
 def runs_kernels(*tensors: Tensor) -> bool:
     """Whether "auto" takes the kernels for inputs such as these."""
-    return choose_backend("auto", tensors[0].device, *map(_dtype, tensors)) == "triton"
+    kind, known = (tensors[0].device, *map(_dtype, tensors)), ways_here()
+    found = None if known is None else known.get(kind)
+    if found is None:
+        found = choose_backend("auto", *kind) == "triton"
+        if known is not None:
+            known[kind] = found
+    return found
 
 
 def sum_excess(activations: Tensor, backprops: Tensor) -> float:

@@ -29,6 +29,9 @@ class RowNorms:
 
     def __init__(self) -> None:
         self._taken: dict[Hashable, Tensor] = {}
+        self.ways: dict[Hashable, bool] = {}
+        """What does not change within a step, by what it depends on: asked of the environment, it takes as long as an
+        operation."""
 
     def __enter__(self) -> None:
         _here.entered.append(self)
@@ -59,6 +62,11 @@ def taken_once(take: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     if not _here.entered or type(x) is not Tensor or x.numel() < _FROM.get(x.device.type, 0) or x.is_inference():
         return take(x)
     return _here.entered[-1].once(take, x)
+
+
+def ways_here() -> dict[Hashable, bool] | None:
+    """Of the step that is taken here; None outside of one."""
+    return _here.entered[-1].ways if _here.entered else None
 
 
 class _Here(threading.local):

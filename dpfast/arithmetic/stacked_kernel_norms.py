@@ -177,9 +177,16 @@ def _of_one_length(norms: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor,
     return [tuple(map(torch.cat, zip(*pairs, strict=True))) for pairs in alike.values()]  # type: ignore[misc]
 
 
+@lru_cache(maxsize=4096)
 def direct_terms(*, width: int, numel: int, positions: int, chain: int) -> tuple[float, ...]:
     """Of a :class:`KernelDirect` in fp32."""
     return (
         *bounds.dense_terms(width=width, numel=numel, dtype=torch.float32),
         *bounds.direct_terms(positions=positions, numel=numel, dtype=torch.float32, kernel_chain=chain),
     )
+
+
+@lru_cache(maxsize=4096)
+def gram_terms(*, t: int, d: int, p: int, row: int, chain: int) -> tuple[float, ...]:
+    """Of a :class:`KernelGram` in fp32."""
+    return bounds.gram_terms((t, d, p), row=row, dtype=torch.float32, kernel_chain=chain)

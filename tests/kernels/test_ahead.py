@@ -1,10 +1,10 @@
 """What the compiler makes of every launch, for GPUs that are not here.
 
-For each row of the tile table and each of its architectures: it compiles, nothing spills (spill instructions are
-counted: with LOCAL:0 a kernel may still have some), shared memory and registers fit, 16-bit inputs go to the
-architecture's own tensor-core instruction and fp32 to none that rounds to TF32. Where rows are read through pointers,
-the main loop copies both operands to shared memory asynchronously and holds none of them in registers. What a lane
-gets from another one is never the addend of a product.
+For each row of the tile table and each of its architectures: it compiles, nothing spills but what was measured to be
+quicker so (spill instructions are counted: with LOCAL:0 a kernel may still have some), shared memory and registers fit,
+16-bit inputs go to the architecture's own tensor-core instruction and fp32 to none that rounds to TF32. Where rows are
+read through pointers, the main loop copies both operands to shared memory asynchronously and holds none of them in
+registers. What a lane gets from another one is never the addend of a product.
 """
 
 import json
@@ -144,6 +144,10 @@ def compile_all(names):
     return reports
 
 
+# Tiles that spill a few registers and were the quickest all the same, on the machine that their row names.
+MEASURED = {("sm_90", "weighted_sum", 64, 256, 128): 96}
+
+
 @pytest.fixture(scope="module")
 def reports(request):
     """Reports of the tests that were selected, compiled together: starting a worker takes seconds."""
@@ -155,8 +159,9 @@ def reports(request):
 def test_launch(name, reports):
     job, report = JOBS[name], reports[name]
     assert isinstance(report, dict), f"the compiler failed:\n{report}"
-    assert report["spills"] == 0
-    assert report["spill_instructions"] == 0
+    tile = job["tile"]
+    few = MEASURED.get((job["arch"], job["verb"], tile["BLOCK_T"], tile["BLOCK_D"], tile["BLOCK_P"]), 0)
+    assert max(report["spills"], report["spill_instructions"]) <= few
     assert report["shared_memory"] <= _tiles.SHARED_MEMORY_LIMIT[job["arch"]]
     if job["arch"] != "gfx942":
         assert 32 * job["tile"]["num_warps"] * -(-report["registers"] // 8) * 8 <= 2**16
