@@ -79,7 +79,8 @@ def unfinished(activations: Tensor, backprops: Tensor, way: str) -> KernelDirect
     if way == "rank_one":
         of_a, of_b = (bounds.dense_terms(width=size, numel=size, dtype=torch.float32) for size in (d, p))
         squares = kernels.row_sq_norm(activations), kernels.row_sq_norm(backprops)
-        return KernelRankOne((squares[0].squeeze(1), squares[1].squeeze(1)), (*of_a, *of_b))
+        a, b = (x.squeeze(1) if t else x.new_zeros(x.shape[0]) for x in squares)
+        return KernelRankOne((a, b), (*of_a, *of_b))
     norms = row_norm(activations), row_norm(backprops)
     partials = kernels.gram_partials(activations, backprops, row_norm_activations=norms[0], row_norm_backprops=norms[1])
     terms = gram_terms(t=t, d=d, p=p, row=_TILE_SUM, chain=kernels.CHAIN)
@@ -95,6 +96,8 @@ def _unfinished_direct(launcher: Any, activations: Tensor, backprops: Tensor) ->
 
 
 def _added(rows: Tensor) -> Tensor:
+    if not rows.shape[1]:
+        return rows.new_zeros(rows.shape[0])
     sums: Tensor = import_kernels()[0].sum_partials(rows, rows.shape[1])[0]
     return sums
 

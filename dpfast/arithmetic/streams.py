@@ -14,8 +14,8 @@ def stream_here(device: torch.device) -> Hashable:
 
 
 def _raw_stream(index: int) -> int:
-    """Its address, without a stream's object, which takes ten times as long; this is how Triton asks, too."""
-    return int(torch._C._cuda_getCurrentRawStream(index))
+    """Its address, without an object of torch's, which takes ten times as long; this is how Triton asks, too."""
+    return int(torch._C._cuda_getCurrentRawStream(index))  # only a build for GPUs has it
 
 
 def in_cuda_graph() -> bool:
