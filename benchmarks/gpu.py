@@ -26,6 +26,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from legs import GRAPHED_LEGS
 from rows import RESULTS, ROOT, DeviceLost, Rows, environment
 
 PARTS = ("tests", "first-kernels", "first-steps", "kernels", "steps", "sanitize", "ceilings", "tiles")
@@ -188,11 +189,13 @@ def steps(rows: Rows, device: str, left: Left, first: bool = False) -> int:
     import step
 
     for workload in step.WORKLOADS.values():
-        legs = FIRST_LEGS if first else step.LEGS
+        graphed = GRAPHED_LEGS if device == "cuda" else ()
+        legs = (*(FIRST_LEGS if first else step.LEGS), *graphed)
         missing = [leg for leg in legs if not rows.has(workload=workload.name, leg=leg)]
         if workload.device != device or (first and workload.name not in FIRST_WORKLOADS) or not missing or left() <= 0:
             continue
-        chosen = [leg for leg in legs if leg in (*FIRST_LEGS[:2], *missing)]  # a ratio is to steps of the same run
+        bases = (*FIRST_LEGS[:2], *graphed)  # a ratio is to steps of the same run
+        chosen = [leg for leg in legs if leg in (*bases, *missing)]
         for row in step.measure(workload, chosen, rounds=9, memory=device == "cuda"):
             rows.add(**row)
     return 0
