@@ -21,7 +21,7 @@ from rows import RESULTS, Rows, environment, processor
 from workloads import WORKLOADS
 
 from dpfast.arithmetic import products
-from dpfast.opacus import optimizers
+from dpfast.opacus import noise
 
 STEPS = 5
 
@@ -52,7 +52,7 @@ def measure(name: str) -> Iterator[dict]:
         "oneDNN's products": (products, "onednn", lambda x, y: 1),
         "narrow products": (products, "_narrow", lambda x, y: -(-len(x) // products._IN_ONE_CALL)),
         "products one by one": (products, "_one_by_one", lambda x, y: len(x)),
-        "noise": (optimizers, "add_noise_in_order", lambda *_: 1),
+        "noise": (noise, "add_noise_in_order", lambda *_: 1),
     }
     shares: dict[str, list[float]] = {loop: [] for loop in LOOPS}
     for i in range(STEPS + 1):

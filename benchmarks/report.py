@@ -37,6 +37,8 @@ LEGS = (
     "dpfast one-pass",
     "dpfast two-pass",
 )
+GRAPHED = ", graph"
+ALL_LEGS = (*LEGS, *(name + GRAPHED for name in ("plain", "dpfast one-pass")))
 Key = tuple[str, str, int, str]
 """Machine, workload, threads, allocator."""
 
@@ -84,7 +86,9 @@ def _lines(rows: dict[Key, dict[str, dict]]) -> Iterator[str]:
         "and differ from run to run; *tensors* is the peak of the tensors alone in a step. *Error* is the largest "
         "relative error of a parameter's clipped gradient against an fp64 loop over samples; for dpfast it is the "
         "slack of the proven norm bound. Every private leg adds the same noise as *plain+noise*. `used` says what a "
-        "processor that is told by its environment to use less still may, which imitates a smaller one."
+        "processor that is told by its environment to use less still may, which imitates a smaller one. On a GPU: bf16,"
+        " all legs in one process, wall time. A step named *graph* is one CUDA graph, noise and SGD in it, and is "
+        "compared with the plain step as one."
     )
     for workload in dict.fromkeys(key[1] for key in rows):
         chosen = {key: legs for key, legs in rows.items() if key[1] == workload}
@@ -101,7 +105,7 @@ def _lines(rows: dict[Key, dict[str, dict]]) -> Iterator[str]:
             memory = "memory, MB | / plain | tensors, MB | / plain"
             yield f"| leg | ms | / plain | quartiles | / plain+noise | faults | {memory} | error |"
             yield "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|"
-            for leg in LEGS:
+            for leg in ALL_LEGS:
                 if leg in legs:
                     yield _table_row(legs[leg], legs.get("plain", {}))
 
@@ -113,7 +117,7 @@ def _side_by_side(chosen: dict[Key, dict[str, dict]]) -> Iterator[str]:
     heads = [f"{machine}; {threads} thr.; {allocator}" for machine, _, threads, allocator in chosen]
     yield f"| / plain | {' | '.join(heads)} |"
     yield "|---|" + "--:|" * len(heads)
-    for leg in LEGS:
+    for leg in ALL_LEGS:
         if any(leg in legs for legs in chosen.values()):
             yield f"| {leg} | {' | '.join(_ratio(legs.get(leg), 'ratio_plain') for legs in chosen.values())} |"
 
@@ -175,21 +179,25 @@ SUMMARISED = {
 }
 
 
+ON_A_GPU = {**SUMMARISED, "dpfast one-pass" + GRAPHED: "dpfast, both as one CUDA graph"}
+
+
 def summary_of_steps(rows: dict[Key, dict[str, dict]], cuda: bool) -> Iterator[str]:
     """For each machine, a line a workload: the private step over the plain one. On a CPU with the allocator as it
     comes; several threads first, one in brackets."""
     chosen = {key: legs for key, legs in rows.items() if (WORKLOADS[key[1]].device == "cuda") == cuda}
     chosen = {key: legs for key, legs in chosen.items() if "tuned" not in key[3]}
+    summarised = ON_A_GPU if cuda else SUMMARISED
     for machine in dict.fromkeys(key[0] for key in chosen):
         own = {key[1:]: legs for key, legs in chosen.items() if key[0] == machine}
         numbers = sorted({threads for _, threads, _ in own}, reverse=True)
         counts = [f"{n} thread{'s' * (n > 1)}" for n in numbers]
         told = "" if cuda else ", " + counts[0] + "".join(f" ({count})" for count in counts[1:])
-        yield f"| {machine}{told} | {' | '.join(SUMMARISED.values())} |"
-        yield "|---|" + "---:|" * len(SUMMARISED)
+        yield f"| {machine}{told} | {' | '.join(summarised.values())} |"
+        yield "|---|" + "---:|" * len(summarised)
         for workload in dict.fromkeys(workload for workload, _, _ in own):
             by_threads = {threads: legs for (name, threads, _), legs in own.items() if name == workload}
-            cells = (_ratios([by_threads.get(n, {}).get(leg) for n in numbers]) for leg in SUMMARISED)
+            cells = (_ratios([by_threads.get(n, {}).get(leg) for n in numbers]) for leg in summarised)
             yield f"| {WORKLOADS[workload].title} | {' | '.join(cells)} |"
         yield ""
 
