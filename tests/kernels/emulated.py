@@ -1,4 +1,4 @@
-"""Lookup norms, row products and runs of rows by the emulator of PTX that `make emulate` runs, which has the others.
+"""Lookup norms, sums of rows, row products and runs of rows by the emulator of PTX: the rest of `make emulate`.
 
     python tests/kernels/emulated.py FOLDER_OF_THE_EMULATOR --arch 80
 
@@ -16,7 +16,18 @@ import run
 import torch
 from test_lookup_norm import lookups, oracle
 
-from dpfast.kernels import _tiles, gram_norm, grouped_outer_norm, lookup_norm, outer_norm, outer_product, sum_runs
+from dpfast.kernels import (
+    _tiles,
+    gram_norm,
+    grouped_outer_norm,
+    lookup_norm,
+    normalized_sum,
+    outer_norm,
+    outer_product,
+    row_norm,
+    sum_runs,
+    weighted_rows,
+)
 from dpfast.kernels._tiles import Tile
 from dpfast.kernels.lookup_norm import row_tile
 
@@ -53,6 +64,15 @@ COPIED = [
     ((2, 140, 48, 37), torch.float16, ("contiguous", "time_first"), Tile(32, 64, 64, 64, 4, 3, "test")),
 ]
 
+
+# (N, T, D) of rows that are normalised, and summed, dtype, layouts of the inputs and of backprops
+NORMALISED = [
+    ((3, 40, 50), torch.bfloat16, ("padded", "time_first")),
+    ((2, 70, 64), torch.float16, ("contiguous", "padded8")),
+    ((2, 33, 768), torch.bfloat16, ("contiguous", "contiguous")),
+    ((2, 5, 1100), torch.float32, ("padded", "one_position")),
+    ((1, 1, 1), torch.float32, ("contiguous", "contiguous")),
+]
 
 # lengths of units, (D, P), dtype, layout, tile: none, one row, borders of blocks and of chains
 LENGTHS = [0, 1, 16, 15, 33, 17, 64, 130]
@@ -156,6 +176,44 @@ def products_pass(emulator, sizes, dtype, layouts, tile):
     return right
 
 
+def normalised_pass(emulator, sizes, dtype, layouts):
+    emulator.reset()
+    emulator.strict.clear()
+    x, b = (run.make(emulator, *sizes, dtype, layout, seed=seed) for seed, layout in enumerate(layouts))
+    errors = []
+
+    def compare(actual, expected, scale):
+        errors.append(((actual.double() - expected).abs() / scale.clamp(min=1e-30)).max().item())
+
+    for mean in (True, False):
+        with device.emulating(emulator):
+            found = normalized_sum(x, b, eps=1e-2, mean=mean, bias=mean, constant=mean, relative=1e-6, added=1e-5)
+        centred = x.double() - (x.double().mean(-1, keepdim=True) if mean else 0.0)
+        rstd = (centred.square().mean(-1, keepdim=True) + 1e-2).rsqrt()
+        product = b.double() * centred * rstd
+        compare(found.sums, product.sum(1), (b.double().abs() * (x.double().abs() + 1.0) * rstd).sum(1))
+        compare(found.row_norm_backprops, b.double().norm(dim=2), b.double().norm(dim=2))
+        if mean:
+            compare(found.bias, b.double().sum(1), b.double().abs().sum(1))
+    with device.emulating(emulator):
+        norms = row_norm(x)
+        weights = torch.linspace(0.0, 1.0, sizes[1])
+        rows = run.make(emulator, *sizes, torch.float32, "contiguous", seed=5)
+        total = weighted_rows(rows, weights)
+    compare(norms, x.double().norm(dim=2), x.double().norm(dim=2))
+    exact = torch.einsum("j,bjk->bk", weights.double(), rows.double())
+    compare(total, exact, torch.einsum("j,bjk->bk", weights.double(), rows.double().abs()))
+    right = max(errors) <= 8e-6 and not emulator.findings
+    print(
+        f"{'PASS' if right else 'FAIL'} normalized_sum, row_norm, weighted_rows {sizes} {dtype} {' '.join(layouts)} |"
+        f" {' '.join(emulator.launches)} | {max(errors):.1e}",
+        *emulator.findings,
+        sep="\n     " if emulator.findings else "",
+        flush=True,
+    )
+    return right
+
+
 def passes(emulator, sizes, entries, dtype, layout, padding_idx):
     emulator.reset()
     emulator.strict.clear()
@@ -188,6 +246,7 @@ if __name__ == "__main__":
     results += [products_pass(device.Emulator(options.arch), *case) for case in PRODUCTS]
     with mock.patch.multiple(_tiles, _COPY_FROM=1, _COPY_REUSE=1):
         results += [products_pass(device.Emulator(options.arch), *case) for case in COPIED]
+    results += [normalised_pass(device.Emulator(options.arch), *case) for case in NORMALISED]
     results += [runs_pass(device.Emulator(options.arch), *case) for case in RUNS]
     print(f"{sum(results)} passed, {len(results) - sum(results)} failed")
     sys.exit(not all(results))

@@ -1,0 +1,73 @@
+"""Layer and RMS norms where kernels run: the bound of the norm is one, and the numbers are the reference's."""
+
+import pytest
+import torch
+from torch import nn
+
+from dpfast.arithmetic import finished
+from dpfast.rules import normalization
+from dpfast.rules.normalization import layer_norm, torch_rms_norm
+
+LAYERS = {
+    "layer": lambda width, eps: nn.LayerNorm(width, eps=eps),
+    "rms": lambda width, eps: nn.RMSNorm(width, eps=eps),
+}
+RULES = {"layer": layer_norm, "rms": torch_rms_norm}
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch):
+    """A CPU takes samples with few entries in fp64."""
+    monkeypatch.setattr(normalization, "_FEW", 0)
+
+
+def exact(layer, x, b):
+    """Per-sample gradients of weight and bias in fp64."""
+    x, b = x.double(), b.double()
+    mean = x.mean(-1, keepdim=True) if isinstance(layer, nn.LayerNorm) else 0.0
+    normalized = (x - mean) * ((x - mean).square().mean(-1, keepdim=True) + layer.eps).rsqrt()
+    return {"weight": (b * normalized).sum(1), "bias": b.sum(1)}
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("eps", [1e-5, 1e-8, 1e-30])
+@pytest.mark.parametrize("offset", [0.0, 30.0, 3000.0])
+def test_bounds_hold(kernels_run, launches, kind, dtype, eps, offset):
+    for seed, (n, t, width) in enumerate([(3, 70, 33), (2, 1, 16), (2, 300, 8)]):
+        torch.manual_seed(seed)
+        layer = LAYERS[kind](width, eps)
+        x = (torch.randn(n, t, width) + offset).to(dtype)
+        b = torch.randn(n, t, width).to(dtype)
+        if eps < 1e-6:  # where rows that are all the same are looked for
+            x[0, 0] = 1.0 if kind == "layer" else 0.0
+        b[-1] = b[-1].abs()  # one that does not cancel
+        factors = RULES[kind](layer, (x,), b)
+        for name, p in layer.named_parameters():
+            norm, g = finished(factors[p].unfinished()), exact(layer, x, b)[name]
+            size = g.norm(dim=1)
+            known = norm.upper.isfinite()
+            assert (norm.upper[known].sqrt() >= size[known]).all()
+            error = (factors[p].values.double() - g).norm(dim=1)
+            assert (error[known] <= (norm.upper[known].sqrt() - norm.value[known].sqrt()) + 1e-30).all()
+            if offset == 0.0 and eps == 1e-5:
+                assert known.all() and (norm.upper.sqrt() <= size * 1.01 + 1e-3).all()
+    assert "_normalized_sum_kernel" in launches
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_the_references_numbers(monkeypatch, kind):
+    layer, x, b = LAYERS[kind](40, 1e-5), torch.randn(3, 5, 7, 40), torch.randn(3, 5, 7, 40)
+    found = {}
+    for backend in ("triton", "reference"):
+        monkeypatch.setenv("DPFAST_BACKEND", backend)
+        found[backend] = [f.materialize() for f in RULES[kind](layer, (x,), b).values()]
+    for kernel, reference in zip(*found.values(), strict=True):
+        torch.testing.assert_close(kernel, reference, rtol=1e-5, atol=1e-5)
+
+
+def test_what_kernels_do_not_take_goes_the_reference_s_way(kernels_run, launches):
+    for layer, x in ((nn.LayerNorm(8200), torch.randn(2, 2, 8200)), (nn.LayerNorm((2, 3)), torch.randn(2, 4, 3, 2).mT)):
+        factors = layer_norm(layer, (x,), torch.ones_like(x))
+        assert [f.shape for f in factors.values()] == [p.shape for p in layer.parameters()]
+    assert launches.count("_normalized_sum_kernel") == 1  # copied, and so taken; the other one is too wide
