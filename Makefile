@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .PHONY: demo check test docs fuzz test-models test-opacus test-opacus-oldest test-elsewhere test-pythons test-torch-oldest \
-	test-torch-newest dist emulate lint bench bench-gpu clean
+	test-torch-newest test-gpu dist emulate lint bench bench-gpu clean
 
 demo: $(READY)
 	$(BIN)/python examples/digits.py
@@ -201,6 +201,17 @@ bench-gpu:
 	cp -R dpfast build/bench-gpu/dpfast
 	cp -R kernels build/bench-gpu/dpfast/kernels
 	PYTHONPATH=$(CURDIR)/build/bench-gpu $(PYTHON) benchmarks/gpu.py --part $(PART) --budget-seconds $(BUDGET) --out $(OUT)
+
+# The tests, standing on that machine's GPU: what they make is made there. Installs and fetches nothing either; Opacus's
+# tests run where it is installed. With TESTS=tests/taps only those.
+TESTS ?= tests/modes tests/rules tests/factors tests/taps tests/arithmetic tests/holes tests/compiled tests/opacus tests/kernels
+test-gpu:
+	rm -rf build/bench-gpu
+	mkdir -p build/bench-gpu
+	cp -R dpfast build/bench-gpu/dpfast
+	cp -R kernels build/bench-gpu/dpfast/kernels
+	PYTHONPATH=$(CURDIR)/build/bench-gpu DPFAST_TEST_DEVICE=cuda OMP_NUM_THREADS=1 \
+		$(PYTHON) -m pytest -q -n 8 --hypothesis-profile=check $(TESTS)
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

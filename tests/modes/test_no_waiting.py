@@ -82,6 +82,13 @@ def test_a_step_in_a_cuda_graph(model):
     assert done.returncode == 0, done.stderr
 
 
+@needs_cuda
+def test_a_whole_step_with_its_noise_in_a_cuda_graph():
+    pytest.importorskip("opacus")
+    done = subprocess.run([sys.executable, WORKER.with_name("graph_worker.py")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("model", ["transformer", "mlp"])
 def test_a_step_that_is_captured_is_not_looked_at(model, monkeypatch):
     """A look reads values, which a capture does not survive. It comes with the next step outside."""
