@@ -260,7 +260,7 @@ def _weighted_sum_kernel(
         offs_p = p + tl.arange(0, BLOCK_P)
         offs_d = d + tl.arange(0, BLOCK_D)
         out_ptrs = out_ptr + pid_s.to(tl.int64) * P * D + offs_p.to(tl.int64)[:, None] * D + offs_d[None, :]
-        tl.store(out_ptrs, total, mask=(offs_p < P)[:, None] & (offs_d < D)[None, :])
+        tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=(offs_p < P)[:, None] & (offs_d < D)[None, :])
     elif BIAS:
         p = (pid_tile - tiles) * BLOCK_P
         # fmt: off
@@ -269,7 +269,7 @@ def _weighted_sum_kernel(
         )
         # fmt: on
         offs_p = p + tl.arange(0, BLOCK_P)
-        tl.store(bias_ptr + pid_s.to(tl.int64) * P + offs_p, sums, mask=offs_p < P)
+        tl.store(bias_ptr + pid_s.to(tl.int64) * P + offs_p, sums.to(bias_ptr.dtype.element_ty), mask=offs_p < P)
 
 
 class WeightedSumResult(NamedTuple):
@@ -283,6 +283,7 @@ def weighted_sum(
     clip_factor: torch.Tensor,
     *,
     bias: bool = False,
+    out_dtype: torch.dtype = torch.float32,
     tile: _tiles.Tile | None = None,
 ) -> WeightedSumResult:
     """Weighted sum of a linear layer's per-sample gradients.
@@ -293,8 +294,9 @@ def weighted_sum(
         backprops: (N, T, P), likewise; a mixed pair is copied to fp32 first.
         clip_factor: (N,) fp32 of any stride.
         bias: also return the bias's.
+        out_dtype: of the sums, which are rounded to it once, to nearest.
         tile: instead of the table's.
-    Returns: weight (P, D) and bias (P,), fp32, fresh; bias is None where not asked for.
+    Returns: weight (P, D) and bias (P,), fresh; bias is None where not asked for.
     Raises: ValueError where dtype, shape or layout is none of the above.
     Numerics: fp32 accumulation; see the module's docstring for where c is applied. Deterministic; the order
         of addition depends on the shapes (N among them) and the architecture.
@@ -310,7 +312,7 @@ def weighted_sum(
     if clip_factor.shape != (N,) or clip_factor.dtype != torch.float32:
         raise ValueError(f"clip_factor is (N,) float32, not {tuple(clip_factor.shape)} {clip_factor.dtype}")
     if 0 in (N, T, P):
-        zeros = torch.zeros((P, D), dtype=torch.float32, device=device)
+        zeros = torch.zeros((P, D), dtype=out_dtype, device=device)
         return WeightedSumResult(zeros, zeros.new_zeros(P) if bias else None)
     dtype = activations.dtype
     arch = arch_of(activations)
@@ -330,8 +332,9 @@ def weighted_sum(
     programs = tiles + (tiles_p if bias else 0)
     steps = cdiv(N * T, tile.BLOCK_T) if flat else N * cdiv(T, tile.BLOCK_T)
     splits = _tiles.sum_splits(tile, steps, D, P, dtype, arch)
-    out = torch.empty((splits, P, D), dtype=torch.float32, device=device)
-    bias_out = torch.empty((splits, P), dtype=torch.float32, device=device) if bias else None
+    of_parts = out_dtype if splits == 1 else torch.float32
+    out = torch.empty((splits, P, D), dtype=of_parts, device=device)
+    bias_out = torch.empty((splits, P), dtype=of_parts, device=device) if bias else None
     if programs:
         launch(
             _weighted_sum_kernel,
@@ -366,4 +369,4 @@ def weighted_sum(
         )
     if splits == 1:
         return WeightedSumResult(out[0], bias_out[0] if bias else None)
-    return WeightedSumResult(out.sum(0), bias_out.sum(0) if bias else None)
+    return WeightedSumResult(out.sum(0).to(out_dtype), bias_out.sum(0).to(out_dtype) if bias else None)

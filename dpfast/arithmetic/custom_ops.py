@@ -86,6 +86,17 @@ def _weighted_sum(
         return weight, reference.weighted_bias_sum(backprops, coefficients) if bias else activations.new_empty(0)
 
 
+def rounded_sum(activations: Tensor, backprops: Tensor, coefficients: Tensor, dtype: torch.dtype) -> Tensor:
+    """:func:`weighted_sum` where kernels run and nothing is traced, rounded to nearest as it is written: fp32 sums of a
+    large model's layers would be twice as much to write, and to read again."""
+    kernels, _ = import_kernels()
+    with exact_arithmetic():
+        c = towards_zero(coefficients, torch.float32)
+        a, b = unit_last_stride(activations), unit_last_stride(backprops)
+        weight: Tensor = kernels.weighted_sum(a, b, c, out_dtype=dtype).weight
+        return weight
+
+
 _weighted_sum_op = torch.library.custom_op("dpfast::weighted_sum", _weighted_sum, mutates_args=())
 
 

@@ -328,6 +328,7 @@ def weighted_sum(
     *,
     bias: Literal[False] = ...,
     backend: Backend = ...,
+    dtype: torch.dtype | None = ...,
 ) -> Tensor: ...
 
 
@@ -349,6 +350,7 @@ def weighted_sum(
     *,
     bias: bool = False,
     backend: Backend = "auto",
+    dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The clipped sum.
 
@@ -360,6 +362,7 @@ def weighted_sum(
         coefficients: c (N,), e.g. clip factors; rounded towards zero to the dtype that accumulates. A sample with
             c_n = 0 adds exactly nothing, even where it holds inf or NaN.
         bias: also return w.
+        dtype: of W, rounded to it once, to nearest; without ``bias``.
 
     Returns:
         W (P, D) in fp32 (fp64 where an input is fp64); with ``bias``, (W, w). Fresh tensors.
@@ -376,5 +379,7 @@ def weighted_sum(
             f"coefficients {tuple(coefficients.shape)} ({coefficients.dtype}) must be floats of shape "
             f"({activations.shape[0]},) for activations {tuple(activations.shape)}"
         )
+    if dtype is not None and backend == "auto" and not is_traced() and runs_kernels(activations, backprops):
+        return custom_ops.rounded_sum(activations, backprops, coefficients, dtype)
     weight, bias_sum = custom_ops.weighted_sum(activations, backprops, coefficients, bias, backend)
-    return (weight, bias_sum) if bias else weight
+    return (weight, bias_sum) if bias else weight.to(dtype or weight.dtype)

@@ -62,10 +62,11 @@ class OuterProduct:
         """What the norm follows from; None where that is no matter of this factor alone."""
         return ops.unfinished_norm(self.activations, self.backprops)
 
-    def weighted_sum(self, coefficients: Tensor) -> Tensor:
+    def weighted_sum(self, coefficients: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """As every factor's; in ``dtype``, rounded once to nearest, if one is given."""
         excess = ops.sum_excess(self.activations, self.backprops)
         coefficients = coefficients * (1.0 - excess) if excess else coefficients
-        return ops.weighted_sum(self.activations, self.backprops, coefficients)
+        return ops.weighted_sum(self.activations, self.backprops, coefficients, dtype=dtype)
 
     def materialized(self) -> Dense:
         return Dense(*ops.certified_grad_sample(self.activations, self.backprops))

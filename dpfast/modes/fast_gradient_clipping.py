@@ -287,7 +287,7 @@ class GradSampleModuleFastGradientClipping(LeavesSums, LastNorms, PerUnit, GradS
                 self._follow_moved()
                 self._over_ranks.keep_promises(self._note_again)
             return
-        self._leave_sums(clipped_totals(self._places, entries, deferred, clipped))
+        self._leave_sums(clipped_totals(self._places, entries, deferred, clipped, alone=self._is_alone))
         if order is not None:
             self._before = Before.learned(self._places, step.num_samples or 0, order, deferred)
 
@@ -309,7 +309,8 @@ class GradSampleModuleFastGradientClipping(LeavesSums, LastNorms, PerUnit, GradS
         self._dropped.add(clipped.measured)
         self._norms, self._clip_factors = SquaredNorm(clipped.norms, clipped.upper), clipped.factors
         if not before.leave(numbers, clipped.single, self._with_one_more(Left(0, 0.0))):
-            self._leave_sums(clipped_totals(self._places, [None] * len(self._places), deferred.alikes(), clipped))
+            nobody = [None] * len(self._places)
+            self._leave_sums(clipped_totals(self._places, nobody, deferred.alikes(), clipped, alone=self._is_alone))
         return True
 
     def _clip(self, norms: Sequence[SquaredNorm | None], scale: float | Tensor, valid: Tensor | None) -> Clipped:

@@ -54,10 +54,18 @@ class Gathered:
         """The clipped sum of one use more."""
         self.total = total if self.total is None else self.total + total
 
-    def clip(self, factor: Factor, coefficients: Tensor) -> None:
-        """Takes the clipped sum; what the factor keeps is freed with it."""
+    def clip(self, factor: Factor, coefficients: Tensor, dtype: torch.dtype | None = None) -> None:
+        """Takes the clipped sum; what the factor keeps is freed with it.
+
+        Args:
+            dtype: bf16, where the sum is all that a gradient of bf16 will be: it may be written in it.
+        """
         device = self.norm.value.device if isinstance(self.norm, SquaredNorm) else self.norm.device
-        self.total = factor.weighted_sum(coefficients.to(device))
+        coefficients = coefficients.to(device)
+        if dtype is not None and isinstance(factor, OuterProduct):
+            self.total = factor.weighted_sum(coefficients, dtype)
+        else:
+            self.total = factor.weighted_sum(coefficients)
 
     def clip_alone(
         self, factor: Factor, limit: float, scale: float | Tensor, excess: float, valid: Tensor | None
@@ -131,10 +139,19 @@ def take_norms(
 
 
 def clipped_totals(
-    places: Mapping[nn.Parameter, int], entries: Sequence[Gathered | None], deferred: Deferred, clipped: Clipped
+    places: Mapping[nn.Parameter, int],
+    entries: Sequence[Gathered | None],
+    deferred: Deferred,
+    clipped: Clipped,
+    *,
+    alone: bool,
 ) -> Callable[[nn.Parameter], Tensor | None]:
     """What gives each parameter's clipped sum, once; what its factor keeps is freed with it. Those of layers that stand
-    together, with one factor a sample, are views of one tensor for each shape."""
+    together, with one factor a sample, are views of one tensor for each shape.
+
+    Args:
+        alone: no other ranks' samples or parts are to be added to it.
+    """
     of = dict(zip(places, entries, strict=True))
     sums: dict[nn.Parameter, Tensor] = {}
     for parameters, alike in deferred:
@@ -151,7 +168,8 @@ def clipped_totals(
             return found
         entry = of.pop(p)
         if entry is not None and entry.total is None:
-            entry.clip(entry.factors.pop(), clipped.coefficients(places[p], p.dtype))
+            rounds = alone and p.dtype is torch.bfloat16 and p.grad is None
+            entry.clip(entry.factors.pop(), clipped.coefficients(places[p], p.dtype), p.dtype if rounds else None)
         return None if entry is None else entry.total
 
     return total

@@ -82,7 +82,7 @@ class LeavesSums(nn.Module):
             passes = passes_in(self._places) if ranks is None else {p: left.passes for p, left in notes.items()}
         if ranks is None or not ranks.crosses:
             # All of them first, so that none is half done; rounded where nothing is added: they may be as large again.
-            alone = ranks is None and self._parts is None
+            alone = self._is_alone
             totals = {p: _rounded(p, total(p), alone) for p in self._places}
             held = ranks is not None and ranks.hold(totals)
             for p, own in () if held else totals.items():
@@ -108,6 +108,11 @@ class LeavesSums(nn.Module):
             lambda: self._note(before, passes, ranks=self._number_of_ranks()),
             *self._settings(before),
         )
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether no other ranks have samples or parts of the sums."""
+        return self._over_ranks is None and self._parts is None
 
     def _sum_parts(
         self, step: Step, gathered: Mapping[nn.Parameter, Gathered], fault: str | None = None

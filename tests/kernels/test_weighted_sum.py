@@ -192,3 +192,18 @@ def test_refuses_factors_of_another_shape_or_dtype(c):
     x = Guarded(2, 3, 4, FP32).tensor
     with pytest.raises(ValueError, match="clip_factor is"):
         weighted_sum(x, x, c)
+
+
+@pytest.mark.parametrize("T", [5, 70])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_sums_in_16_bits_are_rounded_once(monkeypatch, T, parts):
+    monkeypatch.setattr(_tiles, "sum_splits", lambda *_: parts)
+    a, b = Guarded(4, T, 33, BF16), Guarded(4, T, 50, BF16, seed=1)
+    c = torch.tensor([1.0, 0.5, 0.0, 0.3], device=DEVICE)
+    exact = weighted_sum(a.tensor, b.tensor, c, bias=True)
+    rounded = call(weighted_sum, a, b, c, bias=True, out_dtype=BF16)
+    for found, sums in zip(rounded, exact, strict=True):
+        if DEVICE == "cpu" and parts == 1:  # the interpreter rounds towards zero
+            assert found.dtype == BF16 and ((found - sums).abs() <= sums.abs() * 2.0**-7).all()
+        else:
+            assert torch.equal(found, sums.to(BF16))

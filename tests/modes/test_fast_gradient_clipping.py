@@ -9,6 +9,7 @@ from torch import nn
 
 import dpfast
 from dpfast.errors import DpfastWarning, EscapedGradientError, InputError, StateError
+from dpfast.factors import OuterProduct
 from dpfast.testing import loop_over_samples, norms_of, relative_error
 
 C = 0.5
@@ -260,3 +261,26 @@ def test_calls_at_the_wrong_time():
         _ = wrapped.per_sample_gradient_norms
     with pytest.raises(InputError, match="passes=3"):
         wrap(nn.Linear(2, 2), passes=3)
+
+
+def test_sums_of_bf16_parameters_are_rounded_once(kernels_run, monkeypatch):
+    """Where kernels run they are written in bf16, unless something is added to them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).bfloat16()
+    wrapped, x = dpfast.GradSampleModuleFastGradientClipping(model, max_grad_norm=1.0), torch.randn(4, 5, 6).bfloat16()
+    sums, taken = [], OuterProduct.weighted_sum
+
+    def seen(self, coefficients, dtype=None):
+        sums.append((taken(self, coefficients), dtype))
+        return taken(self, coefficients, dtype)
+
+    monkeypatch.setattr(OuterProduct, "keeps", False)
+    monkeypatch.setattr(OuterProduct, "weighted_sum", seen)
+    wrapped(x).float().square().sum((1, 2)).sum().backward()
+    assert [dtype for _, dtype in sums] == [torch.bfloat16] * 2
+    for layer, (total, _) in zip((model[0], model[2]), sums, strict=True):
+        off = (layer.weight.grad.float() - total).abs()  # by less than two roundings; the interpreter's is towards zero
+        assert (off <= total.abs() * 2.0**-7).all()
+    sums.clear()
+    wrapped(x).float().square().sum((1, 2)).sum().backward()  # is added in fp32
+    assert [dtype for _, dtype in sums] == [None] * 2

@@ -85,7 +85,7 @@ def test_a_step_in_a_cuda_graph(model):
 @needs_cuda
 def test_a_whole_step_with_its_noise_in_a_cuda_graph():
     pytest.importorskip("opacus")
-    done = subprocess.run([sys.executable, WORKER.with_name("graph_worker.py")], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, WORKER.replace("capture", "graph")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 

@@ -1,5 +1,5 @@
-"""docs/performance.md's step as one CUDA graph, in a process of its own: each replay has the clipped sum of its own batch
-and noise of its own."""
+"""docs/performance.md's step as one CUDA graph, in a process of its own: each replay has the clipped sum of its own
+batch and noise of its own."""
 
 import torch
 
