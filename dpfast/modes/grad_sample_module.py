@@ -70,7 +70,9 @@ class GradSampleModule(nn.Module):
 
     A gradient that reaches a parameter past its own module's forward (another module uses it functionally, or the loss
     has a penalty on the weights) would be missing in ``p.grad_sample``: ``backward()`` raises EscapedGradientError,
-    which names the parameter, and leaves no ``p.grad_sample``.
+    which names the parameter, and leaves no ``p.grad_sample``. On a GPU, where such a gradient may only be told from
+    those of several uses by its values, nobody waits for them: then ``p.grad_sample`` is NaN throughout, for every
+    parameter, and a DpfastWarning follows when that has arrived.
 
     >>> import torch
     >>> model = GradSampleModule(nn.Linear(3, 2))

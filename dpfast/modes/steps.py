@@ -210,9 +210,16 @@ class Steps:
             if running.get(number) is reference:
                 del running[number]
 
-        running[number] = weakref.ref(step, ended)
+        reference = running[number] = weakref.ref(step, ended)
+
+        def at_end() -> None:
+            try:
+                finish(step)
+            finally:
+                ended(reference)  # a GPU's thread may hold the callback for a while after backward() has returned
+
         # The callback's reference is the one that keeps the step alive.
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: finish(step))
+        torch.autograd.Variable._execution_engine.queue_callback(at_end)
         return step
 
     def second(self) -> bool:
