@@ -69,6 +69,7 @@ def test_a_sample_has_the_same_bits_in_any_batch(size, dtype):
         assert torch.equal(part.value, whole.value[samples]) and torch.equal(part.upper, whole.upper[samples])
 
 
+@pytest.mark.on_cpu  # which alone goes by pixels
 @pytest.mark.parametrize("groups", [1, 2])
 def test_convolutions_take_it_where_it_is_less(groups):
     torch.manual_seed(0)

@@ -98,7 +98,7 @@ def test_draws_of_any_size_in_one_graph(name, how):
 
 
 @pytest.mark.parametrize("name", ["mlp", "transformer"])
-def test_units_have_the_eager_steps_numbers(name):
+def test_units_have_the_eager_steps_numbers(name, reference_runs):
     step, net, losses, batches = compiled(name)
     batch, ids = batches(6), torch.tensor(DRAWS["any order"])
     eager = dpfast.GradSampleModuleFastGradientClipping(copy.deepcopy(net), max_grad_norm=0.5, loss_reduction="sum")
@@ -147,7 +147,8 @@ def test_a_unit_that_is_not_finite_is_dropped_whole():
     x[1] = float("nan")
     with pytest.warns(DpfastWarning, match="1 of 5"):
         step(x, y, units=torch.tensor([0, 0, 1, 1, 2, 2]))
-    assert step.dropped == 1 and step.clip_factors[0] == 0
+        assert step.dropped == 1  # of a GPU known when it is asked for
+    assert step.clip_factors[0] == 0
     assert all(p.grad.isfinite().all() for p in net.parameters())
 
 

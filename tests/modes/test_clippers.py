@@ -41,11 +41,12 @@ def weighted(gradients, factors):
 
 
 def as_told(wrapped, factors):
-    """The module's own, which are these less what its bounds add."""
+    """The module's own, which are these less what its bounds add: of one parameter, by kernels, some 1e-4
+    (docs/bounds.md)."""
     told = wrapped.get_clipping_coef().double()
     told = dict(zip(factors, told if told.dim() > 1 else [told] * len(factors), strict=True))
     for name, factor in factors.items():
-        assert (told[name] <= factor * (1 + 1e-7)).all() and relative_error(told[name], factor) <= 1e-4, name
+        assert (told[name] <= factor * (1 + 1e-7)).all() and relative_error(told[name], factor) <= 2e-4, name
     return told
 
 

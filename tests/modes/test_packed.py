@@ -43,7 +43,7 @@ def test_a_mean_of_documents_and_of_tokens():
         module = Module(copy.deepcopy(model), max_grad_norm=1e6)
         with module.units(ids, 5, per_unit=how) as units:
             units.sums(losses_of(module(tokens, positions), labels)).mean().backward()
-        counts = units.counts if how == "mean" else torch.ones(5)
+        counts = units.counts.to(tokens.device) if how == "mean" else torch.ones(5)
         expected = {n: (g / counts.view(-1, *[1] * (g.dim() - 1))).sum(0) for n, g in exact.items()}
         assert_gradients(gradients(module), expected)
 

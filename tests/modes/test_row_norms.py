@@ -116,6 +116,7 @@ def test_as_a_loop_over_samples(model):
     assert relative_error(found, torch.cat([x.flatten() for x in exact.values()])) <= 1e-4  # the slack of the norms
 
 
+@pytest.mark.on_cpu  # on a GPU these layers, all alike, are taken together, and their rows as one tensor
 @pytest.mark.parametrize("bias", [False, True])
 def test_layers_of_one_input_share_its_row_norms(bias, taken, never_shared):
     """Of (q, k, v), o, (gate, up) and down; gradients of seven outputs, a bias's being that of its weight."""

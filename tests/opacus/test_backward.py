@@ -157,8 +157,9 @@ def test_layers_without_a_rule_need_the_second_pass(own_sampler, request):
 
 
 @pytest.mark.parametrize(("install", "own_sampler"), [(False, False), (True, False), (True, True)])
-def test_matrix_products_of_the_backward_pass(install, own_sampler, request):
-    """Opacus needs an input gradient and both weight gradients, twice, and products for its norms."""
+def test_matrix_products_of_the_backward_pass(install, own_sampler, request, reference_runs):
+    """Opacus needs an input gradient and both weight gradients, twice, and products for its norms. (torch counts no
+    kernels' products.)"""
     n, input_gradient, weight_gradients = 6, 2 * 20 * 5, 2 * (12 * 20 + 20 * 5)
     if own_sampler:
         request.getfixturevalue("sampler_of_a_user")

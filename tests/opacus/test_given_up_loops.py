@@ -28,8 +28,9 @@ class Training:
         self.net = nn.Linear(4, 3)
         self.x, self.y = torch.randn(N, 4) * 3, torch.randint(0, 3, (N,))
         self.samples = loop_over_samples(self.net, sum_loss, self.x, self.y)
-        data = TensorDataset(self.x, self.y, torch.arange(N))
-        loader = DataLoader(data, batch_size=12, num_workers=workers, generator=torch.Generator().manual_seed(3))
+        # On the CPU, as usual: forked workers have no GPU, and loaders draw there.
+        data = TensorDataset(self.x.cpu(), self.y.cpu(), torch.arange(N, device="cpu"))
+        loader = DataLoader(data, batch_size=12, num_workers=workers, generator=torch.Generator("cpu").manual_seed(3))
         self.module, self.optimizer, *criterion, self.loader = PrivacyEngine(accountant="rdp").make_private(
             module=self.net,
             optimizer=torch.optim.SGD(self.net.parameters(), lr=0.0),
@@ -60,6 +61,7 @@ class Training:
 
     def backward(self, x, y, *_):
         self.optimizer.zero_grad()
+        x, y = x.to(self.x.device), y.to(self.x.device)
         self.criterion(self.module(x), y).backward()
 
     def step(self, *part):

@@ -3,14 +3,14 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import assert_gradients
+from cases import assert_gradients, clipped_as_told
 from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
 from opacus_cases import loader
 from torch import nn
 
 from dpfast.errors import InputError
 from dpfast.opacus import ClippedLossTensor, PrivacyEngine
-from dpfast.testing import clipped_sum, loop_over_samples
+from dpfast.testing import loop_over_samples
 
 C = 0.5
 NEW = hasattr(DPTensorFastGradientClipping, "__mul__")  # Opacus 1.6's arithmetic
@@ -40,14 +40,14 @@ def clipped(model):
 def test_a_loss_of_one_column(reduction):
     """(N, 1): Opacus's broadcasts to (N, N) and lets one sample's factor scale the others. Here it is an error."""
     model, x, y = nn.Linear(4, 1), torch.randn(6, 4) * 10, torch.randn(6, 1)
-    exact = clipped_sum(loop_over_samples(model, lambda m, x, y: (m(x) - y).square().sum(), x, y), C)
+    exact = loop_over_samples(model, lambda m, x, y: (m(x) - y).square().sum(), x, y)
     module, _, criterion = private(model, nn.MSELoss(reduction=reduction), reduction)
     with pytest.raises(InputError, match=r"\(6, 1\) is not one loss a sample.*squeeze"):
         criterion(module(x), y)
     loss = criterion(module(x).squeeze(1), y.squeeze(1))
     assert isinstance(loss, ClippedLossTensor) and loss.loss_per_sample.shape == (6,)
     loss.backward()
-    assert_gradients(clipped(model), exact)
+    assert_gradients(clipped(model), clipped_as_told(module.get_clipping_coef(), exact, C))
     assert module.hooks_enabled
 
 
@@ -59,7 +59,7 @@ def test_losses_of_several_targets_a_sample():
         losses = F.cross_entropy(m(x).transpose(1, 2), y, reduction="none", ignore_index=-100)
         return (losses.sum(1) / (y != -100).sum(1)).sum()
 
-    exact = clipped_sum(loop_over_samples(model, per_sample, x, y), C)
+    exact = loop_over_samples(model, per_sample, x, y)
     module, _, criterion = private(model, nn.CrossEntropyLoss())
     with pytest.raises(InputError, match=r"30 losses|not one loss a sample|30\b"):
         criterion(module(x).flatten(0, 1), y.flatten()).backward()
@@ -67,7 +67,7 @@ def test_losses_of_several_targets_a_sample():
     out = module(x)
     criterion(out.flatten(0, 1), y.flatten(), shape=out.shape).backward()
     if NEW:  # 1.5.4 divides by T, ignored targets or not
-        assert_gradients(clipped(model), exact)
+        assert_gradients(clipped(model), clipped_as_told(module.get_clipping_coef(), exact, C))
 
 
 def test_more_than_one_loss_a_sample():
@@ -86,7 +86,7 @@ def test_arithmetic_stays_one_loss_a_sample():
         difference = (m(x) - y).squeeze(1)
         return (difference.square() * w / 2 + difference.abs()).sum()
 
-    exact = clipped_sum(loop_over_samples(model, weighted, x, y, weights), C)
+    exact = loop_over_samples(model, weighted, x, y, weights)
     module, _, criterion = private(model, nn.MSELoss())
     squared = criterion(module(x).squeeze(1), y.squeeze(1))
     criterion.criterion = nn.L1Loss()
@@ -96,7 +96,7 @@ def test_arithmetic_stays_one_loss_a_sample():
     with pytest.raises(InputError, match=r"\(6, 6\)"):
         squared * torch.ones(6, 6)
     loss.backward()
-    assert_gradients(clipped(model), exact)
+    assert_gradients(clipped(model), clipped_as_told(module.get_clipping_coef(), exact, C))
 
 
 def test_an_empty_batch():

@@ -21,6 +21,7 @@ def test_secure_mode_needs_what_opacus_needs():
         assert PrivacyEngine(secure_mode=True).secure_rng is not None
 
 
+@pytest.mark.on_cpu  # Opacus gives one generator to the loader, which draws on the CPU, and to the noise
 @pytest.mark.parametrize("mode", ["dpfast", "dpfast_two_pass", "dpfast_materialize"])
 def test_secure_mode_draws_as_opacus(mode):
     """Poisson sampling, Opacus's secure noise, the same steps. torchcsprng has no release for the torch of today, so a

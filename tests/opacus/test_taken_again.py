@@ -39,9 +39,8 @@ class Run:
             secret=secret,
         )
         self.state = PrivateState(self.optimizer, RDPAccountant(), self.batches)
-        self.loader = DataLoader(
-            TensorDataset(torch.arange(N)), batch_sampler=self.batches, num_workers=workers, **options
-        )
+        numbers = TensorDataset(torch.arange(N, device="cpu"))  # forked workers have no GPU
+        self.loader = DataLoader(numbers, batch_sampler=self.batches, num_workers=workers, **options)
 
     def step(self, taken):
         """(samples, their clipped sum, what was released, the noise in it); None where it was skipped."""

@@ -33,11 +33,12 @@ def test_units_are_drawn_clipped_and_counted():
     sampler = loader.batch_sampler
     assert isinstance(sampler, UnitPoissonSampler) and sampler.sample_rate == 0.25
     assert optimizer.expected_batch_size == 2
-    steps = 0
+    steps, device = 0, next(model.parameters()).device
     for _ in range(3):
         for x, y, records in loader:
             users, ids = sampler.unit_of_record[records.long().cpu()].unique(return_inverse=True)
             optimizer.zero_grad()
+            x, y = x.to(device), y.to(device)  # Opacus makes empty draws on the CPU
             with model.units(ids, len(users)):
                 nn.functional.cross_entropy(model(x), y).backward()
             assert model.get_norm_sample().shape == (len(users),)

@@ -27,12 +27,14 @@ FACTORIES = (
 )
 
 _stays: list[None] = []  # while there is one
+_own: dict[str, Callable] = {}
+"""torch's factories, by name."""
 
 
 def put(device: str) -> None:
     """From now on, in this process."""
     for name in FACTORIES:
-        factory = getattr(torch, name)
+        factory = _own[name] = getattr(torch, name)
         setattr(torch, name, _on(factory, device))
         if operator := _find_builtin(factory):  # torch.jit.script would compile the function in its place
             _register_builtin(getattr(torch, name), operator)
@@ -42,11 +44,16 @@ def put(device: str) -> None:
 
 @contextmanager
 def on_cpu() -> Iterator[None]:
-    """What is made within stands on the CPU."""
+    """What is made within stands on the CPU, by torch's own functions, into which torch.compile looks no further."""
+    placed = {name: getattr(torch, name) for name in _own}
     _stays.append(None)
     try:
+        for name, factory in _own.items():
+            setattr(torch, name, factory)
         yield
     finally:
+        for name, factory in placed.items():
+            setattr(torch, name, factory)
         _stays.pop()
 
 
