@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from released import gradients, in_two_passes
+from released import gradients, in_two_passes, nothing_released
 from torch import nn
 
 from dpfast import GradSampleModuleFastGradientClipping
@@ -95,10 +95,11 @@ def test_rows_that_differ_are_seen_where_samples_are_second():
     with pytest.warns(UserWarning, match="1 of 4 samples"):
         losses = model(inputs).sum((1, 2))
         losses.mean().backward(retain_graph=True)
+        assert model.nonfinite_samples == 1  # which a GPU tells when it is asked
     factors = model.get_clipping_coef()
     model.disable_hooks()
     net.draw = True
-    with pytest.raises(StateError, match="saw other activations or gradients"):
+    with nothing_released(model, "saw other activations or gradients"):
         (factors * losses).sum().backward()
 
 

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from released import gradients, in_two_passes
+from released import gradients, in_two_passes, nothing_released
 from torch import nn
 
 from dpfast import GradSampleModuleFastGradientClipping
 from dpfast.errors import StateError
+from dpfast.modes.second_pass import SecondPass
 
 C = 0.1
 
@@ -49,9 +50,34 @@ def test_another_loss_in_the_second_pass_is_refused(first, second, kept):
     sum_of(losses, first).sum().backward(retain_graph=True)
     factors = model.get_clipping_coef()
     model.disable_hooks()
-    with pytest.raises(StateError, match="second backward pass"):
+    with nothing_released(model, "second backward pass"):
         (factors * sum_of(losses, second)).sum().backward()
-    assert gradients(model) == [None] * 6
+
+
+class OnAnotherDevice(torch.Tensor):
+    device = property(lambda self: torch.device("xpu"))
+
+    def to(self, device):
+        return self.as_subclass(torch.Tensor)
+
+
+@pytest.mark.on_cpu
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize(("first", "second"), [("b", "ab"), ("ab", "a"), ("ab", "b")])
+def test_what_another_device_has_found_is_not_waited_for(first, second, kept, monkeypatch):
+    faults = SecondPass.faults
+
+    def on_another_device(self):
+        messages, at_fault = faults(self)
+        return messages, at_fault.as_subclass(OnAnotherDevice)
+
+    monkeypatch.setattr(SecondPass, "faults", on_another_device)
+    model, losses = example(kept)
+    sum_of(losses, first).sum().backward(retain_graph=True)
+    factors = model.get_clipping_coef()
+    model.disable_hooks()
+    with nothing_released(model, "second backward pass", waited_for=False):
+        (factors * sum_of(losses, second)).sum().backward()
 
 
 def test_another_loss_beside_the_second_pass_is_refused():

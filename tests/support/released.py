@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from fractions import Fraction
 
 import torch
 from torch import Tensor, nn
 
 from dpfast import DpfastError
+from dpfast.errors import DpfastWarning, StateError
 
 MARGIN = 1e-9
 """What an exact norm may exceed C by, relatively: nothing but the oracle's own conversions to a float."""
@@ -51,6 +55,29 @@ def in_two_passes(model: nn.Module, losses: Tensor, loss_reduction: str = "mean"
     finally:
         model.enable_hooks()
     return factors.detach().clone()
+
+
+@contextmanager
+def nothing_released(model: nn.Module, message: str, *, waited_for: bool | None = None) -> Iterator[None]:
+    """A second backward pass that is not the first's, in ``model``.
+
+    Args:
+        message: of the StateError.
+        waited_for: whether it is told at once, as on a CPU. Nobody waits for a GPU: where not even taps can tell, sums
+            are zeros, and a warning comes when it has told.
+    """
+    waited_for = all(p.is_cpu for p in model.parameters()) if waited_for is None else waited_for
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", DpfastWarning)
+        try:
+            yield
+        except StateError as error:
+            assert re.search(message, str(error)), error
+        else:
+            assert not waited_for, "nothing was raised"
+            assert model._at_fault.count == len(model.get_clipping_coef())
+            assert any("its clipped sums are zeros" in str(w.message) for w in caught)
+    assert not any(g is not None and g.any() for g in gradients(model))
 
 
 def keeps_or_refuses(step: Callable[[], object], model: nn.Module, limit: float) -> float:
