@@ -102,8 +102,8 @@ def test_a_sample_that_is_not_finite_is_dropped(kernels_run):
     x[1, 7, 3] = float("nan")
     with pytest.warns(dpfast.errors.DpfastWarning):
         wrapped = step(2, x=x)
+        assert wrapped.nonfinite_samples == 1  # which a GPU tells when it is asked
     assert wrapped.get_clipping_coef()[1] == 0
-    assert wrapped.nonfinite_samples == 1
     assert all(p.grad.isfinite().all() for p in wrapped.parameters() if p.requires_grad)
 
 

@@ -17,10 +17,10 @@ def released_norm(make, inputs: torch.Tensor, backprops: torch.Tensor) -> float:
     """``c·‖g‖`` for C = 1 of the layer that ``make()`` builds, alone in its model."""
     model = GradSampleModuleFastGradientClipping(make(), loss_reduction="sum")
     (model(inputs) * backprops).sum().backward()
-    exact = make().double()
-    (exact(inputs.double()) * backprops.double()).sum().backward()
+    exact = make().double().cpu()  # a GPU's constant row is NaN where eps is 0
+    (exact(inputs.double().cpu()) * backprops.double().cpu()).sum().backward()
     squares = [p.grad.square().sum() for p in exact.parameters() if p.grad is not None]
-    return float(model.get_clipping_coef().double() * torch.stack(squares).sum().sqrt())
+    return float(model.get_clipping_coef().double().cpu() * torch.stack(squares).sum().sqrt())
 
 
 def layer_norm(eps: float):

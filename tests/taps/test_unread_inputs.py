@@ -5,6 +5,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
+from cases import clipped_as_told
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
@@ -67,6 +68,9 @@ def clipping(model, **options):
 def test_gradients_are_right_and_inputs_are_let_go(name):
     model, x = net(name)
     exact = exactly(model, x)
+    model.layer.weight.requires_grad_(True)
+    both = exactly(model, x)  # of the model that is not wrapped yet
+    model.layer.weight.requires_grad_(False)
     wrapped = clipping(model)
     for _ in range(3):  # recipes are learned in the first
         wrapped.zero_grad()
@@ -75,16 +79,18 @@ def test_gradients_are_right_and_inputs_are_let_go(name):
         gc.collect()
         assert WATCHED and all(memory.expired() for memory in WATCHED)
         loss.backward()
-        assert relative_error(model.layer.bias.grad, clipped_sum(exact, C)["layer.bias"]) <= 1e-5
+        expected = clipped_as_told(wrapped.get_clipping_coef(), exact, C)
+        assert relative_error(model.layer.bias.grad, expected["layer.bias"]) <= 1e-5
         assert relative_error(wrapped.get_norm_sample(), norms_of(exact)) <= 1e-5
         assert model.layer.weight.grad is None
+    wrapped.zero_grad()
     model.layer.weight.requires_grad_(True)
     loss = losses(wrapped, x).mean()
     assert not WATCHED[-1].expired()  # now it is needed
     loss.backward()
-    both, total = exactly(model, x), dict(model.named_parameters())
-    expected = clipped_sum(both, C)
-    assert relative_error(total["layer.weight"].grad, expected["layer.weight"]) <= 1e-5
+    expected = clipped_as_told(wrapped.get_clipping_coef(), both, C)
+    for p, total in zip(model.parameters(), expected.values(), strict=True):
+        assert relative_error(p.grad, total) <= 1e-5
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -158,6 +164,7 @@ def test_rule_that_reads_it_all_the_same_gets_no_number():
         wrapped = clipping(model)
         with pytest.warns(DpfastWarning, match="4 of 4 samples"):
             losses(wrapped, x).mean().backward()
+            assert wrapped.nonfinite_samples == 4  # which a GPU tells when it is asked
         assert wrapped.get_clipping_coef().eq(0.0).all()
         assert not model.layer.bias.grad.any()
     finally:
