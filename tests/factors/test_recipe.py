@@ -71,6 +71,7 @@ def answer_of(layer, a, b):
     return [factors[p] for p in layer.parameters() if p.requires_grad]
 
 
+@pytest.mark.on_cpu  # where small samples are taken in fp64: other answers of norms have no recipe
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layer", [nn.LayerNorm(20), nn.LayerNorm(20, bias=False), nn.RMSNorm(20, eps=1e-5)])
 @pytest.mark.parametrize("frozen", [False, True])
@@ -90,12 +91,13 @@ def test_of_one_position(dtype, layer):
 
     first, (a, b) = seen(N), seen(LAYERS * N)
     recipe = Recipe.learned(answer_of(layer, *first), *first)
-    if isinstance(layer, nn.LayerNorm) and dtype is torch.float64:
+    if isinstance(layer, nn.LayerNorm) and (dtype is torch.float64 or not a.is_cpu):
         assert recipe is None
     else:
         check_same_bits(recipe, answer_of(layer, a, b), a, b)
 
 
+@pytest.mark.on_cpu  # as above
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
 def test_is_learned_where_a_sample_is_not_finite(poison):
     layer = nn.LayerNorm(20)
@@ -115,7 +117,7 @@ def test_of_look_ups(index, table):
     check_same_bits(recipe, answer_of(layer, a, b), a, b)
     room = LAYERS * N * table * 20 * 4
     kept, left = recipe.numbers(a, b, room=room)
-    if table > 11:
+    if table > 11 or not a.is_cpu:  # a GPU brings equal indices together whatever the table
         assert left == room and isinstance(kept[0].factor, Lookup)
         return
     assert left == 0 and torch.equal(kept[0].factor, Lookup(a, b, 11).table())

@@ -6,7 +6,7 @@ hold NaN here.
 
 import pytest
 import torch
-from kernel_cases import BF16, DEVICE, FP16, FP32, Guarded, assert_close, call, identical, wide
+from kernel_cases import BF16, DEVICE, FP16, FP32, Guarded, assert_close, call, identical, same_sums, wide
 
 from dpfast.kernels import gram_norm, grouped_outer_norm, outer_norm, outer_product, sum_runs
 from dpfast.kernels._tiles import Tile
@@ -14,6 +14,10 @@ from dpfast.kernels._tiles import Tile
 # None, one, a tile's border with one less and one more, more than a chain; not in the order of their rows.
 LENGTHS = [0, 1, 32, 31, 33, 0, 130]
 BEFORE = [0, 3, 0, 0, 1, 0, 5]  # nobody's
+
+
+def equal_bits(x, y):
+    assert identical(x, y)
 
 
 class Rows:
@@ -43,14 +47,15 @@ class Rows:
                 yield n, [x.tensor[:, first:last].clone() for x in self.inputs]
 
 
-def assert_same_as_samples(found, rows, launcher, **options):
+def assert_same_as_samples(found, rows, launcher, *, same=equal_bits, **options):
     """`found` of the runs, (..., U, ·) each."""
     empty = [n for n, (first, last) in enumerate(rows.places) if first == last]
     assert all(x is None or not x[empty].any() for x in found)
     for n, pair in rows.units():
         for actual, expected in zip(found, launcher(*pair, **options), strict=True):
             assert (actual is None) == (expected is None)
-            assert actual is None or identical(actual[n], expected[0]), n
+            if actual is not None:
+                same(actual[n], expected[0])
 
 
 @pytest.mark.parametrize(
@@ -68,7 +73,9 @@ def test_outer_products_and_direct_norms(dtypes, layout, tile, lengths):
     rows = Rows(dtypes, D=24 if dtypes == (FP32, FP32) else 32, lengths=lengths, layout=layout)
     options = {"row_products": True, "tile": tile}
     found = call(outer_product, *rows.inputs, norm=True, scale=0.5, **options, **rows.options)
-    assert_same_as_samples(found, rows, outer_product, norm=True, scale=0.5, **options)
+    # Samples are copies, whose rows a descriptor takes where those of padded runs go through pointers.
+    same = same_sums if layout == "padded" and tile.TMA else equal_bits
+    assert_same_as_samples(found, rows, outer_product, same=same, norm=True, scale=0.5, **options)
     norms = call(outer_norm, *rows.inputs, **options, **rows.options)
     assert identical(0.25 * norms.sq_norm, found.sq_norm) and identical(norms.row_products, found.row_products)
     for n, (a, b) in rows.units():
