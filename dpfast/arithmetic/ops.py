@@ -283,6 +283,10 @@ def weighted_values(values: Tensor, coefficients: Tensor) -> Tensor:
     return reference.weighted_values(values, coefficients).squeeze(1)
 
 
+normalized_sum = kernel_norms.normalized_sum
+"""Where :func:`runs_kernels` says so."""
+
+
 def groups(activations: Tensor, backprops: Tensor) -> bool:
     """Whether such pairs (N, T, ·) are for :func:`grouped_direct`: thin ones, where kernels run."""
     _, t, d = activations.shape

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from dpfast.errors import UnsupportedModuleError
+from dpfast.arithmetic import in_cuda_graph
+from dpfast.errors import StateError, UnsupportedModuleError
 from dpfast.modes.curvature import check_apart, mark_outputs
 from dpfast.taps import is_of_tap, nodes_behind
 
@@ -95,6 +96,12 @@ def _check_counts(loss: Tensor, mean: Any) -> None:
         return
     counted = target != (left_out - 2**64 if left_out >= 2**63 else left_out)  # torch gives it without its sign
     picks = _picks(mean)
+    if in_cuda_graph():
+        raise StateError(
+            "the loss is F.cross_entropy's mean, and the step is captured in a CUDA graph: no replay could tell "
+            "whether targets are left out (ignore_index), with which samples would share a divisor; take "
+            "reduction='none' and the mean of what it gives, each sample's own where it has several targets"
+        )
     if weight is None and picks is None and bool(counted.all()):
         return
     shares = counted.double() if weight is None else weight.double()[target.where(counted, 0)] * counted

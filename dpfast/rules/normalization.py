@@ -18,7 +18,6 @@ from dpfast.arithmetic import (
     accumulating_dtype,
     bounds,
     is_traced,
-    kernel_norms,
     ops,
     smallest_normal,
     sums,
@@ -115,7 +114,7 @@ def _factors_by_kernel(
     inputs, backprops = (_as_rows(x, width, x.dtype) for x in (inputs, backprops))
     own, least = layer._parameters, _least_eps(torch.float32)
     relative, lost = bounds.chain_terms(terms=inputs.shape[1], numel=width, dtype=torch.float32)
-    found = kernel_norms.normalized_sum(
+    found = ops.normalized_sum(
         inputs,
         backprops,
         eps=eps,

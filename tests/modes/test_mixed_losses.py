@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import dpfast
-from dpfast.errors import UnsupportedModuleError
+from dpfast.errors import StateError, UnsupportedModuleError
+from dpfast.modes import mixed_losses
 
 D, T = 4, 5
 
@@ -56,3 +57,13 @@ def test_a_mean_over_unequal_numbers_of_targets_is_refused_in_every_batch(name, 
         step(**options).backward()
     wrapped.disable_hooks()
     step(**options).backward()  # an ordinary gradient may be of the batch
+
+
+def test_a_mean_of_cross_entropies_is_not_captured(monkeypatch):
+    """Whether it leaves targets out is read, of each batch that a replay may have."""
+    wrapped = dpfast.GradSampleModuleFastGradientClipping(nn.Linear(5, 3), max_grad_norm=1.0)
+    x, y = torch.randn(4, 5), torch.tensor([0, 1, 2, 0])
+    monkeypatch.setattr(mixed_losses, "in_cuda_graph", lambda: True)
+    with pytest.raises(StateError, match=r"captured in a CUDA graph.*reduction='none'"):
+        F.cross_entropy(wrapped(x), y).backward()
+    F.cross_entropy(wrapped(x), y, reduction="none").mean().backward()

@@ -19,7 +19,7 @@ def main():
 
     def backward():
         optimizer.zero_grad(set_to_none=True)
-        torch.nn.functional.cross_entropy(wrapped(x), y).backward()
+        torch.nn.functional.cross_entropy(wrapped(x), y, reduction="none").mean().backward()
 
     def step():
         backward()
