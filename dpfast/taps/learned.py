@@ -87,9 +87,14 @@ def learned(
     if batched is None and n:
         primes = [p for p in _SMALL if p not in sizes][:2]
         failed: list[Exception] = []
-        found, batched = _by_shapes(
-            dims, lambda some: _found_on_data(model, taps, leaves, structure, some, primes, failed)
-        )
+        following, fatal = sum(dim is not None for dim in dims), _is_an_index_fatal(leaves)
+
+        def on_data(some: list[int | None]) -> list[Seen]:
+            if fatal and sum(dim is not None for dim in some) < following:
+                return []
+            return _found_on_data(model, taps, leaves, structure, some, primes, failed)
+
+        found, batched = _by_shapes(dims, on_data)
         if batched is None:
             return _untold(said_by(failed[0]) if failed else "no input has samples")
     if batched is None:
@@ -101,6 +106,12 @@ def learned(
     everywhere = {**places, **with_own(told.places)}
     everywhere = {key: place for key, place in everywhere.items() if key not in told.not_run}
     return Learned(everywhere, shapes, told, told.changed, batched, places)
+
+
+def _is_an_index_fatal(leaves: Sequence[Any]) -> bool:
+    """Whether an index out of range, as of inputs that do not fit each other, is no error but the end of the process's
+    work: on a GPU."""
+    return any(isinstance(x, Tensor) and x.is_cuda for x in leaves)
 
 
 def _untold(why: str) -> Learned:
