@@ -115,7 +115,8 @@ def test_four_dimensions_and_an_empty_batch():
     a, b = torch.randn(4, 2, 5, 3), torch.randn(4, 2, 5, 2)
     exact = torch.einsum("nstp,nstd->npd", b.double(), a.double()).flatten(1).norm(dim=1)
     norms = NORM[nn.Linear](layer, [a], b)[layer.weight].double()
-    assert (norms >= exact * (1 - 1e-7)).all() and relative_error(norms, exact) <= 1e-4  # they are bounds
+    slack = 1e-4 if norms.is_cuda else 1e-5  # they are bounds, which kernels have wider
+    assert (norms >= exact * (1 - 1e-7)).all() and relative_error(norms, exact) <= slack
     for norms in NORM[nn.Linear](layer, [a[:0]], b[:0]).values():
         assert norms.shape == (0,)
 

@@ -1,5 +1,7 @@
 """Models and batches that several tests share."""
 
+import os
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -116,12 +118,17 @@ def assert_gradients(actual, exact, tolerance=1e-5):
         assert relative_error(actual[name], exact[name]) <= 10 * tolerance, name
 
 
+def takes_kernels(x):
+    """Whether kernels take what stands where this does."""
+    return x.is_cuda or os.environ.get("DPFAST_BACKEND") == "triton"
+
+
 def clipped_as_told(factors, exact, c):
-    """The clipped sum by the factors that the module tells: at most C / norm, less by what its bounds add, which with
-    kernels is more than with the reference (docs/bounds.md)."""
+    """The clipped sum by the factors that the module tells: at most C / norm, less by what its bounds add, which by
+    kernels is more than by the reference (docs/bounds.md)."""
     norms, factors = norms_of(exact), factors.double()
     assert (factors * norms <= c * (1 + 1e-7)).all()
-    assert relative_error(factors, torch.where(norms > c, c / norms, 1.0)) <= 1e-4
+    assert relative_error(factors, torch.where(norms > c, c / norms, 1.0)) <= (1e-4 if takes_kernels(factors) else 1e-5)
     return {name: torch.einsum("n,n...->...", factors, g) for name, g in exact.items()}
 
 
