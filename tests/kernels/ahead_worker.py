@@ -65,11 +65,14 @@ def record(job, tile):
     return launches[0]
 
 
-def compile_job(job):
-    kernel, arguments, tile, _ = record(job, _tiles.Tile(**job["tile"]))
+def compile_launch(launch, arch):
+    kernel, arguments, tile, _ = launch
     signature, constexprs, aligned = _launch.specialize(kernel, arguments)
-    target = _launch.TARGETS[job["arch"]]
-    return asdict(_launch.compile_ahead(kernel, signature, constexprs, target, tile, aligned))
+    return asdict(_launch.compile_ahead(kernel, signature, constexprs, _launch.TARGETS[arch], tile, aligned))
+
+
+def compile_job(job):
+    return compile_launch(record(job, _tiles.Tile(**job["tile"])), job["arch"])
 
 
 if __name__ == "__main__":

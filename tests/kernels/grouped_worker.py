@@ -2,12 +2,11 @@
 
 import json
 import sys
-from dataclasses import asdict
 
 import torch
-from ahead_worker import recording  # first: it chooses the compiler before Triton is imported
+from ahead_worker import compile_launch, recording  # first: it chooses the compiler before Triton is imported
 
-from dpfast.kernels import _launch, grouped_outer_norm
+from dpfast.kernels import grouped_outer_norm
 
 
 def compile_job(job):
@@ -19,9 +18,7 @@ def compile_job(job):
     a, b = ([torch.empty((samples, 1024, job[size]), dtype=dtype, device="meta")] * factors for size in "DP")
     with recording(job["arch"]) as launches:
         grouped_outer_norm(a, b, keep=True, **of_units)
-    kernel, arguments, tile, _ = launches[0]
-    signature, constexprs, aligned = _launch.specialize(kernel, arguments)
-    return asdict(_launch.compile_ahead(kernel, signature, constexprs, _launch.TARGETS[job["arch"]], tile, aligned))
+    return compile_launch(launches[0], job["arch"])
 
 
 if __name__ == "__main__":

@@ -2,12 +2,11 @@
 
 import json
 import sys
-from dataclasses import asdict
 
 import torch
-from ahead_worker import recording  # first: it chooses the compiler before Triton is imported
+from ahead_worker import compile_launch, recording  # first: it chooses the compiler before Triton is imported
 
-from dpfast.kernels import _launch, lookup_norm
+from dpfast.kernels import lookup_norm
 
 
 def compile_job(job):
@@ -15,9 +14,7 @@ def compile_job(job):
     backprops = torch.empty((8, 1024, job["D"]), dtype=getattr(torch, job["dtype"]), device="meta")
     with recording(job["arch"]) as launches:
         lookup_norm(indices, backprops)
-    kernel, arguments, tile, _ = launches[0]
-    signature, constexprs, aligned = _launch.specialize(kernel, arguments)
-    return asdict(_launch.compile_ahead(kernel, signature, constexprs, _launch.TARGETS[job["arch"]], tile, aligned))
+    return compile_launch(launches[0], job["arch"])
 
 
 if __name__ == "__main__":

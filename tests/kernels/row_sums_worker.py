@@ -2,12 +2,11 @@
 
 import json
 import sys
-from dataclasses import asdict
 
 import torch
-from ahead_worker import recording  # first: it chooses the compiler before Triton is imported
+from ahead_worker import compile_launch, recording  # first: it chooses the compiler before Triton is imported
 
-from dpfast.kernels import _launch, normalized_sum, row_norm, weighted_rows
+from dpfast.kernels import normalized_sum, row_norm, weighted_rows
 
 
 def launched(job):
@@ -26,9 +25,7 @@ def launched(job):
 def compile_job(job):
     with recording(job["arch"]) as launches:
         launched(job)
-    kernel, arguments, tile, _ = launches[0]
-    signature, constexprs, aligned = _launch.specialize(kernel, arguments)
-    return asdict(_launch.compile_ahead(kernel, signature, constexprs, _launch.TARGETS[job["arch"]], tile, aligned))
+    return compile_launch(launches[0], job["arch"])
 
 
 if __name__ == "__main__":

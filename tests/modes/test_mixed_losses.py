@@ -67,3 +67,4 @@ def test_a_mean_of_cross_entropies_is_not_captured(monkeypatch):
     with pytest.raises(StateError, match=r"captured in a CUDA graph.*reduction='none'"):
         F.cross_entropy(wrapped(x), y).backward()
     F.cross_entropy(wrapped(x), y, reduction="none").mean().backward()
+    F.cross_entropy(nn.Linear(5, 3)(x), y).backward()  # an ordinary one
