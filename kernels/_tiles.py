@@ -205,9 +205,9 @@ def run_class(verb: str, T: int, D: int, P: int, dtype: torch.dtype, arch: str) 
     return chosen, parts, part if parts > 1 else 0, T > CHAIN
 
 
-# FLOPs in the time of a byte, of 16-bit products and of IEEE products of fp32: what large weighted sums and a square fp32
-# product reach on an H200, over the rate of a copy (benchmarks/results/kernels.jsonl: some 600 and 51 TFLOP/s, 2.8 TB/s).
-# The other architectures' parts are taken to be not far from these.
+# FLOPs in the time of a byte, of 16-bit products and of IEEE products of fp32: what large weighted sums and a square
+# fp32 product reach on an H200, over the rate of a copy (benchmarks/results/kernels.jsonl: some 600 and 51 TFLOP/s,
+# 2.8 TB/s). The other architectures' parts are taken to be not far from these.
 _FLOPS_A_BYTE = {"16-bit": 214, "fp32": 18}
 
 

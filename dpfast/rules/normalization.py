@@ -112,14 +112,15 @@ def _factors_by_kernel(
     if not ops.runs_kernels(inputs, backprops):
         return None
     inputs, backprops = (_as_rows(x, width, x.dtype) for x in (inputs, backprops))
-    own, least = layer._parameters, _least_eps(torch.float32)
+    weight, of_bias = layer.weight, getattr(layer, "bias", None)
+    least = _least_eps(torch.float32)
     relative, lost = bounds.chain_terms(terms=inputs.shape[1], numel=width, dtype=torch.float32)
     found = ops.normalized_sum(
         inputs,
         backprops,
         eps=eps,
         mean=mean,
-        bias=own.get("bias") is not None and own["bias"].requires_grad,
+        bias=of_bias is not None and of_bias.requires_grad,
         largest=least**-0.5 if eps < least else math.inf,
         constant=eps < _SMALL_EPS,
         relative=(2.0 if mean else 1.0) * bounds.gamma(width + 8, torch.float32),
@@ -128,9 +129,8 @@ def _factors_by_kernel(
     if found is None:
         return None
     factors: dict[nn.Parameter, Factor] = {}
-    sums_of = (("weight", found.sums, found.error, 1.0), ("bias", found.bias, found.row_norm_backprops, relative))
-    for name, values, error, scale in sums_of:
-        parameter = own.get(name)
+    sums_of = ((weight, found.sums, found.error, 1.0), (of_bias, found.bias, found.row_norm_backprops, relative))
+    for parameter, values, error, scale in sums_of:
         if parameter is not None and parameter.requires_grad:
             factors[parameter] = Dense(values.view(-1, *parameter.shape), SumError((error,), (0.0,), scale, lost))
     return factors
