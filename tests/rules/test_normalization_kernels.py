@@ -2,11 +2,14 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+from dpfast import GradSampleModule
 from dpfast.arithmetic import finished
 from dpfast.rules import normalization
 from dpfast.rules.normalization import layer_norm, torch_rms_norm
+from dpfast.testing import loop_over_samples, relative_error
 
 LAYERS = {
     "layer": lambda width, eps: nn.LayerNorm(width, eps=eps),
@@ -71,3 +74,24 @@ def test_what_kernels_do_not_take_goes_the_reference_s_way(kernels_run, launches
         factors = layer_norm(layer, (x,), torch.ones_like(x))
         assert [f.shape for f in factors.values()] == [p.shape for p in layer.parameters()]
     assert launches.count("_normalized_sum_kernel") == 1  # copied, and so taken; the other one is too wide
+
+
+class Functional(nn.Module):
+    """Norms as functions, of parameters of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.shift, self.second = (nn.Parameter(torch.randn(24)) for _ in range(3))
+
+    def forward(self, x):
+        return F.rms_norm(F.layer_norm(x, (24,), self.scale, self.shift), (24,), self.second).tanh()
+
+
+def test_norms_that_a_forward_uses_as_functions(kernels_run, launches):
+    model, x = Functional(), torch.randn(3, 5, 24)
+    exact = loop_over_samples(model, lambda m, x: m(x).square().sum(), x)
+    wrapped = GradSampleModule(model, loss_reduction="sum")
+    wrapped(x).square().sum().backward()
+    assert "_normalized_sum_kernel" in launches
+    for name, p in model.named_parameters():
+        assert relative_error(p.grad_sample, exact[name]) <= 1e-5, name
