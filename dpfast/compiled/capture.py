@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from dpfast.arithmetic import capturing
 from dpfast.compiled.batches import Batch
+from dpfast.compiled.draws import same_draws
 from dpfast.compiled.mode import GraphMode, running
 from dpfast.errors import DpfastError, InputError, UnsupportedModuleError
 from dpfast.taps import LeftBehind, nodes_behind, refuses, taking_back
@@ -94,7 +95,7 @@ def capture(
 
         def step(*flat: Tensor) -> list[Tensor]:
             *inputs, of_samples = flat[len(state) :]
-            with torch.enable_grad(), mode.of(of_samples), left.noting(), _WithoutWorkspace():
+            with torch.enable_grad(), mode.of(of_samples), left.noting(), same_draws(), _WithoutWorkspace():
                 found = losses(mode, *batch.of(inputs))
                 _check_losses(found, n)
                 _check_leaves(found, losses, model)

@@ -19,27 +19,41 @@ if TYPE_CHECKING:
 
 
 class Own(NamedTuple):
-    """What a model consists of, each once, in the order of ``modules()``, ``parameters()`` and ``buffers()``."""
+    """What a model consists of, each once, in the order of ``modules()``, ``parameters()`` and ``buffers()``.
+
+    Attributes:
+        again: modules and parameters that stand in several places, as tied weights do: the number of the module, and the
+            identity of what has come again.
+    """
 
     modules: list[nn.Module]
     parameters: list[nn.Parameter]
     buffers: list[Tensor]
+    again: list[int]
 
     @classmethod
     def of(cls, model: nn.Module) -> Own:
         """In one walk: torch's own three take longer than a small step."""
-        own = cls([], [], [])
+        own = cls([], [], [], [])
         seen: set[int] = set()
         waiting: list[nn.Module | None] = [model]
         while waiting:
             module = waiting.pop()
-            if module is None or id(module) in seen:
+            if module is None:
+                continue
+            if id(module) in seen:
+                own.again.extend((len(own.modules), id(module)))
                 continue
             seen.add(id(module))
             own.modules.append(module)
             for found, tensors in ((own.parameters, module._parameters), (own.buffers, module._buffers)):
                 for x in tensors.values():
-                    if x is not None and id(x) not in seen:
+                    if x is None:
+                        continue
+                    if id(x) in seen:
+                        if found is own.parameters:  # buffers are others at any time (.to())
+                            own.again.extend((len(own.modules), id(x)))
+                    else:
                         seen.add(id(x))
                         found.append(x)  # type: ignore[arg-type]  # of either kind
             if module._modules:
@@ -87,10 +101,12 @@ class Graph:
         return self
 
     def check_model(self, own: Own) -> None:
-        """Raises StateError where modules or parameters are not those that were captured."""
+        """Raises StateError where modules or parameters are not those that were captured, or stand elsewhere (weights
+        that are tied, or no longer)."""
         same_modules = _same(self._own.modules, own.modules)
-        if not same_modules or not _same(self._own.parameters, own.parameters):
-            what = "parameters" if same_modules else "modules"
+        same_parameters = _same(self._own.parameters, own.parameters)
+        if not (same_modules and same_parameters and self._own.again == own.again):
+            what = "modules" if not same_modules else "parameters" if not same_parameters else "ties of its parameters"
             raise StateError(
                 f"the model has other {what} than when its step was captured; make a new one with dpfast.compile_step"
             )

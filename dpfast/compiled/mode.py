@@ -46,6 +46,7 @@ class GraphMode(GradSampleModuleFastGradientClipping):
             self._module, self, batch_first=batch_first, force_functorch=force_functorch, layout=layout
         )
         self._tapped.add(never_run=True)
+        self.training = self._module.training  # losses are given this in the model's place, and may ask
 
     def set_grad_sample_to_none(self) -> None:
         """There is none."""
