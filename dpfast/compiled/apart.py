@@ -22,16 +22,22 @@ _DEPENDS = (
 )
 
 
-def check_apart(model: nn.Module, losses: Losses, learned: GraphMode, batch: Batch, options: dict[str, Any]) -> None:
+def check_apart(
+    model: nn.Module, losses: Losses, learned: GraphMode, batch: Batch, captured: Batch, options: dict[str, Any]
+) -> None:
     """Looks at all samples roughly, and at some of them as an eager step looks at a model.
 
     Args:
-        learned: a copy of the model that has learned where its samples are. options: its.
+        learned: a copy of the model that has learned where its samples are. options: its. captured: what a graph has of
+            the batch, padded: losses may go by how many samples they are given.
 
     Raises:
         InputError: another sample changes a loss, or its gradient.
     """
-    if _compare_values(losses, learned, batch) and not mixed_in(learned)[1]:
+    several = _compare_values(losses, learned, batch)
+    if several and len(captured.tensors[0]) != len(batch.tensors[0]):
+        _compare_values(losses, learned, captured)
+    if several and not mixed_in(learned)[1]:
         _look(model, losses, batch, options)
 
 

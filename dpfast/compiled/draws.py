@@ -27,8 +27,8 @@ def same_draws() -> Iterator[None]:
 
 
 class _SameDraws(TorchDispatchMode):
-    """No numbers are drawn while a step is captured, so nothing moves the generator on. Each draw does it here, to a seed
-    of its own. The CPU's generator tells of those of all devices: a checkpoint sets it back in any case."""
+    """No numbers are drawn while a step is captured, so nothing moves the generator on. Each draw does it here, to a
+    seed of its own. The CPU's generator tells of those of all devices: a checkpoint sets it back in any case."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -22,8 +22,8 @@ class Own(NamedTuple):
     """What a model consists of, each once, in the order of ``modules()``, ``parameters()`` and ``buffers()``.
 
     Attributes:
-        again: modules and parameters that stand in several places, as tied weights do: the number of the module, and the
-            identity of what has come again.
+        again: modules and parameters that stand in several places, as tied weights do: the number of the module, and
+            the identity of what has come again.
     """
 
     modules: list[nn.Module]

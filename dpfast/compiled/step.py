@@ -350,20 +350,20 @@ class CompiledStep:
         """A graph of the step, or that before where a look at samples tells nothing else; ``again``: nothing wrong."""
         from dpfast.compiled.capture import capture  # which imports much that eager steps do not need
 
+        some = Batch.like(whole, tensors)
         options = {"layout": self._layout, "norm_clipper": self.norm_clipper}
         learned = learner(self.model, options)
         try:
             settled = learned.learn(self.losses, whole.of(whole.copies()))
             if before is not None and not before.apart:
-                check_apart(self.model, self.losses, learned, whole, options)
+                check_apart(self.model, self.losses, learned, whole, some, options)
             if before is not None and again and not mixed_in(learned)[1]:
                 return before
             if before is not None and before.places == learned.places():
                 return before.seen_again(settled)
             start = time.perf_counter()
-            some = Batch.like(whole, tensors)
             found = capture(self.model, self.losses, some, self.batch_size, learned, options, self.num_units)
-            check_apart(self.model, self.losses, learned, whole, options)
+            check_apart(self.model, self.losses, learned, whole, some, options)
         finally:
             learned.drop_guards()
         return Graph(found, own, self._backend, settled=settled, places=learned.places(), start=start)

@@ -73,6 +73,19 @@ def test_a_little_of_the_others(losses, said):
     assert all(p.grad is not None for p in net.parameters())
 
 
+def test_losses_are_looked_at_in_the_size_that_is_captured():
+    """Draws of four fill a graph for eight, where these losses mix samples."""
+
+    def losses(model, x, y):
+        output, _ = model(x)
+        return (output - (output.mean(0) if len(x) > 5 else 0.0)).square().mean(1)
+
+    net, step, batch = made(losses)
+    with pytest.raises(InputError, match="changes with the other samples"):
+        step(*(x[:4] for x in batch))
+    assert all(p.grad is None for p in net.parameters())
+
+
 def test_a_term_whose_value_is_zero_and_whose_gradient_is_not():
     _, step, batch = made(no_value)
     with pytest.raises(InputError, match=r"at model\.a .*the gradient at its output changes with a sample"):

@@ -1,5 +1,5 @@
-"""Random numbers in a graph: a checkpointed region that runs again sees the masks that it saw, or activations of one mask
-would meet the gradients of another. Other steps and other samples have others."""
+"""Random numbers in a graph: a checkpointed region that runs again sees the masks that it saw, or activations of one
+mask would meet the gradients of another. Other steps and other samples have others."""
 
 import pytest
 import torch
