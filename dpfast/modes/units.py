@@ -179,7 +179,7 @@ def _check(ids: Any, num_units: Any, per_unit: str) -> None:
 
 
 class _Here(threading.local):
-    """The units that each tapped model's forwards in this thread are of."""
+    """The units that each wrapped model's forwards in this thread are of."""
 
     def __init__(self) -> None:
         self.of: dict[int, Units] = {}
@@ -189,11 +189,11 @@ _here = _Here()
 
 
 _blocks: defaultdict[int, list[Units]] = defaultdict(list)
-"""Those of the blocks ``units(...)`` of each tapped model that threads are within. A GPU's backward pass runs in a
+"""Those of the blocks ``units(...)`` of each wrapped model that threads are within. A GPU's backward pass runs in a
 thread of its own, which is within none."""
 
 
-def units_of_forward(taps: object) -> Units | None:
+def units_of_forward(taps: Any) -> Units | None:
     """Those of a forward pass that begins in this thread. Raises StateError where another thread is in their block."""
     found = units_here(taps)
     if found is None and not may_run(taps, None) and in_backward() is None:
@@ -204,18 +204,18 @@ def units_of_forward(taps: object) -> Units | None:
     return found
 
 
-def units_here(taps: object) -> Units | None:
+def units_here(taps: Any) -> Units | None:
     """Those of a tapped model's forward that runs in this thread now."""
-    return _here.of.get(id(taps))
+    return _here.of.get(id(taps.mode))
 
 
-def may_run(taps: object, units: Units | None) -> bool:
+def may_run(taps: Any, units: Units | None) -> bool:
     """Whether a backward pass of such a forward may run: no thread is within a block, or one is in that of these."""
-    blocks = _blocks.get(id(taps))
+    blocks = _blocks.get(id(taps.mode))
     return not blocks or units in blocks
 
 
-def check_same(taps: object, units: Units | None, of_step: Units | None) -> None:
+def check_same(taps: Any, units: Units | None, of_step: Units | None) -> None:
     """Raises StateError where a forward pass had other units than the step, or than the block that its backward pass
     runs in."""
     if units is not of_step or not may_run(taps, units):
@@ -289,16 +289,16 @@ class PerUnit(nn.Module):
 
     @contextmanager
     def _within(self, given: Units) -> Iterator[None]:
-        taps = id(self._tapped)
-        _here.of[taps] = given
-        _blocks[taps].append(given)
+        number = id(self)  # not of its taps, which may be taken off and put on again within
+        _here.of[number] = given
+        _blocks[number].append(given)
         try:
             yield
         finally:
-            _blocks[taps].remove(given)
-            if not _blocks[taps]:
-                del _blocks[taps]
-            del _here.of[taps]
+            _blocks[number].remove(given)
+            if not _blocks[number]:
+                del _blocks[number]
+            del _here.of[number]
 
     def _scale(self, step: Any) -> Any:
         """What gradients are multiplied with: a number, or one for each unit."""

@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import dpfast
+from dpfast.errors import UnsupportedModuleError
 
 H = 40
 
@@ -108,6 +109,33 @@ def test_samples_have_masks_of_their_own():
     step = dpfast.compile_step(net, sum_of, max_grad_norm=1e6, batch_size=4, backend="eager")
     step(torch.ones(4, 3))
     assert len(step.norms.unique()) == 4
+
+
+class SetBack(nn.Module):
+    """Draws twice from one state: masks that two branches share."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.first, self.draw = nn.Linear(3, H, bias=False), draw
+
+    def forward(self, x):
+        with torch.random.fork_rng(devices=[]):
+            a = self.draw(x)
+        return self.first(a - self.draw(x + 0.0))
+
+
+def test_numbers_that_the_step_sets_back_itself_are_the_same():
+    net = SetBack(lambda x: x * torch.rand_like(x))
+    step = dpfast.compile_step(net, sum_of, max_grad_norm=1e6, batch_size=2, backend="eager")
+    step(torch.ones(2, 3))
+    assert not net.first.weight.grad.any()
+
+
+def test_what_is_drawn_again_for_other_values_is_refused():
+    """As torch has dropout in one operation on a GPU."""
+    net = SetBack(lambda x: torch.native_dropout(x, 0.5, True)[0])
+    with pytest.raises(UnsupportedModuleError, match=r"sets torch's random numbers back.*native_dropout"):
+        dpfast.compile_step(net, sum_of, max_grad_norm=1e6, batch_size=2, backend="eager")(torch.ones(2, 3))
 
 
 def test_a_capture_takes_none_of_torch_s_numbers():
