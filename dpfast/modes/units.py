@@ -295,9 +295,7 @@ class PerUnit(nn.Module):
         try:
             yield
         finally:
-            _blocks[number].remove(given)
-            if not _blocks[number]:
-                del _blocks[number]
+            _blocks[number].remove(given)  # an empty list stays: another thread may be about to add to it
             del _here.of[number]
 
     def _scale(self, step: Any) -> Any:
