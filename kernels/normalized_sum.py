@@ -78,17 +78,19 @@ def _normalized_sum_kernel(
         rows = offs_t.to(tl.int64)
         x = tl.load(x_ptr + rows[:, None] * stride_xt + offs_d[None, :], mask=mask, other=0.0).to(tl.float32)
         b = tl.load(b_ptr + rows[:, None] * stride_bt + offs_d[None, :], mask=mask, other=0.0).to(tl.float32)
-        none = ~mask_t
         if CONSTANT:  # of such a row x̂ is exactly 0
             low = tl.min(tl.where(mask_d[None, :], x, float("inf")), axis=1)
             high = tl.max(tl.where(mask_d[None, :], x, float("-inf")), axis=1)
-            none = none | ((low == high) & (tl.abs(low) < float("inf")) & (MEAN or low == 0.0))
+            constant = (low == high) & (tl.abs(low) < float("inf")) & (MEAN or low == 0.0)
         mean = tl.zeros((BLOCK_T,), tl.float32)
         if MEAN:
             mean = tl.sum(x, axis=1) / D
             x = tl.where(mask_d[None, :], x - mean[:, None], 0.0)
         rstd = 1.0 / tl.sqrt_rn(tl.sum(rounded_product(x, x), axis=1) / D + eps)
         known = (rstd > 0.0) & (rstd <= largest)  # NaN is not
+        none = ~mask_t
+        if CONSTANT:
+            none = none | (constant & (rstd >= 0.0))  # low and high pass over a NaN, rstd does not
         product = b * tl.where(none[:, None], 0.0, x * rstd[:, None])
         sums += product
         biases += b

@@ -9,9 +9,9 @@ Rounding c·b to 16 bits would cost 2⁻⁹ of every product, so the factor is a
   positions, and `total += c[n] · acc` once a sample. Two fp32 accumulators; inputs go to the tensor cores as
   they are, through descriptors where strides allow.
 - "flat" (short T, where that epilogue would cost as much as the dots and masked positions more): rows of
-  several samples form one step, c·b is taken in fp32 and split into two bf16 parts, c·b = hi + lo + O(2⁻¹⁸),
+  several samples form one step, c·b is taken in fp32 and split into two bf16 parts, c·b = hi + lo + O(2⁻¹⁷),
   with one dot a part. fp16 activations split exactly into two bf16 parts (11 bits = 8 + 3), and the product
-  of the low parts, 2⁻¹⁸, is dropped: three dots. fp32 needs no split. Always through pointers: a descriptor's
+  of the low parts, up to 2⁻¹⁶, is dropped: three dots. fp32 needs no split. Always through pointers: a descriptor's
   block has one sample and no mask, and here a step has rows of several, some with factor 0.
 
 Tiling: one program a BLOCK_P × BLOCK_D tile of W and part of the reduction; both layouts walk their part

@@ -260,11 +260,16 @@ def runs_kernels(*tensors: Tensor) -> bool:
     return found
 
 
+_SPLIT = {torch.bfloat16: 2.0**-17, torch.float16: 3.0 * 2.0**-17}
+"""See ``kernels/weighted_sum.py``."""
+
+
 def sum_excess(activations: Tensor, backprops: Tensor) -> float:
     """By how much, relatively, the products of a weighted sum may come out too large: kernels take a factor's product
-    with 16-bit rows in two pieces of 16 bits; fp32 products may run in less where a global switch says so."""
+    with 16-bit rows in two pieces of bf16, and of fp16 rows without that of the low pieces; fp32 products may run in
+    less where a global switch says so."""
     if runs_kernels(activations, backprops):
-        return 2.0**-17 if min(activations.itemsize, backprops.itemsize) == 2 else 0.0
+        return max(_SPLIT.get(activations.dtype, 0.0), _SPLIT.get(backprops.dtype, 0.0))
     return reference_excess(activations, backprops)
 
 

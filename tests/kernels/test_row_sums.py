@@ -121,6 +121,17 @@ def test_rows_that_are_all_the_same_are_known_to_be_nothing():
     assert identical(normalized_sum(x, b, mean=True, **spread).sums, layer.sums)
 
 
+@pytest.mark.parametrize("mean", [True, False])
+@pytest.mark.parametrize("place", [0, 3, 69])
+def test_a_nan_is_not_passed_over_where_all_else_is_the_same(mean, place):
+    """Minimum and maximum pass over it, so the row looked constant: no gradient, and no error."""
+    x, b = torch.full((2, 3, 70), 3.0 if mean else 0.0, device=DEVICE), rows(2, 3, 70)
+    x[1, 1, place] = NAN
+    out = normalized_sum(x, b, eps=1e-12, mean=mean, constant=True, relative=1e-6, added=0.0)
+    assert (out.error == INF).nonzero().tolist() == [[1, 1]] and not out.error[out.error != INF].any()
+    assert out.sums[1].isnan().all() and not out.sums[0].any()
+
+
 @pytest.mark.parametrize("entry", [INF, NAN, 1e30])
 def test_what_says_nothing_has_an_infinite_error(entry):
     x, b = rows(3, 4, 50), rows(3, 4, 50, seed=1)
