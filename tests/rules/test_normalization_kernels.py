@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dpfast import GradSampleModule
-from dpfast.arithmetic import finished
+from dpfast.arithmetic import bounds, finished
 from dpfast.rules import normalization
 from dpfast.rules.normalization import layer_norm, torch_rms_norm
 from dpfast.testing import loop_over_samples, relative_error
@@ -56,6 +56,26 @@ def test_bounds_hold(kernels_run, launches, kind, dtype, eps, offset):
             if offset == 0.0 and eps == 1e-5:
                 assert known.all() and (norm.upper.sqrt() <= size * 1.01 + 1e-3).all()
     assert "_normalized_sum_kernel" in launches
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("size", [1.0, 1e-25])
+def test_each_term_of_the_errors_counts(kernels_run, kind, size):
+    """At the smaller size the squares of backprops are nothing in fp32: no norm is smaller for it."""
+    n, t, width = 2, 9, 40
+    layer, x, b = LAYERS[kind](width, 1e-5), torch.randn(n, t, width) + 20.0, torch.randn(n, t, width) * size
+    wide = x.double()
+    mean = wide.mean(-1) if kind == "layer" else torch.zeros(n, t, dtype=torch.float64)
+    rstd = ((wide - mean.unsqueeze(-1)).square().mean(-1) + layer.eps).rsqrt()
+    product = b.double() * (wide - mean.unsqueeze(-1)) * rstd.unsqueeze(-1)
+    of_row = (2.0 if kind == "layer" else 1.0) * bounds.gamma(width + 8, torch.float32) * (1.0 + mean.abs() * rstd)
+    norms, norm_b, chain = product.norm(dim=2), b.double().norm(dim=2), 1.01 * bounds.gamma(t, torch.float32)
+    expected = {"weight": (of_row * (norm_b + norms) + chain * norms).sum(1), "bias": chain * norm_b.sum(1)}
+    factors = RULES[kind](layer, (x,), b)
+    for name, p in layer.named_parameters():
+        error = factors[p].error
+        assert (error >= expected[name] * (1.0 - 1e-5)).all(), name
+        assert size < 1.0 or (error <= expected[name] * (1.0 + 1e-5)).all(), name
 
 
 @pytest.mark.parametrize("kind", LAYERS)
