@@ -29,8 +29,8 @@ def largest(layer, inputs, thresholds, dtype=None, backprop=64.0) -> float:
     [(torch.bfloat16, 1.0, 1.24), (torch.float16, 1.0048828125, 1.29), (torch.float16, 1.0048828125, 1.008795869)],
 )
 def test_factors_split_in_two_bf16_parts(monkeypatch, dtype, value, limit):
-    """The kernel's ``c·b = hi + lo + O(2⁻¹⁷)``: what the parts are too large by stays inside the margin of c. In fp16 the
-    product of the low parts, which is left out, may be below 0."""
+    """The kernel's ``c·b = hi + lo + O(2⁻¹⁷)``: what the parts are too large by stays inside the margin of c.
+    In fp16 the product of the low parts, which is left out, may be below 0."""
     monkeypatch.setenv("DPFAST_BACKEND", "triton")
     inputs = torch.zeros(2, 16, dtype=dtype)
     inputs[0] = value
