@@ -263,6 +263,21 @@ def test_calls_at_the_wrong_time():
         wrap(nn.Linear(2, 2), passes=3)
 
 
+def test_sums_of_fp16_parameters_are_not_rounded_by_the_kernel(kernels_run, monkeypatch):
+    """It rounds to nearest; of fp16 nothing bounds that."""
+    wrapped = dpfast.GradSampleModuleFastGradientClipping(nn.Linear(6, 8, bias=False).half(), max_grad_norm=1.0)
+    asked, taken = [], OuterProduct.weighted_sum
+
+    def seen(self, coefficients, dtype=None):
+        asked.append(dtype)
+        return taken(self, coefficients, dtype)
+
+    monkeypatch.setattr(OuterProduct, "keeps", False)
+    monkeypatch.setattr(OuterProduct, "weighted_sum", seen)
+    wrapped(torch.randn(4, 5, 6).half()).float().sum().backward()
+    assert asked == [None] and all(p.grad.dtype is torch.float16 for p in wrapped.parameters())
+
+
 def test_sums_of_bf16_parameters_are_rounded_once(kernels_run, monkeypatch):
     """Where kernels run they are written in bf16, unless something is added to them."""
     torch.manual_seed(0)
