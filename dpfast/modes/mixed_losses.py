@@ -206,7 +206,7 @@ def _refuse(what: str, why: str, grad: Tensor | None) -> None:
     if grad is None:  # it came to another output of the same operation
         return
     raise UnsupportedModuleError(
-        f"the loss was made from {what}, and {why} (as forward passes with one sample exchanged tell: similarities of "
-        "all pairs, in-batch negatives), so its gradient is no sum of samples' own, and clipping bounds nothing; make "
-        "each sample's loss from that sample alone"
+        f"the loss was made from {what}, and {why} (as forward passes tell in which other samples stand beside a "
+        "sample), so its gradient is no sum of samples' own, and clipping bounds nothing; make each sample's loss from "
+        "that sample alone"
     )

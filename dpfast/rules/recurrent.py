@@ -75,7 +75,9 @@ def packed_one_by_one(layer: Any, input: PackedSequence, hx: Any) -> tuple[Any, 
     last = tuple(torch.cat(parts, 1) for parts in zip(*finals, strict=True))
     if input.unsorted_indices is not None:
         last = tuple(s.index_select(1, input.unsorted_indices) for s in last)
-    return input._replace(data=pack_sequence(outputs).data), last if layer.mode == "LSTM" else last[0]
+    with torch._C.DisableTorchFunction():  # who follows what the model packs is not to see this
+        data = pack_sequence(outputs).data
+    return input._replace(data=data), last if layer.mode == "LSTM" else last[0]
 
 
 class _WithoutDropout:

@@ -11,7 +11,6 @@ from dpfast.taps.copies import without_graphs
 from dpfast.taps.detached import DetachableParameters
 from dpfast.taps.document_look import Told
 from dpfast.taps.documents import Documents
-from dpfast.taps.exchange import said_by
 from dpfast.taps.followed import Source
 from dpfast.taps.gathered import end_model, experts_of, follow_model
 from dpfast.taps.held import Held
@@ -59,7 +58,7 @@ from dpfast.taps.registry import (
 )
 from dpfast.taps.shared import Meeting, Shared
 from dpfast.taps.tap import Tap, TappedForward, has_hooks
-from dpfast.taps.witness import noise_like
+from dpfast.taps.witness import noise_like, said_by
 
 __all__ = [
     "Activations",

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from dpfast.taps.carried import carried
 from dpfast.taps.layout import NO_SAMPLES, Call, Mixed, Place, Rows
+from dpfast.taps.length_look import LengthLook
 from dpfast.taps.met_in_backward import Exchanged, Which, of_others
 from dpfast.taps.picks import NO_ROUTES
 from dpfast.taps.random_numbers import RandomNumbers, same_random_numbers
@@ -27,7 +28,7 @@ from dpfast.taps.same_kernels import same_kernels
 from dpfast.taps.seen import Key, Run
 from dpfast.taps.tap import Tap
 from dpfast.taps.told import NOTHING, Told, together
-from dpfast.taps.witness import alike, equal, first_samples, gradients_alike, run_on, stand_ins
+from dpfast.taps.witness import alike, equal, exchanged, first_samples, gradients_alike, run_on, said_by, stand_ins
 
 _IN_BACKWARD = (
     "the gradient at its output changes with a sample that is not its own, and what the forward pass gives does not; "
@@ -40,7 +41,7 @@ _IN_LOSS = (
     "samples' tokens where these have different numbers of them)"
 )
 
-_MIXED = "each of its entries depends on several samples"
+_MIXED = "each of its entries depends on several samples (similarities of all pairs, in-batch negatives)"
 _OTHER_ORDER = (
     "its samples stand in another order than in the model's input, and not by x[order] with an order that the inputs "
     "give, which is followed (pack_padded_sequence sorts by itself, and is followed, with enforce_sorted=False)"
@@ -88,6 +89,7 @@ def told_by_exchange(
                     exchange = _Exchange(model, taps, leaves, structure, dims, places, size, numbers, again)
                     told = exchange.all_told(noisy, at_once)
                     carried = exchange.carried(told)
+                    told = exchange.with_lengths(told)
                     places = told.places | dict.fromkeys(exchange.reordered, _OTHER_ORDER)  # where it is not followed
                     return told._replace(places=places, routes=exchange.routes, carried=carried)
             except Exception as error:  # whatever a model raises that wants its batch, or its values, otherwise
@@ -106,12 +108,6 @@ def calls_on_data(
         some = [first_samples(x, dim, size) for x, dim in zip(leaves, dims, strict=True)]
         _, witnesses = run_on(model, taps, structure, some, {}, size, {})
     return [witness.took_and_gave for witness in witnesses]
-
-
-def said_by(error: Exception) -> str:
-    """In one line."""
-    said = next(iter(str(error).splitlines()), "")
-    return f"{type(error).__name__}: {said}"
 
 
 class _Exchange:
@@ -136,7 +132,7 @@ class _Exchange:
         # Taps by which tensors without samples go too, which have a way of their own.
         self.also_alone = {(number, way[1]) for number, way in places if isinstance(way, tuple) and way[2:] == ("too",)}
         self.leaves = leaves
-        self.lengths: set[int] = set()
+        self.lengths: set[int | None] = set()
         self.keeps = False
         self.draws = 0
         self.reordered: set[Key] = set()
@@ -264,6 +260,28 @@ class _Exchange:
         except Exception:  # what it kept may fit no batch of this size
             return ()
 
+    def with_lengths(self, told: Told) -> Told:
+        """And what other lengths of packed sequences do, which were not exchanged."""
+        held = self._held_lengths() | (self.lengths & {None})
+        if not held or told.is_wrong or told.why not in (None, _GRADIENTS_DIFFER):
+            return told
+        look = LengthLook(
+            *(self.model, self.taps, self.leaves, self.structure, self.dims, self.size, self.again),
+            lengths=held,
+            packed=sorted(told.packed),
+            parted=told.parted or {},
+            others=self.others,
+        )
+        outputs, why = look.told()
+        return told._replace(outputs=outputs, lengths=why)
+
+    def _held_lengths(self) -> set[int | None]:
+        """The numbers of inputs that are not exchanged: others of them make other shapes."""
+        follow = [i for i, dim in enumerate(self.dims) if dim is not None]
+        numbers: set[int | None] = {i for i in follow if _is_a_number_each(self.leaves[i])}
+        more = len(numbers) < len(follow)
+        return numbers & self.lengths if more else set()
+
     def _run(self, others: tuple[int, ...], noisy: bool, size: int | None = None, *, whole: bool = False) -> Run:
         """One forward with the samples of these numbers exchanged."""
         size = size or self.size
@@ -279,14 +297,12 @@ class _Exchange:
     def _batch(self, others: tuple[int, ...], size: int) -> list[Any]:
         """The inputs with the samples of these numbers exchanged."""
         leaves = list(self.leaves)
-        numbers = {i for i, x in enumerate(leaves) if self.dims[i] is not None and _is_a_number_each(x)}
-        more = any(dim is not None and i not in numbers for i, dim in enumerate(self.dims))
-        lengths = numbers & self.lengths if more else set()  # others of them make other shapes
+        lengths = self._held_lengths()
         for i, dim in enumerate(self.dims):
             if dim is not None:
                 leaves[i] = first_samples(leaves[i], dim, size)
                 if others and i not in lengths:
-                    leaves[i] = _exchanged(leaves[i], dim, others)
+                    leaves[i] = exchanged(leaves[i], dim, others)
         return leaves
 
     def _place(self, place: Place, base: Any, runs: list[Any], which: Which) -> Place:
@@ -360,20 +376,6 @@ class _Exchange:
 def _is_a_number_each(x: Any) -> bool:
     """One whole number a sample."""
     return isinstance(x, Tensor) and x.dim() == 1 and not x.is_floating_point()
-
-
-def _exchanged(x: Tensor, dim: int, numbers: tuple[int, ...]) -> Tensor:
-    """With the next samples that stay in the places of these; others made of them, where these are the same."""
-    x, size = x.clone(), x.shape[dim]
-    stay = [j % size for j in range(numbers[0] + 1, numbers[0] + size) if j % size not in numbers]
-    for i, j in enumerate(numbers):
-        own, other = x.select(dim, j), x.select(dim, stay[i % len(stay)]).clone()
-        if torch.equal(own, other):
-            other = own.flip(tuple(range(own.dim())))
-        if torch.equal(own, other) and x.dtype != torch.bool:  # no number larger than what has been seen
-            other = own * 0.5 if x.is_floating_point() else torch.where(own > 0, own - 1, own)
-        own.copy_(other)
-    return x
 
 
 def _is_odd(place: Place) -> bool:

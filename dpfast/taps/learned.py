@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dpfast.taps.exchange import calls_on_data, said_by, told_by_exchange
+from dpfast.taps.exchange import calls_on_data, told_by_exchange
 from dpfast.taps.fake_run import Values, calls_in_forward, fake_parameters, nothing_left_behind
 from dpfast.taps.inputs import Structure, may_be_given_again, stands_alone
 from dpfast.taps.layout import Mixed, Place, place_of, place_of_result
@@ -23,6 +23,7 @@ from dpfast.taps.random_numbers import same_random_numbers
 from dpfast.taps.tap import OWN, Tap
 from dpfast.taps.told import NOTHING as TOLD_NOTHING
 from dpfast.taps.told import Told
+from dpfast.taps.witness import said_by
 
 SAMPLES = 3
 _PRIMES = (53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109, 113)

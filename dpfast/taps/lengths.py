@@ -22,7 +22,7 @@ class Lengths(TorchFunctionMode):
     """Notes it in one forward pass.
 
     Attributes:
-        found: the numbers of the inputs.
+        found: the numbers of the inputs; None among them: of some sequences, not equally long, no input says it.
     """
 
     def __init__(self, inputs: Sequence[Any]):
@@ -30,7 +30,7 @@ class Lengths(TorchFunctionMode):
         # By memory: as long as there is a weak reference, no other has its number.
         self._of: dict[int, tuple[StorageWeakRef, frozenset[int]]] = {}
         self._read: frozenset[int] = frozenset()
-        self.found: frozenset[int] = frozenset()
+        self.found: frozenset[int | None] = frozenset()
         for i, x in enumerate(inputs):
             if isinstance(x, Tensor):
                 self._set(x, frozenset((i,)))
@@ -51,7 +51,10 @@ class Lengths(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         made = tensors_in(result)
         if func is PACK:  # lengths that were read before, and are a list, have no history
-            self.found |= self._made_of(args[1]) or self._read
+            inputs = self._made_of(args[1]) or self._read
+            self.found |= inputs
+            if not inputs and bool((args[1] != args[1][:1]).any()):
+                self.found |= {None}
         elif made or name in READ:
             inputs = self._made_of((args, kwargs))
             self._read |= inputs if name in READ else frozenset()

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpfast.taps.fake_run import nothing_left_behind
 
@@ -50,9 +52,41 @@ class RandomNumbers:
         same = all(map(torch.equal, of_torch, now)) and of_python == of_python_now
         return not (same and str(of_numpy) == str(of_numpy_now))
 
-    def _next(self) -> tuple[list[torch.Tensor], Any, Any]:
+    def _next(self) -> tuple[list[Tensor], Any, Any]:
         of_torch = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._devices)]
         return of_torch, random.getstate(), None if self._numpy is None else self._numpy.random.get_state()
+
+
+class SameAtEverySize(TorchDispatchMode):
+    """Within it tensors of random numbers hold one number, of other shapes the same one, and dropout drops nothing: how
+    many others are drawn changes nothing. Not so what Python and NumPy draw, permutations and picks.
+
+    Args:
+        again: has random numbers start again.
+    """
+
+    def __init__(self, again: RandomNumbers):
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.again = again
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name.removesuffix("_").removesuffix("_like") not in _DRAWS:
+            return func(*args, **(kwargs or {}))
+        self.again()
+        result = func(*args, **(kwargs or {}))
+        if name == "native_dropout":
+            x, p, train = args
+            return (x / (1 - p) if train is not False and p < 1 else result[0]), result[1].fill_(p < 1)
+        return result if not result.numel() else result.fill_(1 if "bernoulli" in name else result.view(-1)[0])
+
+
+_DRAWS = frozenset(
+    (
+        *("bernoulli", "native_dropout", "rand", "randn", "randint", "normal", "uniform", "random", "exponential"),
+        *("log_normal", "geometric", "cauchy", "poisson"),
+    )
+)
 
 
 @contextmanager

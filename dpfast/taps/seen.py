@@ -24,7 +24,8 @@ class Run(NamedTuple):
     Attributes:
         calls: fingerprints along the samples' dimension, one each time that a tap runs; the shape where these do not
             fit.
-        order: of the taps. lengths: the numbers of inputs that say how long packed sequences are.
+        order: of the taps. lengths: the numbers of inputs that say how long packed sequences are; None: some come of
+            no input.
         packed: layers that took packed sequences. reordered: of these, those that were followed
             in another order than the samples'.
         outputs: fingerprints of the model's outputs, along every dimension as long as the batch; behind them of what
@@ -40,7 +41,7 @@ class Run(NamedTuple):
     calls: dict[Key, list[Any]]
     order: dict[Key, int]
     outputs: list[dict[int, Tensor]]
-    lengths: set[int]
+    lengths: set[int | None]
     packed: list[str]
     reordered: set[Key]
     met: dict[Key, int | Rows]

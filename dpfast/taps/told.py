@@ -20,6 +20,7 @@ class Told(NamedTuple):
         changed: whether anything has changed at all.
         routes: where rows are picked. why: nothing is told. carried: of :func:`carried.carried`.
         parted: of the model's outputs, by number, the dimensions in which samples stay apart; None: not run.
+        lengths: why nothing is told of what the lengths of packed sequences do to other samples.
         draws: whether random numbers were drawn. not_run: taps that ran in no run. packed: layers that took packed
             sequences, of which nothing is told.
     """
@@ -34,6 +35,7 @@ class Told(NamedTuple):
     not_run: frozenset[Key] = frozenset()
     packed: frozenset[str] = frozenset()
     draws: bool = False
+    lengths: str | None = None
 
     @property
     def is_wrong(self) -> bool:

@@ -201,7 +201,7 @@ def run_on(
         noisy, of_witnesses: of :meth:`Witness.of`.
     """
     # A backward pass within that one (reentrant checkpoints) must not come to the parameters themselves.
-    leaves_here = {id(p): _leaf(p) for p in model.parameters()} if noisy else {}
+    leaves_here = {id(p): leaf_of(p) for p in model.parameters()} if noisy else {}
     to_leaves = all(leaves_here.get(id(p)) is not p for p in model.parameters() if p.requires_grad)
     model, copies = copied(model, taps, leaves_here | stand_ins)
     run = Run.begun()
@@ -239,7 +239,7 @@ def _is_complex(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_complex()
 
 
-def _leaf(parameter: nn.Parameter) -> nn.Parameter:
+def leaf_of(parameter: nn.Parameter) -> nn.Parameter:
     """Another of the same numbers, which keeps no gradient."""
     if type(parameter) is not nn.Parameter:
         return parameter
@@ -281,11 +281,31 @@ def stand_ins(model: nn.Module) -> dict[int, Any]:
     return found
 
 
+def said_by(error: Exception) -> str:
+    """In one line."""
+    said = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {said}"
+
+
 def first_samples(x: Any, dim: int | None, size: int) -> Any:
     """That many of a tensor's samples, in turns where it has fewer."""
     if dim is None or not isinstance(x, Tensor):
         return x
     return x.detach().index_select(dim, torch.arange(size, device=x.device) % x.shape[dim])
+
+
+def exchanged(x: Tensor, dim: int, numbers: tuple[int, ...]) -> Tensor:
+    """A tensor with the next samples that stay in the places of these; where they agree, others made of them."""
+    x, size = x.clone(), x.shape[dim]
+    stay = [j % size for j in range(numbers[0] + 1, numbers[0] + size) if j % size not in numbers]
+    for i, j in enumerate(numbers):
+        own, other = x.select(dim, j), x.select(dim, stay[i % len(stay)]).clone()
+        if torch.equal(own, other):
+            other = own.flip(tuple(range(own.dim())))
+        if torch.equal(own, other) and x.dtype != torch.bool:  # no number larger than what has been seen
+            other = own * 0.5 if x.is_floating_point() else torch.where(own > 0, own - 1, own)
+        own.copy_(other)
+    return x
 
 
 def noise_like(like: Tensor, seed: int) -> Tensor:

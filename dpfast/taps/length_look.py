@@ -1,0 +1,244 @@
+"""Whether a sample's gradient changes with how long another one's packed sequence is.
+
+Where samples are exchanged, lengths stay as they are: other lengths make other shapes. So here a short sample stands
+in a batch with the longest, and in one of its like; what is padded to the longest (``pad_packed_sequence`` without
+``total_length``, a mask as long as ``lengths.max()``) is as long as itself in the second. What the sample's outputs
+give the parameters must be the same but for roundings, whatever the layout of what is in between; of an output without
+samples, a loss, what changes with one sample in the place of another must not depend on who else is long.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dpfast.arithmetic import exact_convolutions, reduced_products
+from dpfast.errors import DpfastWarning
+from dpfast.taps import kept
+from dpfast.taps.copies import OfCopy
+from dpfast.taps.gathered import following_model
+from dpfast.taps.inputs import results_in
+from dpfast.taps.random_numbers import RandomNumbers, SameAtEverySize
+from dpfast.taps.registry import find_by_row
+from dpfast.taps.tap import Tap
+from dpfast.taps.witness import copied, leaf_of, said_by
+
+_CHANGES = (
+    "a sample's gradient in it changes with how long the longest sequence of the batch is: what follows {}, which "
+    "takes packed sequences, does not leave padding out (pad_packed_sequence without total_length pads to the longest, "
+    "and a mean, maximum, softmax or convolution over time takes more or less of it then): divide by the sample's own "
+    "length, mask, pick by the lengths, or give total_length=, the same number for every batch (docs/layouts.md)"
+)
+_NOT_TOLD = (
+    "{} could not be run to see what the lengths of its packed sequences do to other samples: {}. That a sample's "
+    "gradient does not change with how long the longest of its batch is (a mean or maximum over padded time) is taken "
+    "on trust: if it is not so, clipping bounds nothing (docs/layouts.md)"
+)
+_FROM_ELSEWHERE = "they come of no input"
+_NOT_FINITE = "gradients of its outputs are not finite"
+_DIFFERS = "two runs on the same samples differ (random numbers of a generator of its own?)"
+_FAILS = "with shorter samples it fails, {}"
+_OTHERS = "what it returns is otherwise where samples are shorter"
+
+_FOLDED = 65521  # numbers kept of a parameter's gradient, which is added up over and over: a prime
+_ROUNDINGS, _MOST = 2**9, 2.0**-4
+_OF_ALL = 2.0**-4  # of a parameter whose own gradient is next to nothing
+
+
+_said: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_CALLER = 11  # frames from a warning to who called the model
+
+
+def say_of_lengths(model: nn.Module, why: str | None) -> None:
+    """Warns, once for a model, where it could not be told what lengths do."""
+    if why is not None and model not in _said:
+        _said.add(model)
+        warnings.warn(_NOT_TOLD.format(type(model).__name__, why), DpfastWarning, stacklevel=_CALLER)
+
+
+Slot = tuple[int, int]
+"""A sample's number, and how long it is to be."""
+
+
+class Outputs(NamedTuple):
+    """What a run gives: outputs with gradients, by number or by the name of an attribute, and the parameters."""
+
+    found: dict[int | str, Tensor]
+    parameters: list[nn.Parameter]
+
+
+class _Tap(OfCopy):
+    """The tap of a copy, which runs as the module does; where packed samples share kernels, each by itself."""
+
+    def caught(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        by_row = find_by_row(self.module)
+        return forward(*args, **kwargs) if by_row is None else by_row(self.module, *args, **kwargs)
+
+
+class LengthLook:
+    """At what the lengths of packed sequences do to other samples.
+
+    Args:
+        leaves, structure: the inputs, flattened. dims: of each, that of its samples. size: so many samples run.
+        again: has random numbers start again.
+        lengths: the numbers of inputs that say how long sequences are, one whole number a sample; None among them:
+            some come of no input.
+        packed: the layers that take sequences. parted: of outputs, by number, dimensions in which samples are apart.
+        others: what stands where parameters are, by their ids.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        taps: Sequence[Tap],
+        leaves: Sequence[Any],
+        structure: Any,
+        dims: Sequence[int | None],
+        size: int,
+        again: RandomNumbers,
+        *,
+        lengths: set[int | None],
+        packed: Sequence[str],
+        parted: Mapping[int, Sequence[int]],
+        others: dict[int, Any],
+    ):
+        self.model, self.taps, self.structure, self.dims, self.size = model, taps, structure, dims, size
+        self.again, self.lengths, self.packed, self.parted, self.others = again, lengths, packed, parted, others
+        self.leaves = leaves
+
+    def told(self) -> tuple[dict[int | str, str], str | None]:
+        """Of the model's outputs, by number, and of what it keeps in attributes, by name, why a loss made of one has no
+        gradients by sample; and why that could not be told."""
+        found: dict[int | str, str] = {}
+        why = _FROM_ELSEWHERE if None in self.lengths else None
+        for i in sorted(i for i in self.lengths if i is not None):
+            failed: str | None = None
+            for batches in self._batches(self.leaves[i].tolist()):
+                try:
+                    with torch.enable_grad():
+                        wrong, failed = self._wrong(i, *batches)
+                except Exception as error:  # whatever a model raises that wants longer samples
+                    failed = failed or _FAILS.format(said_by(error))
+                    continue
+                found.update(dict.fromkeys(wrong, _CHANGES.format(", ".join(self.packed))))
+                break
+            why = why or failed
+        return found, why
+
+    def _batches(self, lengths: list[int]) -> Iterator[tuple[Slot, Slot, list[Slot]]]:
+        """A sample as short as any, over and over; behind the longest one, and behind one that is shorter than that: as
+        short as the sample, or where a model cannot take it longer."""
+        order = sorted(range(len(lengths)), key=lengths.__getitem__)
+        short, long = order[0], order[-1]
+        own, most = lengths[short], lengths[long]
+        own = own // 2 if own == most else own
+        for mate in dict.fromkeys((own, (own + most) // 2, most - 1) if 0 < own < most else ()):
+            yield (long, most), (short if mate == own else long, mate), [(short, own)] * (self.size - 1)
+
+    def _wrong(self, i: int, long: Slot, mate: Slot, rest: list[Slot]) -> tuple[list[int | str], str | None]:
+        """Outputs that change with the lengths in that input, and why that cannot be told."""
+        among, alone = (self._run(i, [first, *rest]) for first in (long, mate))
+        if among.found.keys() != alone.found.keys():
+            return [], _OTHERS
+        dims = {i: self._dim(i, x) for i, x in among.found.items()}
+        changes = {i: self._change(i, among, alone, d) for i, d in dims.items() if d is not None}
+        losses = [i for i, d in dims.items() if d is None]
+        if losses:  # the longest sample's numbers, as short, in the place of one
+            others = [self._run(i, [first, (long[0], rest[0][1]), *rest[1:]]) for first in (long, mate)]
+            changes |= {i: self._change_of_loss(i, (among, alone), others) for i in losses}
+        wrong = [i for i, change in changes.items() if change]
+        if wrong:
+            repeated = self._run(i, [long, *rest])
+            if any(self._change(i, among, repeated, dims[i]) is not False for i in wrong):
+                return [], _DIFFERS
+        return wrong, _NOT_FINITE if None in changes.values() else None
+
+    def _dim(self, i: int | str, x: Tensor) -> int | None:
+        """Of its samples; None: it has none."""
+        known = self.parted.get(i) if isinstance(i, int) else None
+        return known[0] if known else next((d for d, s in enumerate(x.shape) if s == self.size), None)
+
+    def _change(self, i: int | str, one: Outputs, two: Outputs, dim: int | None) -> bool | None:
+        """Whether the last sample's gradients differ; of an output without samples, all together. None: they are not
+        finite."""
+        rows = [run.found[i] if dim is None else run.found[i].select(dim, self.size - 1) for run in (one, two)]
+        if rows[0].dim() != rows[1].dim():
+            return True
+        # What one of them alone has is padding: who makes a loss of it leaves that out.
+        box = tuple(slice(min(sizes)) for sizes in zip(rows[0].shape, rows[1].shape, strict=True))
+        loss = dim is None
+        grads = [_gradients(x[box], run.parameters, loss=loss) for x, run in zip(rows, (one, two), strict=True)]
+        return _differ(grads, [1.0, -1.0], rows[0].dtype)
+
+    def _change_of_loss(self, i: int | str, runs: Sequence[Outputs], others: Sequence[Outputs]) -> bool | None:
+        """Whether what one sample in another one's place changes depends on whether a third is longer."""
+        grads = [_gradients(run.found[i], run.parameters, loss=True) for run in (*runs, *others)]
+        return _differ(grads, [1.0, -1.0, -1.0, 1.0], runs[0].found[i].dtype)
+
+    def _run(self, i: int, slots: Sequence[Slot]) -> Outputs:
+        """One forward pass of a copy on these samples, whose lengths in input i are these."""
+        samples, lengths = zip(*slots, strict=True)
+        some = [x.detach().clone() if isinstance(x, Tensor) else x for x in self.leaves]
+        for number, dim in enumerate(self.dims):
+            if dim is not None:
+                some[number] = some[number].index_select(dim, torch.tensor(samples, device=some[number].device))
+        some[i] = torch.tensor(lengths).to(some[i])
+        stand_ins = {id(p): leaf_of(p) for p in self.model.parameters()} | self.others
+        model, copies = copied(self.model, self.taps, stand_ins)
+        for tap in copies:
+            tap.__class__ = _Tap
+        args, kwargs = self.structure.unflatten(some)
+        self.again()
+        on_gpu = torch.cuda.is_initialized()
+        with (
+            SameAtEverySize(self.again),
+            following_model(copies[0].taps, model, some),
+            exact_convolutions() if on_gpu else nullcontext(),
+        ):
+            outputs = results_in(model(*args, **kwargs))
+        held = kept.differentiable(model, outputs)
+        results: list[tuple[int | str, Any]] = [*enumerate(outputs), *held.items()]
+        found = {key: x for key, x in results if kept.is_differentiable(x)}
+        real = {key: torch.view_as_real(x) if x.is_complex() else x for key, x in found.items()}
+        return Outputs(real, [p for p in model.parameters() if p.requires_grad])
+
+
+def _gradients(x: Tensor, parameters: Sequence[nn.Parameter], *, loss: bool) -> list[Tensor]:
+    """Of each parameter that it comes of: of a loss, of the sum of its entries; of others, of a loss whose gradient at
+    each entry depends on that entry alone. Large ones are added up over and over."""
+    own = torch.ones_like(x) if loss else torch.where(x.isfinite(), x.cos(), 0.0)
+    found = torch.autograd.grad(x, parameters, own.detach(), allow_unused=True, retain_graph=True)
+    return [x.new_zeros(1) if g is None else _folded(g.to_dense().flatten()) for g in found]
+
+
+def _folded(g: Tensor) -> Tensor:
+    whole = len(g) // _FOLDED * _FOLDED
+    if not whole:
+        return g.double()
+    total = g[:whole].view(-1, _FOLDED).sum(0, dtype=torch.float64)
+    total[: len(g) - whole] += g[whole:]
+    return total
+
+
+def _differ(grads: Sequence[list[Tensor]], signs: Sequence[float], dtype: torch.dtype) -> bool | None:
+    """Whether these add up to more than roundings, with their signs, at any parameter."""
+    allowed = _allowed(dtype)
+    sums = [sum(sign * g for sign, g in zip(signs, some, strict=True)) for some in zip(*grads, strict=True)]
+    norms = torch.stack([torch.stack([g.norm() for g in some]).max() for some in zip(*grads, strict=True)])
+    if not bool(norms.isfinite().all()):
+        return None
+    off = torch.stack([x.norm() for x in sums])
+    return bool((off > allowed * (norms + _OF_ALL * norms.norm())).any())
+
+
+def _allowed(dtype: torch.dtype) -> float:
+    """By which part of themselves the same sums may differ that kernels add up in another order."""
+    kinds = [dtype, *(torch.get_autocast_dtype(d) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d))]
+    lost = max(torch.finfo(kind).eps for kind in kinds)
+    return min(_ROUNDINGS * max(lost, reduced_products()), _MOST)
