@@ -62,8 +62,12 @@ def say_of_lengths(model: nn.Module, why: str | None) -> None:
         warnings.warn(_NOT_TOLD.format(type(model).__name__, why), DpfastWarning, stacklevel=_CALLER)
 
 
-Slot = tuple[int, int]
-"""A sample's number, and how long it is to be."""
+class Slot(NamedTuple):
+    """A sample's number, how long it is to be, and whether its other inputs are zeros from there on."""
+
+    sample: int
+    length: int
+    cut: bool = False
 
 
 class Outputs(NamedTuple):
@@ -119,10 +123,15 @@ class LengthLook:
         why = _FROM_ELSEWHERE if None in self.lengths else None
         for i in sorted(i for i in self.lengths if i is not None):
             failed: str | None = None
-            for batches in self._batches(self.leaves[i].tolist()):
+            lengths = self.leaves[i].tolist()
+            for slots in _slots(lengths):
                 try:
                     with torch.enable_grad():
-                        wrong, failed = self._wrong(i, *batches)
+                        wrong, failed = self._wrong(i, *slots)
+                        if wrong and any(lengths[slot.sample] != slot.length for slot in slots[2:]):
+                            # Masks and targets may say otherwise than the lengths that such a sample was given.
+                            cut, _ = self._wrong(i, *(slot._replace(cut=True) for slot in slots))
+                            wrong = [key for key in wrong if key in cut]
                 except Exception as error:  # whatever a model raises that wants longer samples
                     failed = failed or _FAILS.format(said_by(error))
                     continue
@@ -131,31 +140,26 @@ class LengthLook:
             why = why or failed
         return found, why
 
-    def _batches(self, lengths: list[int]) -> Iterator[tuple[Slot, Slot, list[Slot]]]:
-        """A sample as short as any, over and over; behind the longest one, and behind one that is shorter than that: as
-        short as the sample, or where a model cannot take it longer."""
-        order = sorted(range(len(lengths)), key=lengths.__getitem__)
-        short, long = order[0], order[-1]
-        own, most = lengths[short], lengths[long]
-        own = own // 2 if own == most else own
-        for mate in dict.fromkeys((own, (own + most) // 2, most - 1) if 0 < own < most else ()):
-            yield (long, most), (short if mate == own else long, mate), [(short, own)] * (self.size - 1)
+    def _wrong(self, i: int, long: Slot, mate: Slot, one: Slot, other: Slot) -> tuple[list[int | str], str | None]:
+        """Outputs that change with the lengths in that input, and why that cannot be told.
 
-    def _wrong(self, i: int, long: Slot, mate: Slot, rest: list[Slot]) -> tuple[list[int | str], str | None]:
-        """Outputs that change with the lengths in that input, and why that cannot be told."""
+        Args:
+            long: the longest sample; ``mate`` stands in its place. one, other: shorter ones, the first over and over.
+        """
+        rest = [one] * (self.size - 1)
         among, alone = (self._run(i, [first, *rest]) for first in (long, mate))
         if among.found.keys() != alone.found.keys():
             return [], _OTHERS
-        dims = {i: self._dim(i, x) for i, x in among.found.items()}
-        changes = {i: self._change(i, among, alone, d) for i, d in dims.items() if d is not None}
-        losses = [i for i, d in dims.items() if d is None]
-        if losses:  # the longest sample's numbers, as short, in the place of one
-            others = [self._run(i, [first, (long[0], rest[0][1]), *rest[1:]]) for first in (long, mate)]
-            changes |= {i: self._change_of_loss(i, (among, alone), others) for i in losses}
-        wrong = [i for i, change in changes.items() if change]
+        dims = {key: self._dim(key, x) for key, x in among.found.items()}
+        changes = {key: self._change(key, among, alone, d) for key, d in dims.items() if d is not None}
+        losses = [key for key, d in dims.items() if d is None]
+        if losses:
+            others = [self._run(i, [first, other, *rest[1:]]) for first in (long, mate)]
+            changes |= {key: self._change_of_loss(key, (among, alone), others) for key in losses}
+        wrong = [key for key, change in changes.items() if change]
         if wrong:
             repeated = self._run(i, [long, *rest])
-            if any(self._change(i, among, repeated, dims[i]) is not False for i in wrong):
+            if any(self._change(key, among, repeated, dims[key]) is not False for key in wrong):
                 return [], _DIFFERS
         return wrong, _NOT_FINITE if None in changes.values() else None
 
@@ -183,12 +187,13 @@ class LengthLook:
 
     def _run(self, i: int, slots: Sequence[Slot]) -> Outputs:
         """One forward pass of a copy on these samples, whose lengths in input i are these."""
-        samples, lengths = zip(*slots, strict=True)
+        samples, most = [slot.sample for slot in slots], int(self.leaves[i].max())
         some = [x.detach().clone() if isinstance(x, Tensor) else x for x in self.leaves]
         for number, dim in enumerate(self.dims):
             if dim is not None:
                 some[number] = some[number].index_select(dim, torch.tensor(samples, device=some[number].device))
-        some[i] = torch.tensor(lengths).to(some[i])
+                _cut(some[number].movedim(dim, 0), slots, most)
+        some[i] = torch.tensor([slot.length for slot in slots]).to(some[i])
         stand_ins = {id(p): leaf_of(p) for p in self.model.parameters()} | self.others
         model, copies = copied(self.model, self.taps, stand_ins)
         for tap in copies:
@@ -207,6 +212,27 @@ class LengthLook:
         found = {key: x for key, x in results if kept.is_differentiable(x)}
         real = {key: torch.view_as_real(x) if x.is_complex() else x for key, x in found.items()}
         return Outputs(real, [p for p in model.parameters() if p.requires_grad])
+
+
+def _slots(lengths: Sequence[int]) -> Iterator[tuple[Slot, Slot, Slot, Slot]]:
+    """The longest sample, what stands in its place, one of the shortest and another that is shorter: samples as they
+    are, or where there are too few, others cut short. In the longest one's place stands the shortest, or where a model
+    cannot take all so short, the longest one cut short."""
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    long = Slot(order[-1], lengths[order[-1]])
+    shorter = [Slot(j, lengths[j]) for j in order if lengths[j] < long.length]
+    own = shorter[0].length if shorter else long.length // 2
+    one, other = [*shorter, *(Slot(j, own) for j in order if lengths[j] == long.length), Slot(order[-1], own)][:2]
+    for length in dict.fromkeys((own, (own + long.length) // 2, long.length - 1) if 0 < own < long.length else ()):
+        yield long, one if length == own else Slot(long.sample, length), one, other
+
+
+def _cut(x: Tensor, slots: Sequence[Slot], most: int) -> None:
+    """Zeros behind the samples' lengths, in the first dimension that is as long as the longest."""
+    dim = next((d for d, s in enumerate(x.shape) if d and s >= most), None)
+    for number, slot in enumerate(slots):
+        if slot.cut and dim is not None:
+            x[number].narrow(dim - 1, slot.length, x.shape[dim] - slot.length).zero_()
 
 
 def _gradients(x: Tensor, parameters: Sequence[nn.Parameter], *, loss: bool) -> list[Tensor]:

@@ -348,6 +348,36 @@ def test_where_all_are_equally_long(n):
     by_sample(model, tokens[:n], torch.full((n,), T), classes[:n]).sum().backward()
 
 
+class ByTokens(nn.Module):
+    """Takes lengths, and knows by the tokens, or by targets, what is padding."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.model, self.way = Model(tokens_of_all), way
+
+    def forward(self, tokens, lengths, targets=None):
+        x = self.model(tokens, lengths)
+        targets = (tokens if targets is None else targets)[:, : x.shape[1]]
+        if self.way != "mean":
+            losses = F.cross_entropy(x.transpose(1, 2), targets % 3, reduction="none") * (targets != 0)
+            losses = losses.sum(1) / (targets != 0).sum(1)
+            return losses if self.way == "losses" else losses.mean()
+        mask = (targets != 0).unsqueeze(-1)
+        return (x * mask).sum(1) / mask.sum(1)
+
+
+@pytest.mark.parametrize("way", ["mean", "losses", "loss"])
+@pytest.mark.parametrize("n", [6, 2, 1])
+@pytest.mark.parametrize("lengths", [LENGTHS, torch.full((6,), T)])
+def test_what_is_padding_is_told_by_other_inputs(lengths, n, way):
+    """Where a sample is taken shorter than it is, these are too."""
+    torch.manual_seed(0)
+    tokens = torch.randint(1, 20, (6, T)) * (torch.arange(T) < lengths[:, None])
+    model = one_pass(ByTokens(way))
+    model(tokens[:n], lengths[:n]).sum().backward()
+    model(tokens[:n], lengths[:n], tokens[:n]).sum().backward()
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("way", [mean, mean_of_own, attention])
 def test_other_dtypes(way, dtype):
