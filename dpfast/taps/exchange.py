@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from dpfast.taps.carried import carried
-from dpfast.taps.layout import NO_SAMPLES, Call, Mixed, Place, Rows
+from dpfast.taps.layout import NO_SAMPLES, Mixed, Place, Rows
 from dpfast.taps.length_look import LengthLook
+from dpfast.taps.lengths import not_exchanged
 from dpfast.taps.met_in_backward import Exchanged, Which, of_others
 from dpfast.taps.picks import NO_ROUTES
 from dpfast.taps.random_numbers import RandomNumbers, same_random_numbers
@@ -28,7 +29,17 @@ from dpfast.taps.same_kernels import same_kernels
 from dpfast.taps.seen import Key, Run
 from dpfast.taps.tap import Tap
 from dpfast.taps.told import NOTHING, Told, together
-from dpfast.taps.witness import alike, equal, exchanged, first_samples, gradients_alike, run_on, said_by, stand_ins
+from dpfast.taps.witness import (
+    alike,
+    equal,
+    exchanged,
+    first_samples,
+    gradients_alike,
+    run_on,
+    said_by,
+    stand_ins,
+    with_one_more,
+)
 
 _IN_BACKWARD = (
     "the gradient at its output changes with a sample that is not its own, and what the forward pass gives does not; "
@@ -88,6 +99,8 @@ def told_by_exchange(
                 with same_random_numbers() as again, same_kernels(attention=attention):
                     exchange = _Exchange(model, taps, leaves, structure, dims, places, size, numbers, again)
                     told = exchange.all_told(noisy, at_once)
+                    if told.is_wrong and exchange.counted:
+                        exchange, told = exchange.beside_the_longest(told, noisy, at_once)
                     carried = exchange.carried(told)
                     told = exchange.with_lengths(told)
                     places = told.places | dict.fromkeys(exchange.reordered, _OTHER_ORDER)  # where it is not followed
@@ -98,16 +111,6 @@ def told_by_exchange(
                 if not isinstance(error, torch.OutOfMemoryError):  # of scores written out, it may be
                     break
     return NOTHING._replace(why=_FAILS.format(first)) if first else NOTHING
-
-
-def calls_on_data(
-    model: nn.Module, taps: Sequence[Tap], leaves: list[Any], structure: Any, dims: list[int | None], size: int
-) -> list[list[tuple[int | None, Call]]]:
-    """As ``fake_run.calls_in_forward``, of a forward on that many of the samples themselves."""
-    with same_random_numbers():
-        some = [first_samples(x, dim, size) for x, dim in zip(leaves, dims, strict=True)]
-        _, witnesses = run_on(model, taps, structure, some, {}, size, {})
-    return [witness.took_and_gave for witness in witnesses]
 
 
 class _Exchange:
@@ -133,6 +136,8 @@ class _Exchange:
         self.also_alone = {(number, way[1]) for number, way in places if isinstance(way, tuple) and way[2:] == ("too",)}
         self.leaves = leaves
         self.lengths: set[int | None] = set()
+        self.counted: list[list[int]] = []
+        self.stays = 0
         self.keeps = False
         self.draws = 0
         self.reordered: set[Key] = set()
@@ -167,10 +172,11 @@ class _Exchange:
 
     def told(self, noisy: bool = False, at_once: bool = False) -> Told:
         """What changes with each of the samples, or with several."""
-        numbers = tuple(dict.fromkeys((0, 1, self.size - 1)))
+        numbers = tuple(dict.fromkeys((0, 1, self.size - 1 - self.stays)))
         which: Which = [numbers[: self.size - 1]] if at_once else [(j,) for j in numbers]
         base = self._run((), noisy)
         self.lengths |= base.lengths
+        self.counted = self._counted_by(base)
         runs = [self._run(j, noisy) for j in which]
         found: dict[Key, Place] = {}
         wrong: list[Key] = []
@@ -260,27 +266,41 @@ class _Exchange:
         except Exception:  # what it kept may fit no batch of this size
             return ()
 
+    def _counted_by(self, base: Run) -> list[list[int]]:
+        """How long samples are in all that is packed, where that differs, and changes with those that are exchanged."""
+        if not self.lengths - {None} - not_exchanged(self.lengths, self.leaves, self.dims):
+            return []
+        return [some for some in base.counted if len(some) == self.size and min(some) < max(some)]
+
+    def beside_the_longest(self, told: Told, noisy: bool, at_once: bool) -> tuple[_Exchange, Told]:
+        """The same with the longest sample in one more place, where it stays: what is padded to it is as long in all
+        runs. The first answer where something is wrong in these, too."""
+        longest = self.counted[0].index(max(self.counted[0]))
+        leaves = [with_one_more(x, dim, self.size, longest) for x, dim in zip(self.leaves, self.dims, strict=True)]
+        beside = _Exchange(
+            *(self.model, self.taps, leaves, self.structure, self.dims, self.ways),
+            *(self.size + 1, self.others, self.again),
+        )
+        beside.stays = 1
+        again = beside.all_told(noisy, at_once)
+        return (self, told) if again.is_wrong else (beside, again)
+
     def with_lengths(self, told: Told) -> Told:
         """And what other lengths of packed sequences do, which were not exchanged."""
-        held = self._held_lengths() | (self.lengths & {None})
-        if not held or told.is_wrong or told.why not in (None, _GRADIENTS_DIFFER):
+        held = not_exchanged(self.lengths, self.leaves, self.dims) | (self.lengths & {None})
+        counted = self.counted if self.stays else []
+        if not (held or counted) or told.is_wrong or told.why not in (None, _GRADIENTS_DIFFER):
             return told
         look = LengthLook(
             *(self.model, self.taps, self.leaves, self.structure, self.dims, self.size, self.again),
             lengths=held,
+            counted=counted,
             packed=sorted(told.packed),
             parted=told.parted or {},
             others=self.others,
         )
         outputs, why = look.told()
         return told._replace(outputs=outputs, lengths=why)
-
-    def _held_lengths(self) -> set[int | None]:
-        """The numbers of inputs that are not exchanged: others of them make other shapes."""
-        follow = [i for i, dim in enumerate(self.dims) if dim is not None]
-        numbers: set[int | None] = {i for i in follow if _is_a_number_each(self.leaves[i])}
-        more = len(numbers) < len(follow)
-        return numbers & self.lengths if more else set()
 
     def _run(self, others: tuple[int, ...], noisy: bool, size: int | None = None, *, whole: bool = False) -> Run:
         """One forward with the samples of these numbers exchanged."""
@@ -297,7 +317,7 @@ class _Exchange:
     def _batch(self, others: tuple[int, ...], size: int) -> list[Any]:
         """The inputs with the samples of these numbers exchanged."""
         leaves = list(self.leaves)
-        lengths = self._held_lengths()
+        lengths = not_exchanged(self.lengths, self.leaves, self.dims)
         for i, dim in enumerate(self.dims):
             if dim is not None:
                 leaves[i] = first_samples(leaves[i], dim, size)
@@ -371,11 +391,6 @@ class _Exchange:
         return {
             i: m for i, m in outputs.items() if i < len(other.outputs) and set(base.outputs[i]) & set(other.outputs[i])
         }
-
-
-def _is_a_number_each(x: Any) -> bool:
-    """One whole number a sample."""
-    return isinstance(x, Tensor) and x.dim() == 1 and not x.is_floating_point()
 
 
 def _is_odd(place: Place) -> bool:

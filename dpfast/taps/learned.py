@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dpfast.taps.exchange import calls_on_data, told_by_exchange
+from dpfast.taps.exchange import told_by_exchange
 from dpfast.taps.fake_run import Values, calls_in_forward, fake_parameters, nothing_left_behind
 from dpfast.taps.inputs import Structure, may_be_given_again, stands_alone
-from dpfast.taps.layout import Mixed, Place, place_of, place_of_result
+from dpfast.taps.layout import Call, Mixed, Place, place_of, place_of_result
 from dpfast.taps.random_numbers import same_random_numbers
 from dpfast.taps.tap import OWN, Tap
 from dpfast.taps.told import NOTHING as TOLD_NOTHING
 from dpfast.taps.told import Told
-from dpfast.taps.witness import said_by
+from dpfast.taps.witness import first_samples, run_on, said_by
 
 SAMPLES = 3
 _PRIMES = (53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109, 113)
@@ -188,6 +188,16 @@ def _found(
     return found
 
 
+def _calls_on_data(
+    model: nn.Module, taps: Sequence[Tap], leaves: list[Any], structure: Any, dims: list[int | None], size: int
+) -> list[list[tuple[int | None, Call]]]:
+    """As ``fake_run.calls_in_forward``, of a forward on that many of the samples themselves."""
+    with same_random_numbers():
+        some = [first_samples(x, dim, size) for x, dim in zip(leaves, dims, strict=True)]
+        _, witnesses = run_on(model, taps, structure, some, {}, size, {})
+    return [witness.took_and_gave for witness in witnesses]
+
+
 def _found_on_data(
     model: nn.Module,
     taps: Sequence[Tap],
@@ -199,7 +209,7 @@ def _found_on_data(
 ) -> list[Seen]:
     """The same from the samples themselves."""
     try:
-        first, second = (calls_on_data(model, taps, leaves, structure, dims, size) for size in sizes)
+        first, second = (_calls_on_data(model, taps, leaves, structure, dims, size) for size in sizes)
     except Exception as error:  # as above
         failed.append(error)
         return []

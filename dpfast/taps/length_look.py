@@ -47,7 +47,7 @@ _FAILS = "with shorter samples it fails, {}"
 _OTHERS = "what it returns is otherwise where samples are shorter"
 
 _FOLDED = 65521  # numbers kept of a parameter's gradient, which is added up over and over: a prime
-_ROUNDINGS, _MOST = 2**9, 2.0**-4
+_ROUNDINGS, _MOST = 2**7, 2.0**-4
 _OF_ALL = 2.0**-4  # of a parameter whose own gradient is next to nothing
 
 
@@ -92,7 +92,7 @@ class LengthLook:
         leaves, structure: the inputs, flattened. dims: of each, that of its samples. size: so many samples run.
         again: has random numbers start again.
         lengths: the numbers of inputs that say how long sequences are, one whole number a sample; None among them:
-            some come of no input.
+            some come of no input. counted: lengths of these samples, where the model counts them.
         packed: the layers that take sequences. parted: of outputs, by number, dimensions in which samples are apart.
         others: what stands where parameters are, by their ids.
     """
@@ -108,12 +108,14 @@ class LengthLook:
         again: RandomNumbers,
         *,
         lengths: set[int | None],
+        counted: list[list[int]],
         packed: Sequence[str],
         parted: Mapping[int, Sequence[int]],
         others: dict[int, Any],
     ):
         self.model, self.taps, self.structure, self.dims, self.size = model, taps, structure, dims, size
         self.again, self.lengths, self.packed, self.parted, self.others = again, lengths, packed, parted, others
+        self.counted = counted
         self.leaves = leaves
 
     def told(self) -> tuple[dict[int | str, str], str | None]:
@@ -121,10 +123,10 @@ class LengthLook:
         gradients by sample; and why that could not be told."""
         found: dict[int | str, str] = {}
         why = _FROM_ELSEWHERE if None in self.lengths else None
-        for i in sorted(i for i in self.lengths if i is not None):
+        own = [(i, self.leaves[i].tolist()) for i in sorted(i for i in self.lengths if i is not None)]
+        for i, lengths in (*own, *((None, some) for some in self.counted)):
             failed: str | None = None
-            lengths = self.leaves[i].tolist()
-            for slots in _slots(lengths):
+            for slots in _slots(lengths) if i is not None else _samples(lengths):
                 try:
                     with torch.enable_grad():
                         wrong, failed = self._wrong(i, *slots)
@@ -140,7 +142,9 @@ class LengthLook:
             why = why or failed
         return found, why
 
-    def _wrong(self, i: int, long: Slot, mate: Slot, one: Slot, other: Slot) -> tuple[list[int | str], str | None]:
+    def _wrong(
+        self, i: int | None, long: Slot, mate: Slot, one: Slot, other: Slot
+    ) -> tuple[list[int | str], str | None]:
         """Outputs that change with the lengths in that input, and why that cannot be told.
 
         Args:
@@ -185,15 +189,16 @@ class LengthLook:
         grads = [_gradients(run.found[i], run.parameters, loss=True) for run in (*runs, *others)]
         return _differ(grads, [1.0, -1.0, -1.0, 1.0], runs[0].found[i].dtype)
 
-    def _run(self, i: int, slots: Sequence[Slot]) -> Outputs:
-        """One forward pass of a copy on these samples, whose lengths in input i are these."""
-        samples, most = [slot.sample for slot in slots], int(self.leaves[i].max())
+    def _run(self, i: int | None, slots: Sequence[Slot]) -> Outputs:
+        """One forward pass of a copy on these samples, whose lengths in input i, if any, are these."""
+        samples, most = [slot.sample for slot in slots], 0 if i is None else int(self.leaves[i].max())
         some = [x.detach().clone() if isinstance(x, Tensor) else x for x in self.leaves]
         for number, dim in enumerate(self.dims):
             if dim is not None:
                 some[number] = some[number].index_select(dim, torch.tensor(samples, device=some[number].device))
                 _cut(some[number].movedim(dim, 0), slots, most)
-        some[i] = torch.tensor([slot.length for slot in slots]).to(some[i])
+        if i is not None:
+            some[i] = torch.tensor([slot.length for slot in slots]).to(some[i])
         stand_ins = {id(p): leaf_of(p) for p in self.model.parameters()} | self.others
         model, copies = copied(self.model, self.taps, stand_ins)
         for tap in copies:
@@ -225,6 +230,13 @@ def _slots(lengths: Sequence[int]) -> Iterator[tuple[Slot, Slot, Slot, Slot]]:
     one, other = [*shorter, *(Slot(j, own) for j in order if lengths[j] == long.length), Slot(order[-1], own)][:2]
     for length in dict.fromkeys((own, (own + long.length) // 2, long.length - 1) if 0 < own < long.length else ()):
         yield long, one if length == own else Slot(long.sample, length), one, other
+
+
+def _samples(lengths: Sequence[int]) -> Iterator[tuple[Slot, Slot, Slot, Slot]]:
+    """The same of samples as they are."""
+    for long, mate, one, other in _slots(lengths):
+        if lengths[mate.sample] == mate.length and lengths[one.sample] == one.length:
+            yield long, mate, one, other if lengths[other.sample] == other.length else one
 
 
 def _cut(x: Tensor, slots: Sequence[Slot], most: int) -> None:

@@ -3,7 +3,7 @@ exchanged. Followed from the inputs, through whatever is made of them, to where 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
@@ -18,11 +18,28 @@ READ = ("item", "tolist", "numpy", "__int__", "__index__")
 """Names of what takes numbers out of a tensor."""
 
 
+def not_exchanged(lengths: Set[int | None], leaves: Sequence[Any], dims: Sequence[int | None]) -> set[int | None]:
+    """Of the inputs of these numbers those that stay as they are where samples are exchanged: one whole number a
+    sample, unless there is nothing else to exchange.
+
+    Args:
+        leaves: the inputs. dims: of each, that of its samples.
+    """
+    follow = [i for i, dim in enumerate(dims) if dim is not None]
+    numbers: set[int | None] = {
+        i
+        for i in follow
+        if isinstance(leaves[i], Tensor) and leaves[i].dim() == 1 and not leaves[i].is_floating_point()
+    }
+    return numbers & lengths if len(numbers) < len(follow) else set()
+
+
 class Lengths(TorchFunctionMode):
     """Notes it in one forward pass.
 
     Attributes:
         found: the numbers of the inputs; None among them: of some sequences, not equally long, no input says it.
+        counted: by sample, where the forward has made them of its inputs.
     """
 
     def __init__(self, inputs: Sequence[Any]):
@@ -31,6 +48,8 @@ class Lengths(TorchFunctionMode):
         self._of: dict[int, tuple[StorageWeakRef, frozenset[int]]] = {}
         self._read: frozenset[int] = frozenset()
         self.found: frozenset[int | None] = frozenset()
+        self._counts: list[Tensor] = []  # whole numbers, one dimension of them
+        self.counted: list[list[int]] = []
         for i, x in enumerate(inputs):
             if isinstance(x, Tensor):
                 self._set(x, frozenset((i,)))
@@ -53,6 +72,9 @@ class Lengths(TorchFunctionMode):
         if func is PACK:  # lengths that were read before, and are a list, have no history
             inputs = self._made_of(args[1]) or self._read
             self.found |= inputs
+            lengths = sorted(args[1].tolist())
+            counts = (x.tolist() for x in self._counts if len(x) == len(lengths))
+            self.counted += [next((some for some in counts if sorted(some) == lengths), [])]
             if not inputs and bool((args[1] != args[1][:1]).any()):
                 self.found |= {None}
         elif made or name in READ:
@@ -60,4 +82,6 @@ class Lengths(TorchFunctionMode):
             self._read |= inputs if name in READ else frozenset()
             for x in made if inputs else ():
                 self._set(x, inputs)
+                if x.dim() == 1 and x.dtype in (torch.int64, torch.int32):
+                    self._counts.append(x)
         return result

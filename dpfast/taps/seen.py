@@ -35,6 +35,7 @@ class Run(NamedTuple):
         grads: as calls, of the gradients at the taps' outputs in a backward pass; empty where none ran. losses: the
             same of each output that has no samples, by the output's number. caught: the taps' outputs,
             until then. arrived: gradients, in a pass that leaves some in parameters. failed: why no backward pass ran.
+        counted: of each sequence that is packed, how long samples are, by sample, where the model counts that.
         keeps: not empty where it has changed what modules hold.
     """
 
@@ -53,11 +54,12 @@ class Run(NamedTuple):
     held: list[str]
     failed: list[Exception]
     keeps: list[bool]
+    counted: list[list[int]]
 
     @classmethod
     def begun(cls) -> Run:
         """Nothing is noted yet."""
-        return cls({}, {}, [], set(), [], set(), {}, [], {}, {}, [], {}, [], [], [])
+        return cls({}, {}, [], set(), [], set(), {}, [], {}, {}, [], {}, [], [], [], [])
 
     def note_grad(self, key: Key, prints: Prints, grad: Tensor) -> None:
         """A hook on a tap's output."""

@@ -220,6 +220,7 @@ def run_on(
         outputs = results_in(model(*args, **kwargs))
     run.routes.append(picks.routes())
     run.lengths.update(lengths.found)
+    run.counted.extend(lengths.counted)
     if not kept.are_same(before, kept.held(model)):
         run.keeps.append(True)
     left = kept.differentiable(model, outputs) if noisy else {}
@@ -292,6 +293,12 @@ def first_samples(x: Any, dim: int | None, size: int) -> Any:
     if dim is None or not isinstance(x, Tensor):
         return x
     return x.detach().index_select(dim, torch.arange(size, device=x.device) % x.shape[dim])
+
+
+def with_one_more(x: Any, dim: int | None, size: int, number: int) -> Any:
+    """So many of a tensor's samples, and that one once more."""
+    x = first_samples(x, dim, size)
+    return x if dim is None else torch.cat([x, x.narrow(dim, number, 1)], dim)
 
 
 def exchanged(x: Tensor, dim: int, numbers: tuple[int, ...]) -> Tensor:

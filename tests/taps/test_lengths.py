@@ -15,7 +15,7 @@ from dpfast.testing import clipped_sum, loop_over_samples, relative_error
 
 D, T, C = 4, 9, 1.0
 LENGTHS = torch.tensor([3, 9, 4, 6, 2, 5])
-CHANGES = "changes with how long the longest sequence of the batch is: what follows rnn"
+CHANGES = "changes with how long the longest sequence of the batch is: what follows (inner.)?rnn"
 
 
 def valid(x, lengths):
@@ -134,6 +134,7 @@ RIGHT = {
     "maximum of its own": maximum_of_own,
     "last of its own": last_of_own,
     "total_length": total_length,
+    "tokens of all": tokens_of_all,
     "pooled by attention": pooled_by_attention,
     "attention": attention,
     "mask of the longest": mask_of_the_longest,
@@ -386,6 +387,80 @@ def test_other_dtypes(way, dtype):
         refused("one pass", plain, by_sample, *batch())
     else:
         by_sample(one_pass(plain), *batch()).sum().backward()
+
+
+# --- lengths that the model counts ---
+
+
+class Counting(nn.Module):
+    """Counts what is no padding, in its tokens or in a mask."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.inner = Model(way)
+
+    def forward(self, tokens, mask, classes):
+        lengths = (tokens != 0).sum(1) if mask is None else torch.as_tensor(mask.sum(1).tolist())
+        return self.inner(tokens, lengths, classes)
+
+
+class Sorting(Model):
+    """Counts and sorts."""
+
+    def forward(self, tokens, mask, classes):
+        lengths, order = (tokens != 0).sum(1).sort(descending=True)
+        back = order.argsort()
+        out, _ = self.rnn(pack_padded_sequence(self.table(tokens)[order], lengths.cpu(), batch_first=True))
+        return self.way(self, padded(self, out)[back], lengths[back])
+
+
+def counted(model, tokens, mask, classes):
+    out = model(tokens, mask, classes)
+    if out.dim() == 3:
+        out = out * (tokens[:, : out.shape[1]] != 0).unsqueeze(-1)
+    return (3 * out).sin().flatten(1).sum(1)
+
+
+def counted_batch(masked):
+    tokens, lengths, classes = batch()
+    return tokens, (torch.arange(T) < lengths[:, None]) if masked else None, classes
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    "way", ["mean of its own", "tokens of all", "attention", "mask of the longest", "total_length"]
+)
+def test_counted_lengths(way, masked):
+    plain, inputs = Counting(RIGHT[way]), counted_batch(masked)
+    exact = clipped_sum(loop_over_samples(plain, lambda *some: counted(*some).sum(), *inputs), C)
+    found = found_in("one pass", plain, counted, *inputs)
+    for name, expected in exact.items():
+        assert relative_error(found.get(name, torch.zeros_like(expected)), expected) <= 1e-5, name
+
+
+def of_own_sorted(model, x, lengths):
+    return model.head(x)
+
+
+def of_all_sorted(model, x, lengths):
+    return model.head(x * (lengths / lengths.max())[:, None, None])
+
+
+def test_counted_lengths_by_which_the_model_sorts():
+    plain, inputs = Sorting(of_own_sorted), counted_batch(masked=False)
+    exact = clipped_sum(loop_over_samples(plain, lambda *some: counted(*some).sum(), *inputs), C)
+    found = found_in("one pass", plain, counted, *inputs)
+    assert all(relative_error(x, exact[name]) <= 1e-5 for name, x in found.items())
+    with pytest.raises(UnsupportedModuleError, match=CHANGES):
+        counted(one_pass(Sorting(of_all_sorted)), *inputs).sum().backward()
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("way", ["mean", "maximum", "relative positions"])
+def test_counted_lengths_of_which_the_longest_changes_others(way, masked):
+    model = one_pass(Counting(WRONG[way]))
+    with pytest.raises(UnsupportedModuleError, match=CHANGES):
+        counted(model, *counted_batch(masked)).sum().backward()
 
 
 # --- random numbers ---
