@@ -6,166 +6,38 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from of_lengths import (
+    CELLS,
+    CHANGES,
+    LENGTHS,
+    MODES,
+    RIGHT,
+    WRONG,
+    C,
+    D,
+    Model,
+    T,
+    attention,
+    batch,
+    behind_a_gate,
+    by_sample,
+    dropped_mean,
+    found_in,
+    loss,
+    masked_mean,
+    mean,
+    mean_of_own,
+    moved_by_the_longest,
+    one_pass,
+    padded,
+    tokens_of_all,
+    valid,
+)
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from dpfast import GradSampleModule, GradSampleModuleFastGradientClipping
 from dpfast.errors import DpfastWarning, UnsupportedModuleError
 from dpfast.testing import clipped_sum, loop_over_samples, relative_error
-
-D, T, C = 4, 9, 1.0
-LENGTHS = torch.tensor([3, 9, 4, 6, 2, 5])
-CHANGES = "changes with how long the longest sequence of the batch is: what follows (inner.)?rnn"
-
-
-def valid(x, lengths):
-    return (torch.arange(x.shape[1], device=x.device) < lengths[:, None]).unsqueeze(-1)
-
-
-def masked_mean(x, lengths):
-    return (x * valid(x, lengths)).sum(1) / lengths[:, None]
-
-
-class Model(nn.Module):
-    """An embedding, a packed layer and, as ``way`` says, what follows it."""
-
-    def __init__(self, way, cell=nn.GRU, batch_first=True, **options):
-        super().__init__()
-        self.table, self.rnn = nn.Embedding(20, D), cell(D, D, batch_first=batch_first, **options)
-        width = D * (2 if options.get("bidirectional") else 1)
-        self.mid, self.scores, self.head = nn.Linear(width, D), nn.Linear(D, 1, bias=False), nn.Linear(D, 3)
-        self.attention = nn.MultiheadAttention(D, 2, batch_first=True)
-        self.end = nn.Linear(D, D)
-        self.conv, self.norm, self.drop = nn.Conv1d(width, D, 3, padding=1), nn.LayerNorm(D), nn.Dropout(0.5)
-        self.way, self.batch_first, self.loss = way, batch_first, None
-
-    def forward(self, tokens, lengths, classes=None):
-        x = self.table(tokens)
-        packed = pack_padded_sequence(
-            x if self.batch_first else x.transpose(0, 1), lengths.cpu(), self.batch_first, enforce_sorted=False
-        )
-        out, state = self.rnn(packed)
-        return self.way(self, out, state, lengths, classes)
-
-
-def padded(model, out, **options):
-    x = pad_packed_sequence(out, model.batch_first, **options)[0]
-    return x if model.batch_first else x.transpose(0, 1)
-
-
-def states(model, out, state, lengths, classes):
-    state = state[0] if isinstance(state, tuple) else state
-    return model.head(model.mid(state[-2:].transpose(0, 1).flatten(1) if model.rnn.bidirectional else state[-1]))
-
-
-def mean_of_own(model, out, state, lengths, classes):
-    return model.head(masked_mean(model.mid(padded(model, out)), lengths))
-
-
-def sum_of_zeros(model, out, state, lengths, classes):
-    return model.head(model.mid(padded(model, out).sum(1)))
-
-
-def maximum_of_own(model, out, state, lengths, classes):
-    x = model.mid(padded(model, out))
-    return model.head(x.masked_fill(~valid(x, lengths), -torch.inf).amax(1))
-
-
-def last_of_own(model, out, state, lengths, classes):
-    x = model.mid(padded(model, out))
-    return model.head(x[torch.arange(len(x)), lengths - 1])
-
-
-def total_length(model, out, state, lengths, classes):
-    return model.head(model.mid(padded(model, out, total_length=T)).mean(1))
-
-
-def tokens_of_all(model, out, state, lengths, classes):
-    """As many as the longest has: a loss outside leaves padding out."""
-    return model.head(model.norm(model.mid(padded(model, out))))
-
-
-def pooled_by_attention(model, out, state, lengths, classes):
-    x = model.mid(padded(model, out))
-    scores = model.scores(x.tanh()).masked_fill(~valid(x, lengths), -torch.inf)
-    return model.head((scores.softmax(1) * x).sum(1))
-
-
-def attention(model, out, state, lengths, classes):
-    x = model.mid(padded(model, out))
-    x = x + model.attention(x, x, x, key_padding_mask=~valid(x, lengths)[..., 0], need_weights=False)[0]
-    return model.head(masked_mean(x, lengths))
-
-
-def mask_of_the_longest(model, out, state, lengths, classes):
-    x = model.mid(padded(model, out))
-    mask = torch.arange(int(lengths.max())) < lengths[:, None]
-    return model.head((x * mask.unsqueeze(-1)).sum(1) / lengths[:, None])
-
-
-def one_more_at_the_end(model, out, state, lengths, classes):
-    """It stands behind the longest."""
-    x = model.mid(padded(model, out))
-    x = torch.cat([x, model.end(x[:, :1])], 1)
-    mask = F.pad(valid(x[:, :-1], lengths)[..., 0], (0, 1), value=True)
-    x = F.scaled_dot_product_attention(x, x, x, attn_mask=mask[:, None, :])
-    return model.head((x * mask.unsqueeze(-1)).sum(1) / (1 + lengths[:, None]))
-
-
-def convolved(model, out, state, lengths, classes):
-    """What is padding is zeros to it, as what is behind the end."""
-    return model.head(masked_mean(model.conv(padded(model, out).transpose(1, 2)).relu().transpose(1, 2), lengths))
-
-
-def by_a_constant(model, out, state, lengths, classes):
-    return states(model, out, state, lengths, classes) * (lengths[:, None] / T)
-
-
-def own_losses(model, out, state, lengths, classes):
-    """By sample, with connectionist temporal classification."""
-    logits = model.head(model.mid(padded(model, out))).log_softmax(-1).transpose(0, 1)
-    return F.ctc_loss(logits, classes[:, None] % 2 + 1, lengths, torch.ones_like(lengths), reduction="none")
-
-
-RIGHT = {
-    "states": states,
-    "mean of its own": mean_of_own,
-    "sum of zeros": sum_of_zeros,
-    "maximum of its own": maximum_of_own,
-    "last of its own": last_of_own,
-    "total_length": total_length,
-    "tokens of all": tokens_of_all,
-    "pooled by attention": pooled_by_attention,
-    "attention": attention,
-    "mask of the longest": mask_of_the_longest,
-    "one more at the end": one_more_at_the_end,
-    "convolved": convolved,
-    "by a constant": by_a_constant,
-    "ctc": own_losses,
-}
-CELLS = {
-    "sorted by torch": {},
-    "time first": {"batch_first": False},
-    "lstm, both directions": {"cell": nn.LSTM, "bidirectional": True, "num_layers": 2},
-}
-
-
-def batch():
-    torch.manual_seed(0)
-    tokens = torch.randint(1, 20, (6, T)) * (torch.arange(T) < LENGTHS[:, None])
-    return tokens, LENGTHS, torch.tensor([0, 1, 2, 2, 1, 0])
-
-
-def by_sample(model, tokens, lengths, classes):
-    """(N,)"""
-    out = model(tokens, lengths, classes)
-    if out.dim() == 3:
-        out = out * valid(out, lengths)
-    return (3 * out).sin().flatten(1).sum(1) if out.dim() > 1 else out
-
-
-def loss(model, *inputs):
-    return by_sample(model, *inputs).sum()
 
 
 @pytest.fixture(autouse=True)
@@ -174,57 +46,6 @@ def seeded():
     with warnings.catch_warnings():
         warnings.simplefilter("error", DpfastWarning)
         yield
-
-
-def gradients(plain, make, *inputs):
-    """Of all parameters, of the loss of the samples ``make`` gives."""
-    model = copy.deepcopy(plain).double()
-    found = torch.autograd.grad(make(model, *inputs), list(model.parameters()), allow_unused=True)
-    return torch.cat(
-        [
-            torch.zeros_like(p).flatten() if g is None else g.flatten()
-            for p, g in zip(model.parameters(), found, strict=True)
-        ]
-    )
-
-
-def moved_by_the_longest(plain):
-    """By which part of itself the gradient of the five others moves when the longest sample is taken out: fp64."""
-    inputs, rest = batch(), torch.tensor([0, 2, 3, 4, 5])
-    among = gradients(plain, lambda model, *some: by_sample(model, *some)[rest].sum(), *inputs)
-    alone = gradients(plain, loss, *(x[rest] for x in inputs))
-    return float((among - alone).norm() / among.norm())
-
-
-def one_pass(model):
-    return GradSampleModuleFastGradientClipping(model, max_grad_norm=C, loss_reduction="sum")
-
-
-def two_passes(model):
-    return GradSampleModuleFastGradientClipping(model, max_grad_norm=C, loss_reduction="sum", passes=2)
-
-
-def each_sample(model):
-    return GradSampleModule(model, loss_reduction="sum")
-
-
-MODES = {"one pass": one_pass, "two passes": two_passes, "each sample": each_sample}
-
-
-def found_in(mode, plain, make, *inputs):
-    """What a step leaves in each parameter: p.grad, clipped; of single samples the sum of these, clipped."""
-    model = MODES[mode](copy.deepcopy(plain))
-    losses = make(model, *inputs)
-    losses.sum().backward(retain_graph=mode == "two passes")
-    if mode == "two passes":
-        model.zero_grad()
-        factors = model.get_clipping_coef()
-        model.disable_hooks()
-        (factors * losses).sum().backward()
-    named = dict(model._module.named_parameters())
-    if mode == "each sample":
-        return clipped_sum({k: p.grad_sample.double() for k, p in named.items() if p.grad_sample is not None}, C)
-    return {k: p.grad for k, p in named.items() if p.grad is not None}
 
 
 def assert_right(plain, *inputs):
@@ -242,75 +63,6 @@ def test_what_leaves_padding_out(way, cell):
     plain = Model(RIGHT[way], **CELLS[cell])
     assert moved_by_the_longest(plain) <= 1e-12
     assert_right(plain, *batch())
-
-
-def mean(model, out, state, lengths, classes):
-    return model.head(model.mid(padded(model, out)).mean(1))
-
-
-def maximum(model, out, state, lengths, classes):
-    return model.head(padded(model, out).amax(1))
-
-
-def softmax(model, out, state, lengths, classes):
-    x = padded(model, out)
-    return model.head((model.scores(x).softmax(1) * x).sum(1))
-
-
-def attention_to_padding(model, out, state, lengths, classes):
-    x = model.mid(padded(model, out))
-    return model.head(masked_mean(x + model.attention(x, x, x, need_weights=False)[0], lengths))
-
-
-def convolved_twice(model, out, state, lengths, classes):
-    """Behind the first the padding is its bias, and what is behind the end zeros."""
-    x = model.conv(model.conv(padded(model, out).transpose(1, 2)).relu()).transpose(1, 2)
-    return model.head(masked_mean(x, lengths))
-
-
-def pooled(model, out, state, lengths, classes):
-    return model.head(F.adaptive_avg_pool1d(padded(model, out).transpose(1, 2), 2).sum(2))
-
-
-def last(model, out, state, lengths, classes):
-    return model.head(model.mid(padded(model, out))[:, -1] + model.end(state[-1]))
-
-
-def relative_positions(model, out, state, lengths, classes):
-    x = model.mid(padded(model, out))
-    return model.head(masked_mean(x * torch.arange(x.shape[1])[:, None] / x.shape[1], lengths))
-
-
-def by_the_longest(model, out, state, lengths, classes):
-    """Nothing is padded here."""
-    return states(model, out, state, lengths, classes) * (lengths / lengths.max())[:, None]
-
-
-def by_all_lengths(model, out, state, lengths, classes):
-    return states(model, out, state, lengths, classes) / lengths.sum()
-
-
-def dropped_mean(model, out, state, lengths, classes):
-    return model.head(model.drop(model.mid(padded(model, out))).mean(1))
-
-
-def behind_a_gate(model, out, state, lengths, classes):
-    """Which lets nothing through as long as its weight is zeros."""
-    return states(model, out, state, lengths, classes) + model.gate(padded(model, out).mean(1))
-
-
-WRONG = {
-    "mean": mean,
-    "maximum": maximum,
-    "softmax": softmax,
-    "attention to padding": attention_to_padding,
-    "convolved twice": convolved_twice,
-    "pooled": pooled,
-    "last": last,
-    "relative positions": relative_positions,
-    "by the longest": by_the_longest,
-    "by all lengths": by_all_lengths,
-}
 
 
 def refused(mode, plain, make, *inputs):
@@ -389,80 +141,6 @@ def test_other_dtypes(way, dtype):
         by_sample(one_pass(plain), *batch()).sum().backward()
 
 
-# --- lengths that the model counts ---
-
-
-class Counting(nn.Module):
-    """Counts what is no padding, in its tokens or in a mask."""
-
-    def __init__(self, way):
-        super().__init__()
-        self.inner = Model(way)
-
-    def forward(self, tokens, mask, classes):
-        lengths = (tokens != 0).sum(1) if mask is None else torch.as_tensor(mask.sum(1).tolist())
-        return self.inner(tokens, lengths, classes)
-
-
-class Sorting(Model):
-    """Counts and sorts."""
-
-    def forward(self, tokens, mask, classes):
-        lengths, order = (tokens != 0).sum(1).sort(descending=True)
-        back = order.argsort()
-        out, _ = self.rnn(pack_padded_sequence(self.table(tokens)[order], lengths.cpu(), batch_first=True))
-        return self.way(self, padded(self, out)[back], lengths[back])
-
-
-def counted(model, tokens, mask, classes):
-    out = model(tokens, mask, classes)
-    if out.dim() == 3:
-        out = out * (tokens[:, : out.shape[1]] != 0).unsqueeze(-1)
-    return (3 * out).sin().flatten(1).sum(1)
-
-
-def counted_batch(masked):
-    tokens, lengths, classes = batch()
-    return tokens, (torch.arange(T) < lengths[:, None]) if masked else None, classes
-
-
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize(
-    "way", ["mean of its own", "tokens of all", "attention", "mask of the longest", "total_length"]
-)
-def test_counted_lengths(way, masked):
-    plain, inputs = Counting(RIGHT[way]), counted_batch(masked)
-    exact = clipped_sum(loop_over_samples(plain, lambda *some: counted(*some).sum(), *inputs), C)
-    found = found_in("one pass", plain, counted, *inputs)
-    for name, expected in exact.items():
-        assert relative_error(found.get(name, torch.zeros_like(expected)), expected) <= 1e-5, name
-
-
-def of_own_sorted(model, x, lengths):
-    return model.head(x)
-
-
-def of_all_sorted(model, x, lengths):
-    return model.head(x * (lengths / lengths.max())[:, None, None])
-
-
-def test_counted_lengths_by_which_the_model_sorts():
-    plain, inputs = Sorting(of_own_sorted), counted_batch(masked=False)
-    exact = clipped_sum(loop_over_samples(plain, lambda *some: counted(*some).sum(), *inputs), C)
-    found = found_in("one pass", plain, counted, *inputs)
-    assert all(relative_error(x, exact[name]) <= 1e-5 for name, x in found.items())
-    with pytest.raises(UnsupportedModuleError, match=CHANGES):
-        counted(one_pass(Sorting(of_all_sorted)), *inputs).sum().backward()
-
-
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("way", ["mean", "maximum", "relative positions"])
-def test_counted_lengths_of_which_the_longest_changes_others(way, masked):
-    model = one_pass(Counting(WRONG[way]))
-    with pytest.raises(UnsupportedModuleError, match=CHANGES):
-        counted(model, *counted_batch(masked)).sum().backward()
-
-
 # --- random numbers ---
 
 
@@ -478,92 +156,6 @@ def test_random_numbers_are_no_lengths():
     plain.attention.dropout = 0.5
     by_sample(one_pass(plain), *batch()).sum().backward()
     refused("one pass", Model(dropped_mean, num_layers=2, dropout=0.5), by_sample, *batch())
-
-
-# --- losses that the model makes ---
-
-
-def loss_of_own(model, out, state, lengths, classes):
-    logits = model.head(masked_mean(model.mid(padded(model, out)), lengths))
-    return F.cross_entropy(logits, classes)
-
-
-def loss_of_tokens(model, out, state, lengths, classes):
-    """Each sample's own mean over its own."""
-    logits = model.head(model.mid(padded(model, out)))
-    losses = F.cross_entropy(logits.transpose(1, 2), classes[:, None].expand(logits.shape[:2]), reduction="none")
-    return masked_mean(losses.unsqueeze(-1), lengths).mean()
-
-
-def loss_of_all_positions(model, out, state, lengths, classes):
-    logits = model.head(model.mid(padded(model, out)))
-    return F.cross_entropy(logits.flatten(0, 1), classes.repeat_interleave(logits.shape[1]))
-
-
-def loss_by_all_tokens(model, out, state, lengths, classes):
-    logits = model.head(model.mid(padded(model, out)))
-    losses = F.cross_entropy(logits.transpose(1, 2), classes[:, None].expand(logits.shape[:2]), reduction="none")
-    return (losses.unsqueeze(-1) * valid(logits, lengths)).sum() / lengths.sum()
-
-
-def whole_loss(model, *inputs):
-    return model(*inputs)
-
-
-def moved_in_loss(plain):
-    """What stands above, of a mean over samples: what the batch of the five gives, and the longest alone."""
-    inputs, rest, longest = batch(), torch.tensor([0, 2, 3, 4, 5]), torch.tensor([1])
-    whole, five, alone = (
-        gradients(plain, whole_loss, *(x[some] for x in inputs)) * len(some)
-        for some in (torch.arange(6), rest, longest)
-    )
-    return float((whole - five - alone).norm() / whole.norm())
-
-
-def mean_loss(model):
-    return GradSampleModuleFastGradientClipping(model, max_grad_norm=C)
-
-
-@pytest.mark.parametrize("way", [loss_of_own, loss_of_tokens])
-def test_losses_of_the_model_that_leave_padding_out(way):
-    plain = Model(way)
-    assert moved_in_loss(plain) <= 1e-12
-    exact = clipped_sum(loop_over_samples(plain, whole_loss, *batch()), C)
-    model = mean_loss(copy.deepcopy(plain))
-    model(*batch()).backward()
-    for name, p in model._module.named_parameters():
-        if p.grad is not None:
-            assert relative_error(p.grad, exact[name]) <= 1e-5, name
-
-
-@pytest.mark.parametrize("way", [loss_of_all_positions, loss_by_all_tokens])
-def test_losses_of_the_model_that_do_not(way):
-    plain = Model(way)
-    assert moved_in_loss(plain) >= 1e-2
-    with pytest.raises(UnsupportedModuleError, match=rf"output 0 of the model.*{CHANGES}"):
-        mean_loss(plain)(*batch()).backward()
-
-
-def test_a_loss_that_is_kept_and_depends_on_the_longest():
-    def way(model, out, state, lengths, classes):
-        x = model.mid(padded(model, out))
-        model.loss = x.mean((0, 1)).sum()
-        return model.head(masked_mean(x, lengths))
-
-    by_sample(one_pass(Model(way)), *batch()).sum().backward()
-    model = one_pass(Model(way))
-    out = by_sample(model, *batch()).sum()
-    with pytest.raises(UnsupportedModuleError, match=rf"loss, an attribute of the model.*{CHANGES}"):
-        (out + model._module.loss).backward()
-
-
-def test_one_output_of_two():
-    def way(model, out, state, lengths, classes):
-        return mean(model, out, state, lengths, classes), states(model, out, state, lengths, classes)
-
-    one_pass(Model(way))(*batch())[1].sin().sum().backward()
-    with pytest.raises(UnsupportedModuleError, match=rf"output 0 of the model.*{CHANGES}"):
-        one_pass(Model(way))(*batch())[0].sin().sum().backward()
 
 
 # --- what cannot be told ---
@@ -598,7 +190,7 @@ def test_a_model_that_takes_no_shorter_ones_is_warned_about_once():
         by_sample(model, *batch()).sum().backward()
         by_sample(model, *batch()).sum().backward()
     assert len([x for x in said if "packed" in str(x.message)]) == 1
-    assert said[0].filename == __file__
+    assert said[0].filename.endswith("of_lengths.py")  # where the model is called
 
 
 class Cut(nn.Module):
