@@ -139,6 +139,7 @@ STAGES = {
         (Remembered, "total_sq_norm"),
     ),
     "clipped sums": (
+        (before.Before, "sums"),
         (before.Before, "leave"),
         (leave_sums.LeavesSums, "_leave_sums"),
         (fast_gradient_clipping, "clipped_totals"),

@@ -111,8 +111,13 @@ def weighted_sum(activations: Tensor, backprops: Tensor, coefficients: Tensor) -
     c = towards_zero(coefficients, dtype)
     if drops_samples(c):
         activations, backprops = (_without_dropped(x, c) for x in (activations, backprops))
-    c = c[:, None, None]
+    return sum_of_all(activations, backprops, c)
+
+
+def sum_of_all(activations: Tensor, backprops: Tensor, c: Tensor) -> Tensor:
+    """:func:`weighted_sum` of tensors of the dtype that accumulates; a sample with c_n = 0 must hold finite numbers."""
     d, p = activations.shape[-1], backprops.shape[-1]
+    dtype, c = c.dtype, c.view(-1, 1, 1)
     rows = c.numel() * activations.shape[1]
     if d * p >= _WORTH_TRANSPOSING and not is_traced() and products.by_onednn(p, rows, d, like=activations):
         return _by_onednn(backprops, activations, c)
@@ -151,11 +156,15 @@ def weighted_sums(activations: Tensor, backprops: Tensor, coefficients: Tensor, 
     dtype = accumulating_dtype(activations, backprops)
     activations, backprops = activations.to(dtype), backprops.to(dtype)
     c = towards_zero(coefficients, dtype)
-    d, p, drops = activations.shape[-1], backprops.shape[-1], drops_samples(c)
-    by_sample = (layers, len(coefficients), -1)  # each sample's rows one after the other
-    if drops:
-        dropped = (c == 0).view(-1, 1)
+    if drops_samples(c):
+        by_sample, dropped = (layers, len(c), -1), (c == 0).view(-1, 1)  # each sample's rows one after the other
         activations, backprops = (x.reshape(by_sample).masked_fill(dropped, 0.0) for x in (activations, backprops))
+    return sums_of_all(activations, backprops, c, layers)
+
+
+def sums_of_all(activations: Tensor, backprops: Tensor, c: Tensor, layers: int) -> Tensor:
+    """:func:`sum_of_all` of several layers, as :func:`weighted_sums`."""
+    d, p, by_sample = activations.shape[-1], backprops.shape[-1], (layers, len(c), -1)
     if d <= p:
         activations = activations.reshape(by_sample) * c.view(-1, 1)
     else:

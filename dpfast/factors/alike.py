@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from dpfast.arithmetic import AnyNorm, SumError, Unfinished, ops, reference
@@ -81,3 +82,14 @@ def sums_of_inputs(factor: OuterProduct | Lookup, layers: int, coefficients: Ten
     excess = ops.reference_excess(a, b)
     c = coefficients * (1.0 - excess) if excess else coefficients
     return reference.weighted_sums(a, b, c, layers).unbind()
+
+
+def sums_of_all_inputs(factor: OuterProduct | Lookup, layers: int, coefficients: Tensor) -> Sequence[Tensor]:
+    """:func:`sums_of_inputs`, the same bits in fewer calls, on a CPU, of coefficients in fp32 of which none is 0."""
+    if isinstance(factor, OuterProduct):
+        a, b = factor.activations, factor.backprops
+        if a.dtype is b.dtype is torch.float32 and not ops.runs_kernels(a, b):
+            excess = ops.reference_excess(a, b)
+            c = coefficients * (1.0 - excess) if excess else coefficients
+            return [reference.sum_of_all(a, b, c)] if layers == 1 else reference.sums_of_all(a, b, c, layers).unbind()
+    return sums_of_inputs(factor, layers, coefficients)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dpfast.arithmetic import SquaredNorm, norm_terms, sum_error_columns, sum_errors
-from dpfast.factors.alike import Alike, Numbers, sums_of_inputs
+from dpfast.factors.alike import Alike, Numbers, sums_of_all_inputs
 
 _MOST_ENTRIES = 2**20
 """Row norms that are worked on at a time, as in ``stacked_norms``."""
@@ -85,7 +85,7 @@ class Remembered:
         rows = coefficients.view(1, 1, -1)
         for (_, _, factor), (layers, values, sums) in zip(numbers, self._sums, strict=True):
             if not isinstance(factor, Tensor):
-                found += sums_of_inputs(factor, layers, coefficients)
+                found += sums_of_all_inputs(factor, layers, coefficients)
             elif layers == 1:
                 found.append(torch.bmm(rows, factor.view(values)).view(sums))
             else:

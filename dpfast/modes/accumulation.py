@@ -179,6 +179,12 @@ def note(gradient: Tensor, left: Left) -> None:
     gradient.__dict__[_NAME] = left, gradient._version
 
 
+def note_alike(gradients: Iterable[Tensor], left: Left) -> None:
+    """On several, the same."""
+    for gradient in gradients:
+        gradient.__dict__[_NAME] = left, gradient._version
+
+
 def note_zeros(parameters: Iterable[nn.Parameter]) -> None:
     """On gradients that an optimizer has just set to zero, so that nobody has to look at them."""
     for p in parameters:

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from dpfast.factors import Alike, Numbers, Remembered
-from dpfast.modes.accumulation import Left, note
+from dpfast.modes.accumulation import Left, note_alike
+
+_dtype = Tensor.dtype.__get__  # type: ignore[attr-defined]  # of a tensor, without a line of Python
 
 Taken = Sequence[tuple[list[nn.Parameter], Alike]]
 
@@ -44,18 +46,23 @@ class Before:
         """Whether a step is of the same parameters, layers, shapes and numbers of samples. Ids tell parameters apart,
         because ``places`` keeps them alive; their dtype may be another by now, which autocast hides."""
         as_then = places is self._places and n == self._n and order == self._order
-        return as_then and all(p.dtype is torch.float32 for p in places)
+        return as_then and {*map(_dtype, places)} <= {torch.float32}
 
-    def leave(self, numbers: Sequence[Numbers], coefficients: Tensor, left: Left) -> bool:
-        """Leaves the clipped sums in ``p.grad``, with the note; False, and nothing is done, where there is something
-        already, or a sample is dropped."""
-        if any(p.grad is not None for p in self._places) or 0.0 in coefficients.tolist():
+    def sums(self, numbers: Sequence[Numbers], coefficients: Tensor) -> list[Tensor] | None:
+        """The clipped sums of the parameters that are used, in their order here; None where a sample is dropped, of
+        which nothing may be read."""
+        return None if 0.0 in coefficients.tolist() else self.remembered.sums(numbers, coefficients)
+
+    def leave(self, sums: Sequence[Tensor], left: Left) -> bool:
+        """Leaves them in ``p.grad``, with the note; False, and nothing is done, where there is something already."""
+        if [p for p in self._places if p.grad is not None]:
             return False
-        sums = self.remembered.sums(numbers, coefficients)
-        for p, total in zip(self._parameters, sums, strict=True):
+        zeros = [torch.zeros_like(p) for p in self._unused]
+        for p, total in zip((*self._parameters, *self._unused), (*sums, *zeros), strict=True):
             p.grad = total
-            note(total, left)
-        for p in self._unused:
-            p.grad = torch.zeros_like(p)
-            note(p.grad, left)
+        note_alike((*sums, *zeros), left)
         return True
+
+    def by_parameter(self, sums: Sequence[Tensor]) -> dict[nn.Parameter, Tensor]:
+        """Whose they are."""
+        return dict(zip(self._parameters, sums, strict=True))

@@ -8,9 +8,12 @@ import torch
 from torch import nn
 
 import dpfast
-from dpfast.arithmetic import SquaredNorm
-from dpfast.errors import DpfastWarning
+from dpfast.arithmetic import SquaredNorm, ops
+from dpfast.errors import DpfastWarning, StateError
+from dpfast.factors.alike import sums_of_all_inputs, sums_of_inputs
+from dpfast.factors.outer_product import OuterProduct
 from dpfast.modes import before, deferred
+from dpfast.modes.accumulation import held_by, note_zeros
 from dpfast.modes.clipped import clip, clip_to
 from dpfast.testing import clipped_sum, loop_over_samples, relative_error
 
@@ -203,3 +206,65 @@ def test_factors_are_those_of_the_clipper():
             other = clip(clipper, [norm] * number, scale=scale, rounding=[0.0] * number, valid=mask)
             for name, x, y in zip(one._fields, one, other, strict=True):
                 assert torch.equal(x.nan_to_num(-1.0), y.nan_to_num(-1.0)), (name, limit, scale, number)
+
+
+def zeros_in_place(wrapped):
+    for p in wrapped.parameters():
+        p.grad.zero_()
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_sums_that_are_known_are_added_to_zeros(marked, as_before, monkeypatch):
+    """As optimizers of Opacus leave them, whose ``zero_grad()`` sets no gradient to None."""
+    one, other = wrap(), wrap()
+    for wrapped in (one, other):
+        for seed in range(2):
+            wrapped.zero_grad()
+            step(wrapped, batch(seed=seed))
+    monkeypatch.setattr(deferred.Deferred, "alikes", None)  # what the long way asks
+    other.zero_grad()
+    expected = step(other, batch(seed=2))
+    zeros_in_place(one)
+    if marked:
+        note_zeros(one.parameters())
+    grads = [p.grad for p in one.parameters()]
+    same(step(one, batch(seed=2)), expected)
+    assert all(p.grad is grad for p, grad in zip(one.parameters(), grads, strict=True))  # who holds them sees the sums
+    assert held_by(one.parameters()).passes == 1 and len(as_before) == 4
+    twice, *_ = step(one, batch(seed=2))  # and to sums
+    assert all(torch.equal(x, 2 * y) for x, y in zip(twice, expected[0], strict=True))
+    assert held_by(one.parameters()).passes == 2
+
+
+def test_what_no_private_pass_has_left_is_refused_by_the_short_way_too(as_before):
+    wrapped = wrap()
+    for _ in range(3):
+        wrapped.zero_grad()
+        step(wrapped, batch())
+    wrapped.zero_grad()
+    kept = wrapped._module.head.weight.grad = torch.ones_like(wrapped._module.head.weight)
+    with pytest.raises(StateError, match=r"head\.weight"):
+        losses(wrapped, batch()).mean().backward()
+    assert torch.equal(kept, torch.ones_like(kept)) and wrapped._module.words.weight.grad is None
+
+
+@pytest.mark.parametrize("features", [(12, 40), (40, 12), (64, 3)])
+@pytest.mark.parametrize("rows", [(), (5,)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_of_inputs_have_the_bits_of_weighted_sum(features, rows, dtype):
+    """Where no sample is dropped, of one layer and of several."""
+    d, p = features
+    for layers in (1, 3):
+        a, b = torch.randn(layers * N, *(rows or (1,)), d, dtype=dtype), torch.randn(layers * N, *(rows or (1,)), p)
+        factor, c = OuterProduct.of_rows(a, b), torch.rand(N) + 0.1
+        for one, other in zip(sums_of_all_inputs(factor, layers, c), sums_of_inputs(factor, layers, c), strict=True):
+            assert torch.equal(one, other)
+
+
+def test_sums_leave_room_for_products_in_less_than_fp32(monkeypatch):
+    a, b, c = torch.randn(N, 1, 12), torch.randn(N, 1, 40), torch.rand(N) + 0.1
+    factor = OuterProduct.of_rows(a, b)
+    (exact,) = sums_of_all_inputs(factor, 1, c)
+    monkeypatch.setattr(ops, "reduced_products", lambda: 2.0**-7)
+    (less,) = sums_of_all_inputs(factor, 1, c)
+    assert torch.allclose(less, exact * (1.0 - 2.0**-7)) and torch.equal(less, factor.weighted_sum(c))
