@@ -160,7 +160,8 @@ class Deferred:
             for kind in list(self._queues):
                 self._take(kind)
         for queue in self._taken:
-            _check_unwritten(queue)
+            if queue.versions:
+                _check_unwritten(queue)
 
     def check_own(self, own: Collection[nn.Parameter]) -> None:
         """Raises UnsupportedModuleError where a layer's parameters are not the model's: a recipe does not tell."""

@@ -75,8 +75,10 @@ class Step:
         Raises:
             StateError: one of these went through it too, and clipped it by itself.
         """
+        if graph in self.graphs and not self.is_new:  # nearly always
+            return
         self.comes_to(graph)
-        if not self.is_new:  # nearly always
+        if not self.is_new:
             return
         self.is_new = False
         if self.first is None and any(graph.is_clipped for graph in self.graphs) and has_left():

@@ -79,11 +79,7 @@ class LayerTap(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # create_graph=True
-            return once(LayerTap._caught, ctx, grad)
-        return LayerTap._caught(ctx, grad)
-
-    @staticmethod
-    def _caught(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+            return once(LayerTap.backward, ctx, grad)  # where it is not
         edges = ctx.next_functions
         to_parameters: tuple[Tensor | None, ...] = (None,) * (len(edges) - 1)
         if grad is None:
