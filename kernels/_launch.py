@@ -6,7 +6,6 @@ the signature that the just-in-time compiler would see, and `compile_ahead` comp
 
 from __future__ import annotations
 
-import contextlib
 import re
 import subprocess
 import tempfile
@@ -23,6 +22,7 @@ from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import _tiles
+from ._again import start
 from ._tiles import Tile
 
 TARGETS = {
@@ -98,17 +98,18 @@ def validate(*tensors: torch.Tensor) -> None:
             raise ValueError(f"devices differ: {tensors[0].device} and {tensor.device}")
 
 
-_HERE = contextlib.nullcontext()
-
-
 def launch(kernel, programs: int, tile: Tile, device: torch.device, **arguments) -> None:
     """Start `programs` programs of `kernel` on `device`, on its current stream.
 
     One grid axis only: the first may be 2³¹-1 long, the others end at 65535.
     """
-    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
-    with torch.cuda.device(device) if elsewhere else _HERE:
+    if device.type != "cuda":
         kernel[(programs,)](**arguments, num_warps=tile.num_warps, num_stages=tile.num_stages)
+    elif device.index == torch.cuda.current_device():
+        start(kernel, programs, tile, device.index, arguments)
+    else:
+        with torch.cuda.device(device):
+            start(kernel, programs, tile, device.index, arguments)
 
 
 # -- cost ----------------------------------------------------------------------------------------------

@@ -1,0 +1,119 @@
+"""A launch like an earlier one, without most of what Triton does in front of the driver's call.
+
+`kernel[grid](...)` passes its arguments on by name four times, describes each of them, writes its options out, makes
+metadata for hooks that nobody has set and compares the kernel's globals, before each launch: half of what a launch
+takes. All of it says which compiled kernel is meant. Here that is kept, by a key that is at least as fine as what
+Triton specialises on (`key_of`), and started through the launcher that Triton has made for it. Whatever this file does
+not know goes Triton's way, and so does the first launch of each key, which compiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton import knobs
+from triton.compiler import CompiledKernel
+from triton.runtime import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ._tiles import Tile
+
+# Triton 3.6 and 3.7 specialise as `key_of` says and call `CompiledKernel.run` with what `start` gives it. On AMD they
+# specialise on a tensor's storage, too, which is not looked at here.
+_KNOWN = triton.__version__.startswith(("3.6.", "3.7.")) and torch.version.hip is None
+
+_MOST = 4096  # keys; a model has some hundreds, unless its shapes change with every batch
+
+_compiled: dict[Hashable, CompiledKernel] = {}
+
+
+def start(kernel, programs: int, tile: Tile, device: int, arguments: dict[str, Any]) -> None:
+    """Start `programs` programs of `kernel` on GPU `device`, the current one, on its current stream."""
+    key = key_of(kernel, tile, device, arguments)
+    compiled = None if key is None else _compiled.get(key)
+    if compiled is not None:
+        stream = driver.active.get_current_stream(device)
+        # Three times None: metadata, which only hooks look at, and the hooks, of which `key_of` has found none.
+        compiled.run(
+            programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments.values()
+        )
+        return
+    compiled = kernel[(programs,)](**arguments, num_warps=tile.num_warps, num_stages=tile.num_stages)
+    if key is not None and type(compiled) is CompiledKernel:
+        if len(_compiled) >= _MOST:
+            _compiled.clear()
+        _compiled[key] = compiled
+
+
+def key_of(kernel, tile: Tile, device: int, arguments: dict[str, Any]) -> Hashable | None:
+    """What chooses the compiled kernel of a launch: launches of one key have one key in Triton's tables, too.
+
+    Types and values of the arguments and of Triton's options; of a tensor its dtype and whether its address is a
+    multiple of 16, of a descriptor what its block is. Numbers of 32 bits that the kernel does not specialise on are
+    left out: they differ from batch to batch.
+
+    Returns: None where a launch must go Triton's way: interpreted, tuned or hooked, or with other arguments than these.
+    """
+    if not _KNOWN or type(kernel) is not triton.JITFunction or _is_hooked(kernel):
+        return None
+    if [*arguments] != kernel.arg_names:  # `CompiledKernel.run` takes them by position
+        return None
+    values = [*arguments.values()]
+    kinds = tuple(map(type, values))
+    places = _places.get((id(kernel), kinds)) or _find_places(kernel, kinds)
+    if not places.are_known:
+        return None
+    for i in places.tensors:
+        x = values[i]
+        values[i] = (x.dtype, x.data_ptr() % 16 == 0)
+    for i in places.descriptors:
+        x = values[i]
+        values[i] = (x.base.dtype, *x.block_shape, x.padding, getattr(x, "round_f32_to_tf32", None))
+    for i in places.numbers:
+        if -(2**31) <= values[i] < 2**31:
+            values[i] = None
+    options = (tile.num_warps, tile.num_stages, kernel.debug or knobs.runtime.debug)
+    # Types beside the values: True, 1 and 1.0 are equal. The kernel lives as long as `_places` has it.
+    return id(kernel), device, *options, knobs.compilation.instrumentation_mode, kinds, *values
+
+
+def _is_hooked(kernel) -> bool:
+    """Whether somebody wants to see launches, as profilers do, or to change what is compiled."""
+    runtime = knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    if type(enter) is not knobs.HookChain or type(leave) is not knobs.HookChain or enter.calls or leave.calls:
+        return True
+    # The last one is not in Triton 3.6.
+    return bool(kernel.pre_run_hooks) or getattr(runtime, "add_stages_inspection_hook", None) is not None
+
+
+class _Places(NamedTuple):
+    """Where in a kernel's arguments, of certain types, something else than their values chooses the compiled kernel."""
+
+    are_known: bool
+    tensors: tuple[int, ...]
+    descriptors: tuple[int, ...]
+    numbers: tuple[int, ...]
+    kernel: triton.JITFunction  # keeps its id from being another's
+
+
+_places: dict[Hashable, _Places] = {}
+
+_PLAIN = (int, bool, float, type(None))
+
+
+def _find_places(kernel, kinds: tuple[type, ...]) -> _Places:
+    passed = [
+        (p.num, kind, p.do_not_specialize) for p, kind in zip(kernel.params, kinds, strict=True) if not p.is_constexpr
+    ]
+    places = _places[id(kernel), kinds] = _Places(
+        all(kind in (torch.Tensor, TensorDescriptor, *_PLAIN) for kind in kinds),
+        tuple(i for i, kind in enumerate(kinds) if kind is torch.Tensor),
+        tuple(i for i, kind in enumerate(kinds) if kind is TensorDescriptor),
+        tuple(i for i, kind, is_general in passed if kind is float or (kind is int and is_general)),
+        kernel,
+    )
+    return places
