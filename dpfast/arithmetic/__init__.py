@@ -33,6 +33,7 @@ from dpfast.arithmetic.stacked_norms import (
     sum_error_columns,
     sum_errors,
     unfinished_norm,
+    unfinished_norms,
 )
 from dpfast.arithmetic.standardised_norms import StandardisedTerms, UnfinishedStandardised
 from dpfast.arithmetic.streams import in_cuda_graph, stream_here
@@ -87,6 +88,7 @@ __all__ = [
     "towards_zero",
     "unfinished_gram_of_patches",
     "unfinished_norm",
+    "unfinished_norms",
     "unfinished_of_products",
     "unit_runs",
 ]

@@ -125,6 +125,13 @@ def unfinished_norm(blocks: Iterable[Tensor], error: Tensor | SumError | None = 
     return Unfinished(norm, width, numel, accumulating_dtype(rows), error)
 
 
+def unfinished_norms(values: Sequence[Tensor], errors: Sequence[Tensor | SumError | None]) -> list[Unfinished]:
+    """Of values of one shape (M, ...) and dtype, contiguous, each with its error: all read together."""
+    all_of_them = unfinished_norm([torch.stack(tuple(values)).flatten(0, 1)])
+    norms = all_of_them.norm.view(len(values), -1).unbind()
+    return [all_of_them._replace(norm=norm, error=error) for norm, error in zip(norms, errors, strict=True)]
+
+
 def norms_of_layers(values: Sequence[Sequence[Tensor]], errors: Tensor) -> Unfinished:
     """Of some samples' gradients of some layers (R, C) each, of one dtype, and how far each of them may be off, in L2
     norm, (layers, samples) fp64: all together, with the terms of the largest."""

@@ -100,6 +100,11 @@ class Dense:
         return ops.weighted_values(values, coefficients).view(self.shape)
 
     @property
+    def norm_is_known(self) -> bool:
+        """Or what it follows from."""
+        return self._norm is not None
+
+    @property
     def norm(self) -> SquaredNorm | None:
         """Where it is known already."""
         if isinstance(self._norm, KernelDirect):
@@ -204,10 +209,17 @@ class InBlocks:
         return self
 
 
-def weighted_together(factors: Sequence[Dense], coefficients: Tensor) -> list[Tensor]:
-    """Their weighted sums, views of one tensor; all have as many samples, at least one, one dtype and one device."""
+def weighted_together(
+    factors: Sequence[Dense], coefficients: Tensor, rounded: Callable[[Tensor], Tensor] | None = None
+) -> list[Tensor]:
+    """Their weighted sums, views of one tensor; all have as many samples, at least one, one dtype and one device.
+
+    Args:
+        rounded: what becomes of the sums, entry by entry.
+    """
     values = [f.values.reshape(f.num_samples, -1) for f in factors]
     total = ops.weighted_values(torch.cat(values, 1).unsqueeze(0), coefficients.to(values[0].device))
+    total = total if rounded is None else rounded(total)
     return [x.view(f.shape) for x, f in zip(total[0].split([v.shape[1] for v in values]), factors, strict=True)]
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from typing import Any
 
 import torch
 
-from dpfast.arithmetic import AnyNorm, SquaredNorm, Unfinished, finish, rows_in_order
+from dpfast.arithmetic import AnyNorm, SquaredNorm, Unfinished, finish, is_traced, rows_in_order, unfinished_norms
 from dpfast.factors.dense import Dense, Factor, InBlocks
 from dpfast.factors.lookup import Lookup
 from dpfast.factors.outer_product import OuterProduct
@@ -21,9 +22,46 @@ def norm_or_unfinished(factor: Factor) -> AnyNorm:
     return factor.sq_norm()
 
 
+def norms_or_unfinished(factors: Sequence[Factor]) -> list[AnyNorm]:
+    """:func:`norm_or_unfinished` of each, the same bits. Where launches are what a norm takes, small gradients of one
+    shape (biases, scales of norms) are copied into one tensor and read together."""
+    alike: dict[Hashable, list[int]] = {}
+    for i, factor in enumerate(factors):
+        alike.setdefault(_stacks(factor) or i, []).append(i)
+    found: dict[int, AnyNorm] = {}
+    for which in alike.values():
+        if len(which) == 1:
+            found[which[0]] = norm_or_unfinished(factors[which[0]])
+            continue
+        some: list[Any] = [factors[i] for i in which]
+        most = max(1, _AT_ONCE // some[0].values.nbytes)
+        for first in range(0, len(some), most):
+            of = some[first : first + most]
+            norms = unfinished_norms([f.values for f in of], [f.settled() for f in of])
+            found.update(zip(which[first:], norms, strict=False))
+    return [found[i] for i in range(len(factors))]
+
+
+STACKED = {"cuda": 2**20}
+"""Bytes of a parameter's gradients up to which they are copied beside others: so many take a GPU less than a launch."""
+
+_AT_ONCE = 2**26
+"""Bytes that are copied at a time, at most."""
+
+
+def _stacks(factor: Factor) -> Hashable | None:
+    """What gradients that are read together have in common; None for one that is read by itself."""
+    if type(factor) is not Dense or factor.norm_is_known or not factor.num_samples or is_traced():
+        return None
+    x = factor.values
+    if type(x) is not torch.Tensor or not x.is_contiguous() or not 0 < x.nbytes <= STACKED.get(x.device.type, 0):
+        return None
+    return x.shape, x.dtype, x.device
+
+
 def sq_norms(factors: Sequence[Factor]) -> list[SquaredNorm]:
     """Every factor's ``sq_norm()``, the same bits; all have as many samples."""
-    found = [norm_or_unfinished(factor) for factor in factors]
+    found = norms_or_unfinished(factors)
     norms = {i: norm for i, norm in enumerate(found) if isinstance(norm, SquaredNorm)}
     unfinished: dict[torch.device, list[int]] = {}
     for i, part in enumerate(found):

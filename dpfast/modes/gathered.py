@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from dpfast.factors import (
     OuterProduct,
     Reshaped,
     merge,
-    norm_or_unfinished,
+    norms_or_unfinished,
     pin,
     sq_norms,
     total_sq_norm,
@@ -129,7 +130,7 @@ def take_norms(
         if traced:
             pin(entry.factors[0])
     factors = [e.factors[0] for e in without]
-    for entry, norm in zip(without, sq_norms(factors) if each else map(norm_or_unfinished, factors), strict=True):
+    for entry, norm in zip(without, (sq_norms if each else norms_or_unfinished)(factors), strict=True):
         entry.norm = norm
     if each:
         return [None if e is None else e.norm for e in entries]
@@ -160,7 +161,10 @@ def clipped_totals(
 
     for parameters, coefficients in _small(of, places, clipped):
         factors: list[Any] = [of[p].factors.pop() for p in parameters]  # type: ignore[union-attr]  # they have one
-        sums.update(zip(parameters, weighted_together(factors, coefficients), strict=True))
+        # Rounded before it is taken apart: one by one, rounding takes as many calls as there are parameters.
+        rounds = alone and all(p.grad is None for p in parameters)
+        rounded = partial(added, None, dtype=parameters[0].dtype) if rounds else None
+        sums.update(zip(parameters, weighted_together(factors, coefficients, rounded), strict=True))
 
     def total(p: nn.Parameter) -> Tensor | None:
         found = sums.pop(p, None)

@@ -1,5 +1,7 @@
 """Factors: the three verbs of each against the gradients written out in fp64, and their sums."""
 
+from unittest import mock
+
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -7,7 +9,7 @@ from hypothesis import given, settings
 from standing_for import assert_stands_for, ordinary
 
 from dpfast.arithmetic import reference
-from dpfast.factors import Dense, Lookup, OuterProduct, row_sum
+from dpfast.factors import Dense, Lookup, OuterProduct, row_sum, stacked
 from dpfast.factors.merge import Tied, merge
 from dpfast.factors.stacked import sq_norms
 from dpfast.testing import relative_error
@@ -220,10 +222,32 @@ def test_norms_taken_together_have_the_bits_of_each(n, shapes, dtype, data):
             values = values.mT if kind == "strided" and len(shape) == 2 else values
             error = torch.rand(n, dtype=torch.float64) if kind == "with error" else None
             factors.append(Dense(values, error=error))
-    for factor, together in zip(factors, sq_norms(factors), strict=True):
+    with mock.patch.dict(stacked.STACKED, data.draw(st.sampled_from([{}, {"cpu": 2**20}]), "copied beside others")):
+        found = sq_norms(factors)
+    for factor, together in zip(factors, found, strict=True):
         alone = factor.sq_norm()
         assert torch.equal(together.value, alone.value)
         assert torch.equal(together.upper, alone.upper)
+
+
+@pytest.mark.on_cpu
+@pytest.mark.parametrize(("at_once", "calls"), [(2**26, 2), (2 * 3 * 17 * 4, 3)])
+def test_small_gradients_of_one_shape_are_read_together(monkeypatch, at_once, calls):
+    """As on a GPU, where each of them would be two launches."""
+    monkeypatch.setitem(stacked.STACKED, "cpu", 3 * 17 * 4)
+    monkeypatch.setattr(stacked, "_AT_ONCE", at_once)
+    shapes = [(17,), (8,), (17,), (17,), (8,), (17,), (18,)]  # the last one is too large
+    values = [ordinary(3, *shape, seed=i) for i, shape in enumerate(shapes)]
+    errors = [torch.rand(3, dtype=torch.float64) * 1e-3 for _ in shapes]
+    norm, taken = torch.linalg.vector_norm, []
+    monkeypatch.setattr(torch.linalg, "vector_norm", lambda x, *args, **of: taken.append(x) or norm(x, *args, **of))
+    found = sq_norms([Dense(v, error=e) for v, e in zip(values, errors, strict=True)])
+    assert len(taken) == calls + 1
+    for (value, upper), v, e in zip(found, values, errors, strict=True):
+        exact = torch.stack([x.square().sum() for x in v.double()])
+        assert relative_error(value, exact) < 1e-5
+        assert (upper >= (exact.sqrt() + e).square()).all()
+        assert (upper <= (exact.sqrt() * (1 + 1e-5) + e).square() * (1 + 1e-5)).all()
 
 
 def test_dense_factors_are_not_copied_for_their_norms(monkeypatch):
