@@ -1,7 +1,7 @@
 """A launch like an earlier one, without most of what Triton does in front of the driver's call.
 
 `kernel[grid](...)` passes its arguments on by name four times, describes each of them, writes its options out, makes
-metadata for hooks that nobody has set and compares the kernel's globals, before each launch: half of what a launch
+metadata for hooks that nobody has set and compares the kernel's globals, before each launch: much of what a launch
 takes. All of it says which compiled kernel is meant. Here that is kept, by a key that is at least as fine as what
 Triton specialises on (`key_of`), and started through the launcher that Triton has made for it. Whatever this file does
 not know goes Triton's way, and so does the first launch of each key, which compiles.
