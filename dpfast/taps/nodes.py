@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 
 def is_of_tap(node: Any) -> bool:
@@ -32,10 +32,10 @@ def nodes_behind(roots: Iterable[Any], goes_on: Callable[[Any], bool] | None = N
             waiting.extend(following for following, _ in node.next_functions)
 
 
-def ends_among(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Those of the tensors that are made of none of the others: gradients of these alone come by all of them."""
-    caught: set[Any] = {x.grad_fn for x in tensors} - {None}
-    leads_to_one: dict[Any, bool] = {None: False}
+def ends_among(edges: Sequence[GradientEdge]) -> list[GradientEdge]:
+    """Those of the edges that are behind none of the others: gradients at these alone come by all of them."""
+    caught: set[Any] = {edge.node for edge in edges}
+    leads_to_one: dict[Any, bool] = {}
     for first in caught:
         ways = [first]
         while ways:  # no recursion: graphs are deep
@@ -45,4 +45,4 @@ def ends_among(tensors: Sequence[Tensor]) -> list[Tensor]:
             ways.extend(unknown)
             if not unknown:
                 leads_to_one[ways.pop()] = any(n in caught or leads_to_one[n] for n in behind)
-    return [x for x in tensors if not leads_to_one[x.grad_fn]]
+    return [edge for edge in edges if not leads_to_one[edge.node]]

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from dpfast.taps.fingerprints import Prints
 from dpfast.taps.layout import Rows
@@ -33,10 +35,11 @@ class Run(NamedTuple):
         met: where operations on what has no samples, by their ways, have those that it meets.
         routes: where rows were picked.
         grads: as calls, of the gradients at the taps' outputs in a backward pass; empty where none ran. losses: the
-            same of each output that has no samples, by the output's number. caught: the taps' outputs,
-            until then. arrived: gradients, in a pass that leaves some in parameters. failed: why no backward pass ran.
+            same of each output that has no samples, by the output's number. caught: where gradients come to the taps'
+            outputs, until then: not the outputs themselves, most of which nobody else would keep. running: not empty
+            while these passes run. given, arrived: what has come in the pass of now, by the number of what was caught,
+            and by its key. failed: why no backward pass ran. keeps: not empty where it has changed what modules hold.
         counted: of each sequence that is packed, how long samples are, by sample, where the model counts that.
-        keeps: not empty where it has changed what modules hold.
     """
 
     calls: dict[Key, list[Any]]
@@ -49,7 +52,9 @@ class Run(NamedTuple):
     routes: list[Routes]
     grads: dict[Key, list[Tensor]]
     losses: dict[int, dict[Key, list[Tensor]]]
-    caught: list[tuple[Key, Prints, Tensor]]
+    caught: list[tuple[Key, GradientEdge, RemovableHandle]]
+    running: list[bool]
+    given: dict[int, Tensor]
     arrived: dict[Key, list[Tensor]]
     held: list[str]
     failed: list[Exception]
@@ -59,11 +64,21 @@ class Run(NamedTuple):
     @classmethod
     def begun(cls) -> Run:
         """Nothing is noted yet."""
-        return cls({}, {}, [], set(), [], set(), {}, [], {}, {}, [], {}, [], [], [], [])
+        return cls({}, {}, [], set(), [], set(), {}, [], {}, {}, [], [], {}, {}, [], [], [], [])
 
     def note_grad(self, key: Key, prints: Prints, grad: Tensor) -> None:
         """A hook on a tap's output."""
         self.arrived.setdefault(key, []).append(prints.of_gradient(grad))
+
+    def catch(self, key: Key, prints: Prints, x: Tensor) -> None:
+        """A tap's output, to which gradients are to come."""
+        note = functools.partial(self._note_given, len(self.caught), key, prints)
+        self.caught.append((key, get_gradient_edge(x), x.register_hook(note)))
+
+    def _note_given(self, number: int, key: Key, prints: Prints, grad: Tensor) -> None:
+        if self.running:  # and no pass of the model's own, within its forward
+            self.given[number] = prints.of_gradient(grad)
+            self.arrived.setdefault(key, []).append(self.given[number])
 
 
 def backwards(run: Run, outputs: Sequence[Tensor], losses: dict[int, Tensor], to_leaves: bool) -> None:
@@ -74,42 +89,36 @@ def backwards(run: Run, outputs: Sequence[Tensor], losses: dict[int, Tensor], to
     Args:
         to_leaves: gradients may come to the copy's parameters.
     """
-    own = [torch.where(x.isfinite(), x.cos(), 0.0) for x in outputs]
+    # The cosine, and nothing where there is none.
+    own = [x.detach().cos().nan_to_num_(0.0) for x in outputs]
     passes: list[tuple[int | None, Any, Any]] = [(None, outputs, own)] if outputs else []
     passes += [(i, [x], [torch.ones_like(x)]) for i, x in losses.items()]
     leaves_some = to_leaves and _in_reentrant_checkpoint([*outputs, *losses.values()])
-    given: dict[int, Tensor] = {}  # by the number of what was caught
-    hooks = []
-    for number, (key, prints, x) in enumerate(run.caught):
-        note = functools.partial(run.note_grad, key, prints)
-        hooks.append(x.register_hook(note if leaves_some else functools.partial(_note, given, number, prints)))
     # Of these alone are gradients asked for: others are on the way to them, and would all be held until the end.
-    keys, ends = [key for key, _, _ in run.caught], ends_among([x for _, _, x in run.caught])
-    run.caught.clear()
+    keys, ends = [key for key, _, _ in run.caught], ends_among([edge for _, edge, _ in run.caught])
+    run.running.append(True)
     try:
         for i, some, grads in passes if keys or leaves_some else ():
             again = i != passes[-1][0]
+            run.arrived.clear()
+            run.given.clear()
             if leaves_some:
-                run.arrived.clear()
                 torch.autograd.backward(some, grads, retain_graph=again)
                 found = dict(run.arrived)
             else:
-                given.clear()
                 torch.autograd.grad(some, ends, grads, allow_unused=True, retain_graph=again)
                 found = {}
                 for number, key in enumerate(keys):
-                    found.setdefault(key, []).append(given.get(number, torch.zeros(0)))
+                    found.setdefault(key, []).append(run.given.get(number, torch.zeros(0)))
             (run.grads if i is None else run.losses.setdefault(i, {})).update(found)
     except Exception as error:  # whatever somebody's functions raise
         run.failed.append(error)
         run.grads.clear()
         run.losses.clear()
-    for hook in hooks:  # what was caught may be somebody's own
+    for _, _, hook in run.caught:  # what was caught may be somebody's own
         hook.remove()
-
-
-def _note(given: dict[int, Tensor], number: int, prints: Prints, grad: Tensor) -> None:
-    given[number] = prints.of_gradient(grad)
+    for noted in (run.caught, run.running, run.given, run.arrived):
+        noted.clear()
 
 
 def _in_reentrant_checkpoint(outputs: Sequence[Tensor]) -> bool:

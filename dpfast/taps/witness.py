@@ -96,9 +96,11 @@ class Witness(AtMeetings):
         if noted is None:
             return output
         key, prints, x, noise = noted
-        noisy = x if noise is None else x + noise
+        # In the noise's memory, where it is no view, to which autograd would note more.
+        noisy = x if noise is None else x + noise if noise._is_view() else noise.add_(x)
         if noisy.requires_grad and in_backward() is None:
-            self.seen.caught.append((key, prints, noisy))
+            with torch._C.DisableTorchFunction():
+                self.seen.catch(key, prints, noisy)
         elif noisy.requires_grad:
             noisy.register_hook(functools.partial(self.seen.note_grad, key, prints))
         return _replaced(output, x, noisy) if prints.packed is None else with_data(output, x, noisy)
@@ -170,7 +172,8 @@ class Witness(AtMeetings):
             noise = noise[prints.order.argsort()]
         noise = noise if packed is None else noise[rows_of(packed)[0]]
         # A constant: autograd would keep the noise of every layer for its derivative.
-        return torch.addcmul(noise, x.detach(), noise).movedim(0, prints.dim)
+        noise.addcmul_(x.detach(), noise)
+        return noise if prints.dim == 0 else noise.movedim(0, prints.dim)
 
 
 def whose_rows(rows: int, size: int, place: int | Rows, device: torch.device) -> Tensor | None:
@@ -319,10 +322,12 @@ def noise_like(like: Tensor, seed: int) -> Tensor:
     """Noise of that shape; the same wherever and whenever it is asked for."""
     numel = like.numel()
     numbers = torch.randn(min(numel, _NUMBERS), generator=torch.Generator().manual_seed(seed % 2**32)) * _NOISE
-    noise = numbers.to(like)
-    if numel > _NUMBERS:
-        noise = noise.repeat(-(-numel // _NUMBERS))[:numel]
-    return noise.view(like.shape)
+    noise = torch.empty(like.shape, dtype=like.dtype, device=like.device)  # no view of anything
+    if numel:
+        numbers, flat, whole = numbers.to(noise), noise.view(-1), numel - numel % len(numbers)
+        flat[:whole].view(-1, len(numbers)).copy_(numbers)
+        flat[whole:].copy_(numbers[: numel - whole])
+    return noise
 
 
 def _replaced(output: Any, x: Tensor, by: Tensor) -> Any:
