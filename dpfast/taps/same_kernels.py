@@ -13,6 +13,8 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from dpfast.taps.written_out import InParts
+
 
 @contextmanager
 def same_kernels(*, attention: bool = True) -> Iterator[None]:
@@ -23,8 +25,8 @@ def same_kernels(*, attention: bool = True) -> Iterator[None]:
 
     Args:
         attention: is computed with its scores written out, of the same numbers whatever the mask. The fused kernels add
-            up in one order only where torch is to refuse all that do not, products of matrices among it. It takes the
-            memory of (T, T) a head.
+            up in one order only where torch is to refuse all that do not, products of matrices among it. A part of the
+            scores is there at a time (``written_out``), but those of ``nn.MultiheadAttention`` all are.
     """
     if not torch.cuda.is_initialized():  # on a CPU kernels add up in one order
         yield
@@ -32,7 +34,7 @@ def same_kernels(*, attention: bool = True) -> Iterator[None]:
     # Not by torch.use_deterministic_algorithms, which would have torch.compile compile otherwise.
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filled = torch._C._get_deterministic_fill_uninitialized_memory()
-    with sdpa_kernel(SDPBackend.MATH) if attention else nullcontext():
+    with _written_out() if attention else nullcontext():
         try:
             if not before[0]:
                 torch._C._set_deterministic_algorithms(True, warn_only=True)
@@ -41,3 +43,9 @@ def same_kernels(*, attention: bool = True) -> Iterator[None]:
         finally:
             torch._C._set_deterministic_fill_uninitialized_memory(filled)
             torch._C._set_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+@contextmanager
+def _written_out() -> Iterator[None]:
+    with sdpa_kernel(SDPBackend.MATH), InParts():
+        yield
