@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from dpfast.arithmetic import is_traced
 from dpfast.errors import DpfastWarning, UnsupportedModuleError
@@ -37,6 +37,7 @@ _NOT_SEEN = (
     "(docs/layouts.md)"
 )
 _ONCE = ("torch::autograd::Error", "CompiledFunctionBackwardBackward")  # what these come from is behind no edge
+_AT_ONCE = 2**20  # numbers of second derivatives
 _CALLER = 5  # frames from a warning to who called loss.backward()
 
 
@@ -52,6 +53,22 @@ class _Output(NamedTuple):
     number: int
     n: int
     dims: Sequence[int]
+
+
+class _First(NamedTuple):
+    """A gradient at one of them, of which nothing but derivatives is asked, so it is not held.
+
+    Attributes:
+        at: in its graph. like: a tensor of its shape, dtype and device, of one number.
+    """
+
+    at: GradientEdge
+    like: Tensor
+    output: _Output
+
+    @classmethod
+    def of(cls, g: Tensor, output: _Output) -> _First:
+        return cls(get_gradient_edge(g), g.new_empty(()).expand(g.shape), output)
 
 
 def mark_outputs(outputs: Sequence[Any], n: int, parted: Mapping[int, Sequence[int]]) -> None:
@@ -124,13 +141,14 @@ def _met(
         for x, g in zip(losses, grads, strict=True)
     ]
     first = torch.autograd.grad(losses, list(outputs), given, create_graph=True, allow_unused=True)
-    used = {edge: (g, outputs[edge]) for edge, g in zip(outputs, first, strict=True) if g is not None}
+    used = {edge: _First.of(g, outputs[edge]) for edge, g in zip(outputs, first, strict=True) if g is not None}
+    del first
     ends = {edge.node for edge in outputs}
-    for node in nodes_behind((g.grad_fn for g, _ in used.values()), lambda node: node not in ends):
+    for node in nodes_behind((x.at.node for x in used.values()), lambda node: node not in ends):
         if node.name() in _ONCE:
             raise NotImplementedError("a function is differentiable once (once_differentiable, torch.compile)")
-    by_sample = {edge: (g, output) for edge, (g, output) in used.items() if output.dims}
-    looks = max((len(output.dims) for _, output in by_sample.values()), default=1)
+    by_sample = {edge: x for edge, x in used.items() if x.output.dims}
+    looks = max((len(x.output.dims) for x in by_sample.values()), default=1)
     found = None
     for look in range(looks):  # where an output is as long as the batch in two dimensions, it may be either
         found = _met_in(by_sample or used, look)
@@ -139,27 +157,39 @@ def _met(
     return found
 
 
-def _met_in(used: dict[GradientEdge, tuple[Tensor, _Output]], look: int) -> tuple[int, tuple[int, ...]] | None:
-    noise = [_noise(g, output, look) for g, output in used.values()]
-    grads = [g for g, _ in used.values()]
-    seconds = torch.autograd.grad(grads, list(used), noise, retain_graph=True, allow_unused=True) if used else []
-    for second, (g, output) in zip(seconds, used.values(), strict=True):
-        if second is None:
-            continue
-        if output.dims:
-            dim = output.dims[min(look, len(output.dims) - 1)]
-            second = second.movedim(dim, 0)[~_half(output.n).to(second.device)]
-        if bool(((second != 0) & second.isfinite()).any()):
-            return output.number, tuple(g.shape)
+def _met_in(used: dict[GradientEdge, _First], look: int) -> tuple[int, tuple[int, ...]] | None:
+    seconds: Sequence[Tensor | None] = ()
+    if used:
+        grads, noise = [x.at for x in used.values()], [_noise(x, look) for x in used.values()]
+        seconds = torch.autograd.grad(grads, list(used), noise, retain_graph=True, allow_unused=True)
+        del noise
+    for second, (_, like, output) in zip(seconds, used.values(), strict=True):
+        if second is not None and _is_anything(second, output, look):
+            return output.number, tuple(like.shape)
     return None
 
 
-def _noise(g: Tensor, output: _Output, look: int) -> Tensor:
-    """At half of the samples; at an output of one number one."""
+def _is_anything(second: Tensor, output: _Output, look: int) -> bool:
+    """Whether any of the samples without noise has a number that is none of zero, inf and NaN; some at a time, as the
+    whole forward pass is still held."""
     if not output.dims:
-        return torch.ones_like(g)
+        return bool(((second != 0) & second.isfinite()).any())
+    rows = second.movedim(output.dims[min(look, len(output.dims) - 1)], 0)
+    others = (~_half(output.n)).nonzero().flatten().to(second.device)
+    for some in others.split(max(1, _AT_ONCE * len(rows) // max(1, rows.numel()))):
+        part = rows.index_select(0, some)
+        if bool(((part != 0) & part.isfinite()).any()):
+            return True
+    return False
+
+
+def _noise(first: _First, look: int) -> Tensor:
+    """At half of the samples; at an output of one number one."""
+    _, like, output = first
+    if not output.dims:
+        return torch.ones_like(like, memory_format=torch.contiguous_format)
     dim = output.dims[min(look, len(output.dims) - 1)]
-    return noise_like(g, 0).mul_(_half(output.n).to(g).view(-1, *[1] * (g.dim() - dim - 1)))
+    return noise_like(like, 0).mul_(_half(output.n).to(like).view(-1, *[1] * (like.dim() - dim - 1)))
 
 
 def _half(n: int) -> Tensor:

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from dpfast.errors import InputError
 from dpfast.taps import kept
 from dpfast.taps.copies import copy_of, without_graphs
+from dpfast.taps.detached import detached_parameters
 from dpfast.taps.fake_run import Nobody
 from dpfast.taps.fingerprints import Prints, fingerprints
 from dpfast.taps.gathered import following_model
@@ -26,10 +27,11 @@ from dpfast.taps.inputs import results_in, tensors_in
 from dpfast.taps.layout import Call, Place, Rows
 from dpfast.taps.lengths import Lengths
 from dpfast.taps.meetings import AtMeetings
+from dpfast.taps.owned import owned_modules
 from dpfast.taps.packed import packed_in, rows_of, shapes_taken, with_data
 from dpfast.taps.passes import in_backward
 from dpfast.taps.picks import Picks
-from dpfast.taps.registry import find_by_row, find_forward
+from dpfast.taps.registry import find_by_row, find_forward, find_rule
 from dpfast.taps.seen import Key, Run, backwards
 from dpfast.taps.shared import Operation
 from dpfast.taps.tap import Tap
@@ -89,7 +91,7 @@ class Witness(AtMeetings):
         if isinstance(self.module, nn.EmbeddingBag) and any(x is offsets is not None for x in self.inputs):
             raise InputError("bags in one row, by offsets: the batch is not that of the first input")
         by_row = find_by_row(self.module)
-        output = self.gave(forward, args, kwargs) if by_row is None else by_row(self.module, *args, **kwargs)
+        output = self._ran(forward, args, kwargs) if by_row is None else by_row(self.module, *args, **kwargs)
         output = self.without_samples(output)
         with torch._C.DisableTorchFunction():  # nobody is to follow what is done here
             noted = self._noted(args, kwargs, output)
@@ -104,6 +106,21 @@ class Witness(AtMeetings):
         elif noisy.requires_grad:
             noisy.register_hook(functools.partial(self.seen.note_grad, key, prints))
         return _replaced(output, x, noisy) if prints.packed is None else with_data(output, x, noisy)
+
+    def _ran(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the module's forward gives, in a noisy run on parameters without their history, as in a step, where it
+        has a rule: with it autograd would keep the inputs of every layer, for gradients that nobody asks for."""
+        owned = owned_modules(self.module)
+        trained = any(p is not None and p.requires_grad for m in owned for p in m._parameters.values())
+        as_in_a_step = self.noisy and trained and torch.is_grad_enabled() and find_rule(self.module) is not None
+        if not as_in_a_step or packed_in((*args, *kwargs.values())) is not None:
+            return self.gave(forward, args, kwargs)
+        with detached_parameters(owned):
+            output = forward(*args, **kwargs)
+        for x in tensors_in(output):
+            if x.is_floating_point() and not x.requires_grad:  # of inputs that are data
+                output = _replaced(output, x, x + torch.zeros((), dtype=x.dtype, device=x.device, requires_grad=True))
+        return output
 
     def _noted(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -280,7 +297,7 @@ def stand_ins(model: nn.Module) -> dict[int, Any]:
             if hasattr(p, "device_mesh"):
                 whole = torch.empty(p.shape, device=p.device_mesh.device_type)
                 found[id(p)] = whole_stand_in(p, noise_like(whole, len(found)) / _NOISE)
-            elif 2 * int((p.abs() > _ZERO).sum()) <= p.numel() > 0:
+            elif 2 * int(torch.count_nonzero(p.abs() > _ZERO)) <= p.numel() > 0:
                 found[id(p)] = nn.Parameter(p + noise_like(p, len(found)), requires_grad=p.requires_grad)
     return found
 
