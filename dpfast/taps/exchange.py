@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpfast.arithmetic import buffers
 from dpfast.taps.carried import carried
 from dpfast.taps.layout import NO_SAMPLES, Mixed, Place, Rows
 from dpfast.taps.length_look import LengthLook
@@ -309,6 +310,7 @@ class _Exchange:
         self.again()
         witnesses: dict[str, Any] = {"noisy": noisy, "exchanged": others, "whole": whole, "ways": self.ways}
         run, _ = run_on(self.model, self.taps, self.structure, leaves, self.places, size, self.others, **witnesses)
+        buffers.give_back()  # or each run would leave other pieces than the next one fills
         self.routes = self.routes | run.routes[0]
         self.reordered |= run.reordered
         self.keeps = self.keeps or bool(run.keeps)
