@@ -59,16 +59,17 @@ class _First(NamedTuple):
     """A gradient at one of them, of which nothing but derivatives is asked, so it is not held.
 
     Attributes:
-        at: in its graph. like: a tensor of its shape, dtype and device, of one number.
+        at: in its graph; None: it has none. like: a tensor of its shape, dtype and device, of one number.
     """
 
-    at: GradientEdge
+    at: GradientEdge | None
     like: Tensor
     output: _Output
 
     @classmethod
     def of(cls, g: Tensor, output: _Output) -> _First:
-        return cls(get_gradient_edge(g), g.new_empty(()).expand(g.shape), output)
+        at = get_gradient_edge(g) if g.requires_grad else None
+        return cls(at, g.new_empty(()).expand(g.shape), output)
 
 
 def mark_outputs(outputs: Sequence[Any], n: int, parted: Mapping[int, Sequence[int]]) -> None:
@@ -144,7 +145,7 @@ def _met(
     used = {edge: _First.of(g, outputs[edge]) for edge, g in zip(outputs, first, strict=True) if g is not None}
     del first
     ends = {edge.node for edge in outputs}
-    for node in nodes_behind((x.at.node for x in used.values()), lambda node: node not in ends):
+    for node in nodes_behind((x.at.node for x in used.values() if x.at), lambda node: node not in ends):
         if node.name() in _ONCE:
             raise NotImplementedError("a function is differentiable once (once_differentiable, torch.compile)")
     by_sample = {edge: x for edge, x in used.items() if x.output.dims}
@@ -160,7 +161,10 @@ def _met(
 def _met_in(used: dict[GradientEdge, _First], look: int) -> tuple[int, tuple[int, ...]] | None:
     seconds: Sequence[Tensor | None] = ()
     if used:
-        grads, noise = [x.at for x in used.values()], [_noise(x, look) for x in used.values()]
+        grads = [x.at for x in used.values() if x.at]
+        if len(grads) < len(used):
+            raise NotImplementedError("a gradient is no function of the one that it was made of")
+        noise = [_noise(x, look) for x in used.values()]
         seconds = torch.autograd.grad(grads, list(used), noise, retain_graph=True, allow_unused=True)
         del noise
     for second, (_, like, output) in zip(seconds, used.values(), strict=True):

@@ -20,6 +20,19 @@ Key = tuple[int, Any]
 """The number of a tap and the rank of its output; None: of pieces."""
 
 
+class Caught(NamedTuple):
+    """A tap's output. Not the tensor, which in most layers nobody else would keep.
+
+    Attributes:
+        edge: where its gradient comes by. handle: of our hook on it. hooks: all that are on it.
+    """
+
+    key: Key
+    edge: GradientEdge
+    handle: RemovableHandle
+    hooks: Any
+
+
 class Run(NamedTuple):
     """What one forward pass shows.
 
@@ -35,10 +48,10 @@ class Run(NamedTuple):
         met: where operations on what has no samples, by their ways, have those that it meets.
         routes: where rows were picked.
         grads: as calls, of the gradients at the taps' outputs in a backward pass; empty where none ran. losses: the
-            same of each output that has no samples, by the output's number. caught: where gradients come to the taps'
-            outputs, until then: not the outputs themselves, most of which nobody else would keep. running: not empty
-            while these passes run. given, arrived: what has come in the pass of now, by the number of what was caught,
-            and by its key. failed: why no backward pass ran. keeps: not empty where it has changed what modules hold.
+            same of each output that has no samples, by the output's number. caught: the taps' outputs, until then.
+            running: not empty while these passes run. given, arrived: what has come in the pass of now, by the number
+            of what was caught, and by its key. failed: why no backward pass ran.
+        keeps: not empty where it has changed what modules hold.
         counted: of each sequence that is packed, how long samples are, by sample, where the model counts that.
     """
 
@@ -52,7 +65,7 @@ class Run(NamedTuple):
     routes: list[Routes]
     grads: dict[Key, list[Tensor]]
     losses: dict[int, dict[Key, list[Tensor]]]
-    caught: list[tuple[Key, GradientEdge, RemovableHandle]]
+    caught: list[Caught]
     running: list[bool]
     given: dict[int, Tensor]
     arrived: dict[Key, list[Tensor]]
@@ -73,7 +86,8 @@ class Run(NamedTuple):
     def catch(self, key: Key, prints: Prints, x: Tensor) -> None:
         """A tap's output, to which gradients are to come."""
         note = functools.partial(self._note_given, len(self.caught), key, prints)
-        self.caught.append((key, get_gradient_edge(x), x.register_hook(note)))
+        handle = x.register_hook(note)
+        self.caught.append(Caught(key, get_gradient_edge(x), handle, x._backward_hooks))
 
     def _note_given(self, number: int, key: Key, prints: Prints, grad: Tensor) -> None:
         if self.running:  # and no pass of the model's own, within its forward
@@ -95,7 +109,9 @@ def backwards(run: Run, outputs: Sequence[Tensor], losses: dict[int, Tensor], to
     passes += [(i, [x], [torch.ones_like(x)]) for i, x in losses.items()]
     leaves_some = to_leaves and _in_reentrant_checkpoint([*outputs, *losses.values()])
     # Of these alone are gradients asked for: others are on the way to them, and would all be held until the end.
-    keys, ends = [key for key, _, _ in run.caught], ends_among([edge for _, edge, _ in run.caught])
+    keys, ends = [x.key for x in run.caught], ends_among([x.edge for x in run.caught])
+    for x in run.caught:  # behind hooks of the model's own on the same output, which may mix samples
+        x.hooks[x.handle.id] = x.hooks.pop(x.handle.id)
     run.running.append(True)
     try:
         for i, some, grads in passes if keys or leaves_some else ():
@@ -115,8 +131,8 @@ def backwards(run: Run, outputs: Sequence[Tensor], losses: dict[int, Tensor], to
         run.failed.append(error)
         run.grads.clear()
         run.losses.clear()
-    for _, _, hook in run.caught:  # what was caught may be somebody's own
-        hook.remove()
+    for x in run.caught:  # it may be somebody's own
+        x.handle.remove()
     for noted in (run.caught, run.running, run.given, run.arrived):
         noted.clear()
 

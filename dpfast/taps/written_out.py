@@ -25,7 +25,7 @@ class InParts(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is not F.scaled_dot_product_attention or not torch.is_grad_enabled():
+        if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)
         given = dict(zip(_NAMES, args, strict=False)) | kwargs
         tensors = [given.pop(name, None) for name in _NAMES[:4]]
@@ -35,11 +35,11 @@ class InParts(TorchFunctionMode):
 
 
 def _by_parts(tensors: Sequence[Any], options: dict[str, Any], dim: int) -> Tensor:
-    """In parts along that dimension, and those behind it where these are too large; the last two are the attention's."""
+    """In parts along that dimension, and along those behind it where these are too large; the last two are positions."""
     query, key, value, _ = tensors
     scores, rank = query.shape[:-1].numel() * key.shape[-2], query.dim()
     if scores <= _SCORES or dim >= rank - 2 or not rank == key.dim() == value.dim():
-        return checkpoint(_attend, tensors, options, use_reentrant=False)  # type: ignore[no-any-return]
+        return checkpoint(_attend, tensors, options, use_reentrant=False)
     sizes = {x.shape[dim] for x in (query, key, value)} - {1}
     groups = min(sizes, default=1)  # several heads may share one of keys
     if groups == 0 or any(size % groups for size in sizes):

@@ -1,5 +1,5 @@
-"""What the first step holds at most, in which a model and its loss are looked at, beside the plain step: who can train a
-model must not run out of memory because it is looked at."""
+"""What the first step holds at most, in which a model and its loss are looked at, beside the plain step: who can train
+a model must not run out of memory because it is looked at."""
 
 import copy
 from contextlib import contextmanager

@@ -95,6 +95,32 @@ def test_samples_that_meet_in_the_backward_pass_are_refused_by_name(name, shape,
     assert getattr(model.first.weight, "grad_sample", None) is None
 
 
+class OnItsOutput(Net):
+    """A hook on the first layer's own output, behind which is no layer more that would see what came of it."""
+
+    def __init__(self, hook, in_place=None):
+        super().__init__(nn.Identity())
+        self.hook, self.in_place = hook, in_place
+
+    def forward(self, x):
+        h = self.first(x)
+        if self.in_place == "before":
+            h.relu_()
+        if h.requires_grad:
+            h.register_hook(self.hook)
+        if self.in_place == "after":
+            h.relu_()
+        return self.third(torch.tanh(self.second(torch.tanh(h))))
+
+
+@pytest.mark.parametrize("in_place", [None, "before", "after"])
+def test_hooks_on_a_layers_own_output_that_mix_are_refused(in_place):
+    torch.manual_seed(0)
+    wrapped = dpfast.GradSampleModuleFastGradientClipping(OnItsOutput(lambda g: g + g.mean(0), in_place))
+    with pytest.raises(UnsupportedModuleError, match=r"^first \(Linear\): .* meet in the backward pass"):
+        wrapped(torch.randn(4, D)).square().sum().backward()
+
+
 @pytest.mark.parametrize("name", FINE)
 def test_what_looks_at_each_sample_is_right(name):
     torch.manual_seed(0)
