@@ -35,7 +35,7 @@ class InParts(TorchFunctionMode):
 
 
 def _by_parts(tensors: Sequence[Any], options: dict[str, Any], dim: int) -> Tensor:
-    """In parts along that dimension, and along those behind it where these are too large; the last two are positions."""
+    """In parts along that dimension, then along those behind it; the last two are the attention's own."""
     query, key, value, _ = tensors
     scores, rank = query.shape[:-1].numel() * key.shape[-2], query.dim()
     if scores <= _SCORES or dim >= rank - 2 or not rank == key.dim() == value.dim():
