@@ -92,7 +92,7 @@ def told_by_exchange(
     if any(hasattr(p, "device_mesh") for p in model.parameters()):
         return NOTHING  # parts of parameters (FSDP2, tensor parallel), with which a copy does not run
     others = stand_ins(model)
-    first = ""
+    first = without = ""  # without: why there is no noise
     ways: tuple[tuple[bool, dict[int, Any]], ...] = ((True, others), (False, others), (False, {}))
     for size, (noisy, numbers) in itertools.product(dict.fromkeys(s for s in sizes if s > 1), ways):
         for attention in (True, False):
@@ -103,12 +103,13 @@ def told_by_exchange(
                     if told.is_wrong and exchange.counted:
                         exchange, told = exchange.beside_the_longest(told, noisy, at_once)
                     carried = exchange.carried(told)
-                    told = exchange.with_lengths(told)
+                    told = exchange.with_lengths(told)._replace(noise=None if noisy else without)
                     places = told.places | dict.fromkeys(exchange.reordered, _OTHER_ORDER)  # where it is not followed
                     return told._replace(places=places, routes=exchange.routes, carried=carried)
             except Exception as error:  # whatever a model raises that wants its batch, or its values, otherwise
                 # Its words alone: it would keep its callers' frames, and with them the step's graph.
                 first = first or said_by(error)
+                without = said_by(error) if noisy else without
                 if not isinstance(error, torch.OutOfMemoryError):  # of scores written out, it may be
                     break
     return NOTHING._replace(why=_FAILS.format(first)) if first else NOTHING

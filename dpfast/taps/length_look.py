@@ -9,8 +9,6 @@ samples, a loss, what changes with one sample in the place of another must not d
 
 from __future__ import annotations
 
-import warnings
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -19,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from dpfast.arithmetic import exact_convolutions, reduced_products
-from dpfast.errors import DpfastWarning
 from dpfast.taps import kept
 from dpfast.taps.copies import OfCopy
 from dpfast.taps.gathered import following_model
@@ -35,11 +32,6 @@ _CHANGES = (
     "and a mean, maximum, softmax or convolution over time takes more or less of it then): divide by the sample's own "
     "length, mask, pick by the lengths, or give total_length=, the same number for every batch (docs/layouts.md)"
 )
-_NOT_TOLD = (
-    "{} could not be run to see what the lengths of its packed sequences do to other samples: {}. That a sample's "
-    "gradient does not change with how long the longest of its batch is (a mean or maximum over padded time) is taken "
-    "on trust: if it is not so, clipping bounds nothing (docs/layouts.md)"
-)
 _FROM_ELSEWHERE = "they come of no input"
 _NOT_FINITE = "gradients of its outputs are not finite"
 _DIFFERS = "two runs on the same samples differ (random numbers of a generator of its own?)"
@@ -49,17 +41,6 @@ _OTHERS = "what it returns is otherwise where samples are shorter"
 _FOLDED = 65521  # numbers kept of a parameter's gradient, which is added up over and over: a prime
 _ROUNDINGS, _MOST = 2**7, 2.0**-4
 _OF_ALL = 2.0**-4  # of a parameter whose own gradient is next to nothing
-
-
-_said: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-_CALLER = 11  # frames from a warning to who called the model
-
-
-def say_of_lengths(model: nn.Module, why: str | None) -> None:
-    """Warns, once for a model, where it could not be told what lengths do."""
-    if why is not None and model not in _said:
-        _said.add(model)
-        warnings.warn(_NOT_TOLD.format(type(model).__name__, why), DpfastWarning, stacklevel=_CALLER)
 
 
 class Slot(NamedTuple):

@@ -20,13 +20,13 @@ from dpfast.taps.exchange import told_by_exchange
 from dpfast.taps.inputs import Structure
 from dpfast.taps.layout import NOT_RUN, Mixed, Place, Places, Rows, kind_here, note_kind, place_in
 from dpfast.taps.learned import NOTHING, SAMPLES, Found, Learned, learned, with_own
-from dpfast.taps.length_look import say_of_lengths
 from dpfast.taps.node import Record
 from dpfast.taps.passes import in_backward
 from dpfast.taps.random_numbers import same_random_numbers
 from dpfast.taps.registry import find_forward
 from dpfast.taps.routes import add_routes, routes_of
 from dpfast.taps.tap import Tap
+from dpfast.taps.told import say_what_is_not_told
 
 _MORE_SAMPLES = 8  # for what three do not show: groups, parts of the batch
 _SOME_SAMPLES = 4  # three of which are exchanged
@@ -184,7 +184,7 @@ class Probe:
             if add_routes(receiver, self._taps, found.told.routes):
                 found = self._learned()
             self._refuse_carried(found.told.carried)
-            say_of_lengths(receiver.model, found.told.lengths)
+            say_what_is_not_told(receiver.model, found.told)
             if found.told.why is None:
                 due = _AGAIN if looks is None else looks.due
                 self._looks[look] = _Looks(0 if found.settled else due - (n > 0), found)
@@ -217,7 +217,7 @@ class Probe:
         )
         buffers.give_back()  # a step takes less
         self._refuse_carried(told.carried)
-        say_of_lengths(receiver.model, told.lengths)
+        say_what_is_not_told(receiver.model, told)
         self.outputs[kind] = {**self.outputs.get(kind, {}), **told.outputs}
         wrong: Found = {key: place for key, place in told.places.items() if isinstance(place, str)}
         for (number, rank), place in with_own(wrong).items():

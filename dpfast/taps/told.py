@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from torch import nn
+
+from dpfast.errors import DpfastWarning
 from dpfast.taps.layout import Place
 from dpfast.taps.picks import NO_ROUTES, Routes
 from dpfast.taps.seen import Key
+
+_OF_LENGTHS = (
+    "{} could not be run to see what the lengths of its packed sequences do to other samples: {}. That a sample's "
+    "gradient does not change with how long the longest of its batch is (a mean or maximum over padded time) is taken "
+    "on trust: if it is not so, clipping bounds nothing (docs/layouts.md)"
+)
+_OF_NOISE = (
+    "{} runs with other samples in the places of some, but not with noise on what its layers give: {}. That no sample "
+    "comes to another's gradient by what is zero now, or in a backward pass alone, is taken on trust: if it is not so, "
+    "clipping bounds nothing; a forward that refuses values can do so in eval() alone (docs/layouts.md)"
+)
+_CALLER = 11  # frames from a warning to who called the model
 
 
 class Told(NamedTuple):
@@ -20,7 +37,8 @@ class Told(NamedTuple):
         changed: whether anything has changed at all.
         routes: where rows are picked. why: nothing is told. carried: of :func:`carried.carried`.
         parted: of the model's outputs, by number, the dimensions in which samples stay apart; None: not run.
-        lengths: why nothing is told of what the lengths of packed sequences do to other samples.
+        lengths: why nothing is told of what the lengths of packed sequences do to other samples. noise: why there was
+            none in the runs.
         draws: whether random numbers were drawn. not_run: taps that ran in no run. packed: layers that took packed
             sequences, of which nothing is told.
     """
@@ -36,6 +54,7 @@ class Told(NamedTuple):
     packed: frozenset[str] = frozenset()
     draws: bool = False
     lengths: str | None = None
+    noise: str | None = None
 
     @property
     def is_wrong(self) -> bool:
@@ -62,3 +81,14 @@ def together(one: Told, two: Told) -> Told:
         packed=one.packed | two.packed,
         draws=one.draws or two.draws,
     )
+
+
+_said: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+
+
+def say_what_is_not_told(model: nn.Module, told: Told) -> None:
+    """Warns, once for a model, of each."""
+    for message, why in ((_OF_LENGTHS, told.lengths), (_OF_NOISE, told.noise)):
+        if why is not None and message not in _said.setdefault(model, set()):
+            _said[model].add(message)
+            warnings.warn(message.format(type(model).__name__, why), DpfastWarning, stacklevel=_CALLER)

@@ -243,6 +243,29 @@ def test_a_later_look_that_fails_is_said():
         wrapped(torch.randn(N, D))
 
 
+class Picky(Net):
+    """Its layers may give what they give and nothing else, so noise on it is refused."""
+
+    mixes = True
+
+    def forward(self, x):
+        h = self.first(x)
+        if not torch.equal(h, torch.nn.functional.linear(x, self.first.weight, self.first.bias)):
+            raise ValueError("somebody has changed it")
+        h = torch.tanh(h)
+        return self.last(h + 0.0 * h.mean(0) if self.mixes else h)
+
+
+def test_a_look_without_noise_is_said_once():
+    """What is hidden by a zero is not seen then; it was taken on trust without a word."""
+    wrapped, x = clipping(Picky()), torch.randn(N, D)
+    with pytest.warns(DpfastWarning, match="not with noise on what its layers give: ValueError: somebody") as said:
+        for _ in range(3):
+            step(wrapped, x)
+            wrapped.zero_grad()
+    assert len(said) == 1
+
+
 @pytest.mark.parametrize("sizes", [(N, 0, N), (1, 0, N), (0, N, 0), (0, 0, N)])
 def test_an_empty_batch_tells_nothing_and_nobody_is_warned(sizes):
     """It is none of those that are looked at: what mixes samples is found in the next that has some."""
