@@ -2,6 +2,8 @@
 
 The fused kernels of a GPU, which looks do not take (``same_kernels``), keep no scores; written out, those of all layers
 would be most of what a look holds. So a few samples' or heads' are computed at a time, and again in the backward pass.
+Not within a model's own checkpoint: it holds one block's scores at a time by itself, and its forward runs again where
+the mode is not there (in ``torch.autograd.grad``, or a GPU's thread), which must save what it saved before.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from dpfast.taps.passes import saves_as_torch_does
+
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _SCORES = 2**24  # at once: 64 MiB in fp32, a few times over
 
@@ -25,7 +29,7 @@ class InParts(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is not F.scaled_dot_product_attention:
+        if func is not F.scaled_dot_product_attention or not saves_as_torch_does():
             return func(*args, **kwargs)
         given = dict(zip(_NAMES, args, strict=False)) | kwargs
         tensors = [given.pop(name, None) for name in _NAMES[:4]]

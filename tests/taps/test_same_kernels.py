@@ -11,6 +11,7 @@ from own_backwards import BatchMean
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 from two_linears import D, N, Net, clipping, step
 
 from dpfast.errors import DpfastWarning, UnsupportedModuleError
@@ -107,6 +108,22 @@ def test_attention_is_looked_at_with_its_scores_written_out_where_they_fit(as_on
     with refused if mixing else contextlib.nullcontext():
         step(clipping(Attends(mixing=mixing, fits=fits)), torch.randn(N, 5, D))
     assert (set(KERNELS[:-1]) == {KERNELS[-1]}) != fits  # the last are the step's own
+
+
+class Checkpointed(Attends):
+    def forward(self, x):
+        return checkpoint(super().forward, x.requires_grad_(), use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("mixing", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_attention_in_a_checkpoint_is_looked_at_too(as_on_a_gpu, mixing, reentrant):
+    """Which runs again in the backward pass, and must save there what it saved in the forward pass."""
+    model = Checkpointed(mixing=mixing)
+    model.reentrant = reentrant
+    refused = pytest.raises(UnsupportedModuleError, match="changes with a sample that is not its own")
+    with refused if mixing else contextlib.nullcontext():
+        step(clipping(model), torch.randn(N, 5, D))
 
 
 class Unsteady(torch.autograd.Function):
