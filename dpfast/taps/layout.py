@@ -47,6 +47,7 @@ _TOGETHER, _OVER_AND_OVER = "N*k", "k*N"
 Places = Place | dict[Any, Place]
 """The same for every kind of input, or by kinds."""
 
+SEVERAL = "its output has the batch in several dimensions"
 _RECURRENT = (
     " (a recurrent layer of torch's is known as it is, not with a forward of its own, another method that the forward "
     "runs, or a parametrization; nn.LSTMCell and the like, in a loop, may have one)"
@@ -259,7 +260,7 @@ def place_of(module: nn.Module, call: Call, other: Call, sizes: Sequence[int]) -
     if not found:
         return NO_SAMPLES if outputs else None
     if len({dim for dims in found for dim in dims}) > 1:
-        return "its output has the batch in several dimensions" + (_RECURRENT if isinstance(module, nn.RNNBase) else "")
+        return SEVERAL + (_RECURRENT if isinstance(module, nn.RNNBase) else "")
     ((dim, times),) = found[0].items()
     if times is None:
         return f"dimension {dim} of its output follows the batch, but is no multiple of it"

@@ -65,6 +65,26 @@ def test_what_leaves_padding_out(way, cell):
     assert_right(plain, *batch())
 
 
+LONGEST_FOURTH = torch.tensor([0, 2, 4, 1, 3, 5])
+
+
+class Counts(Model):
+    def forward(self, tokens, lengths, classes=None):
+        return super().forward(tokens, (tokens != 0).sum(1), classes)
+
+
+@pytest.mark.parametrize("cls", [Model, Counts])
+@pytest.mark.parametrize("way", ["mean of its own", "tokens of all"])
+def test_where_the_longest_stands_does_not_matter(way, cls):
+    """Three samples and five are padded to other lengths then, and two dimensions are others."""
+    assert_right(cls(RIGHT[way]), *(x[LONGEST_FOURTH] for x in batch()))
+
+
+@pytest.mark.parametrize("way", ["mean", "relative positions"])
+def test_what_depends_on_the_longest_where_it_stands_fourth(way):
+    refused("one pass", Model(WRONG[way]), by_sample, *(x[LONGEST_FOURTH] for x in batch()))
+
+
 def refused(mode, plain, make, *inputs):
     with pytest.raises(UnsupportedModuleError, match=CHANGES):
         make(MODES[mode](copy.deepcopy(plain)), *inputs).sum().backward()
