@@ -48,6 +48,7 @@ Places = Place | dict[Any, Place]
 """The same for every kind of input, or by kinds."""
 
 SEVERAL = "its output has the batch in several dimensions"
+ELSEWHERE = "its batch_first says that samples are in dimension"
 _RECURRENT = (
     " (a recurrent layer of torch's is known as it is, not with a forward of its own, another method that the forward "
     "runs, or a parametrization; nn.LSTMCell and the like, in a loop, may have one)"
@@ -255,7 +256,7 @@ def place_of(module: nn.Module, call: Call, other: Call, sizes: Sequence[int]) -
             return own
         if list(inputs[0]) == [own] and inputs[0][own] is not None:
             return Rows(own, None)
-        return f"its batch_first says that samples are in dimension {own} of its input, where they are not"
+        return f"{ELSEWHERE} {own} of its input, where they are not"
     found = [dims for dims in outputs if dims]
     if not found:
         return NO_SAMPLES if outputs else None

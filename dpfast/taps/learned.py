@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from dpfast.taps.exchange import told_by_exchange
 from dpfast.taps.fake_run import Values, calls_in_forward, fake_parameters, nothing_left_behind
 from dpfast.taps.inputs import Structure, may_be_given_again, stands_alone
-from dpfast.taps.layout import SEVERAL, Call, Mixed, Place, place_of, place_of_result
+from dpfast.taps.layout import ELSEWHERE, SEVERAL, Call, Mixed, Place, place_of, place_of_result
 from dpfast.taps.random_numbers import same_random_numbers
 from dpfast.taps.tap import OWN, Tap
 from dpfast.taps.told import NOTHING as TOLD_NOTHING
@@ -211,15 +211,18 @@ def _found_on_data(
     longest of them, the larger batch is the smaller one's samples in turns, in which none is longer."""
     try:
         first, second = (_calls_on_data(model, taps, leaves, structure, dims, size) for size in sizes)
-        seen = _compared(taps, first, second, sizes)
-        several = [key for key, place in seen.places.items() if isinstance(place, str) and place.startswith(SEVERAL)]
-        if several:
-            few = [first_samples(x, dim, sizes[0]) for x, dim in zip(leaves, dims, strict=True)]
-            alike = _compared(taps, first, _calls_on_data(model, taps, few, structure, dims, sizes[1]), sizes).places
-            seen.places.update({key: alike[key] for key in several if isinstance(alike.get(key), int)})
     except Exception as error:  # as above
         failed.append(error)
         return []
+    seen = _compared(taps, first, second, sizes)
+    several = [key for key, place in seen.places.items() if str(place).startswith((SEVERAL, ELSEWHERE))]
+    if several:
+        few = [first_samples(x, dim, sizes[0]) for x, dim in zip(leaves, dims, strict=True)]
+        try:
+            alike = _compared(taps, first, _calls_on_data(model, taps, few, structure, dims, sizes[1]), sizes).places
+        except Exception:  # of a model that wants them sorted: what is known is wrong stays so
+            return [seen]
+        seen.places.update({key: alike[key] for key in several if isinstance(alike.get(key), int)})
     return [seen]
 
 

@@ -74,7 +74,7 @@ class Counts(Model):
 
 
 @pytest.mark.parametrize("cls", [Model, Counts])
-@pytest.mark.parametrize("way", ["mean of its own", "tokens of all"])
+@pytest.mark.parametrize("way", ["mean of its own", "tokens of all", "attention"])
 def test_where_the_longest_stands_does_not_matter(way, cls):
     """Three samples and five are padded to other lengths then, and two dimensions are others."""
     assert_right(cls(RIGHT[way]), *(x[LONGEST_FOURTH] for x in batch()))
