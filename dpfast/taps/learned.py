@@ -211,10 +211,10 @@ def _found_on_data(
     longest of them, the larger batch is the smaller one's samples in turns, in which none is longer."""
     try:
         first, second = (_calls_on_data(model, taps, leaves, structure, dims, size) for size in sizes)
+        seen = _compared(taps, first, second, sizes)
     except Exception as error:  # as above
         failed.append(error)
         return []
-    seen = _compared(taps, first, second, sizes)
     several = [key for key, place in seen.places.items() if str(place).startswith((SEVERAL, ELSEWHERE))]
     if several:
         few = [first_samples(x, dim, sizes[0]) for x, dim in zip(leaves, dims, strict=True)]

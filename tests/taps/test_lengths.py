@@ -36,7 +36,7 @@ from of_lengths import (
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from dpfast.errors import DpfastWarning, UnsupportedModuleError
+from dpfast.errors import DpfastWarning, InputError, UnsupportedModuleError
 from dpfast.testing import clipped_sum, loop_over_samples, relative_error
 
 
@@ -78,6 +78,20 @@ class Counts(Model):
 def test_where_the_longest_stands_does_not_matter(way, cls):
     """Three samples and five are padded to other lengths then, and two dimensions are others."""
     assert_right(cls(RIGHT[way]), *(x[LONGEST_FOURTH] for x in batch()))
+
+
+class Ascending(Model):
+    def forward(self, tokens, lengths, classes=None):
+        if not bool((lengths[:-1] <= lengths[1:]).all()):
+            raise ValueError("sort the batch by length")
+        return super().forward(tokens, lengths, classes)
+
+
+def test_what_takes_no_samples_in_turns_is_refused_as_before():
+    warnings.simplefilter("ignore", DpfastWarning)  # nor in another one's place
+    order = LENGTHS.argsort()
+    with pytest.raises(InputError, match="has the batch in several dimensions"):
+        by_sample(MODES["one pass"](Ascending(RIGHT["tokens of all"])), *(x[order] for x in batch())).sum().backward()
 
 
 @pytest.mark.parametrize("way", ["mean", "relative positions"])
