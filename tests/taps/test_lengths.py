@@ -39,13 +39,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from dpfast.errors import DpfastWarning, InputError, UnsupportedModuleError
 from dpfast.testing import clipped_sum, loop_over_samples, relative_error
 
-
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", DpfastWarning)
-        yield
+pytestmark = pytest.mark.filterwarnings("error::dpfast.errors.DpfastWarning")
 
 
 def assert_right(plain, *inputs):

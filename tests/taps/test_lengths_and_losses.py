@@ -1,7 +1,6 @@
 """The same of lengths that the model counts, and of losses that it makes."""
 
 import copy
-import warnings
 
 import pytest
 import torch
@@ -28,16 +27,10 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from dpfast import GradSampleModuleFastGradientClipping
-from dpfast.errors import DpfastWarning, UnsupportedModuleError
+from dpfast.errors import UnsupportedModuleError
 from dpfast.testing import clipped_sum, loop_over_samples, relative_error
 
-
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", DpfastWarning)
-        yield
+pytestmark = pytest.mark.filterwarnings("error::dpfast.errors.DpfastWarning")
 
 
 # --- lengths that the model counts ---
