@@ -143,15 +143,23 @@ def _blocks(sums: Sequence[Tensor]) -> list[list[Tensor]]:
     found: list[list[Tensor]] = []
     room = 0
     for x in sums:
-        sizes, blocks, left = [], [], x.numel()
+        flat, left = x.view(-1), x.numel()
+        if 0 < left <= room and left <= _PIECE:  # most parameters, and nearly no numbers
+            found[-1].append(flat)
+            room -= left
+            continue
+        sizes, runs = [], []
         while left:
             if not room:
                 found.append([])
                 room = _BLOCK
-            size = min(left, _PIECE, room)
-            sizes.append(size)
-            blocks.append(found[-1])
-            left, room = left - size, room - size
-        for piece, block in zip(x.view(-1).split(sizes), blocks, strict=True):
-            block.append(piece)
+            run = left if left < room else room
+            whole, rest = divmod(run, _PIECE)
+            sizes += [_PIECE] * whole + ([rest] if rest else [])
+            runs.append((found[-1], len(sizes)))
+            left, room = left - run, room - run
+        pieces, start = flat.split(sizes), 0
+        for block, end in runs:
+            block += pieces[start:end]
+            start = end
     return found

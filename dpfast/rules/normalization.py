@@ -175,17 +175,26 @@ def _weighted_in_fp64(again: Again, inputs: Tensor, backprops: Tensor, of: tuple
     return found
 
 
-def _in_parts(again: Again) -> Again:
-    """A few samples at a time: fp64 takes twice the memory, which the caches and the allocator hold then."""
+_Summed = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
+"""Inputs and backprops (N, T, D) -> the sums (N, D), and statistics of the rows, in fp64."""
+
+
+def _in_parts(summed: _Summed, norms: Callable[..., tuple[Tensor, ...]]) -> Again:
+    """A few samples at a time: fp64 takes twice the memory, which the caches and the allocator hold then.
+
+    Args:
+        norms: of the statistics, (N, T) each, beside those of the backprops' rows.
+    """
 
     def in_parts(inputs: Tensor, backprops: Tensor, row_norms: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         n, entries = inputs.shape[0], inputs.numel()
         if entries <= _AT_ONCE or is_traced():
-            return again(inputs, backprops, row_norms)
-        samples = max(1, _AT_ONCE * n // entries)
-        parts = [again(*some) for some in zip(*(x.split(samples) for x in (inputs, backprops, row_norms)), strict=True)]
-        values, norms = zip(*parts, strict=True)
-        return torch.cat(values), (*map(torch.cat, zip(*(of[:-1] for of in norms), strict=True)), row_norms)
+            values, *statistics = summed(inputs, backprops)
+        else:
+            samples = max(1, _AT_ONCE * n // entries)
+            parts = map(summed, inputs.split(samples), backprops.split(samples))
+            values, *statistics = map(torch.cat, zip(*parts, strict=True))
+        return values.float(), (*norms(*statistics), row_norms)
 
     return in_parts
 
@@ -195,21 +204,20 @@ _AT_ONCE = 2**15
 
 
 def _layer_norm_again(width: int, eps: float) -> Again:
-    def again(inputs: Tensor, backprops: Tensor, row_norms: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def summed(inputs: Tensor, backprops: Tensor) -> tuple[Tensor, ...]:
         normalized, mean, rstd = torch.native_layer_norm(inputs.double(), [width], None, None, eps)
-        values = normalized.mul_(backprops).sum(1).float()
-        return values, (mean.mul_(rstd).abs_().squeeze(-1).float(), row_norms)
+        return normalized.mul_(backprops).sum(1), mean, rstd
 
-    return _in_parts(again)
+    return _in_parts(summed, lambda mean, rstd: (mean.mul_(rstd).abs_().squeeze(-1).float(),))
 
 
 def _rms_norm_again(width: int, eps: float) -> Again:
-    def again(inputs: Tensor, backprops: Tensor, row_norms: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def summed(inputs: Tensor, backprops: Tensor) -> tuple[Tensor, ...]:
         x = inputs.double()
         rstd = torch.linalg.vector_norm(x, dim=2, keepdim=True).square_().div_(width).add_(eps).rsqrt_()
-        return x.mul_(rstd).mul_(backprops).sum(1).float(), (row_norms,)
+        return (x.mul_(rstd).mul_(backprops).sum(1),)
 
-    return _in_parts(again)
+    return _in_parts(summed, lambda: ())
 
 
 @register_rule(nn.LayerNorm, fresh=True, alike=lambda layer: (layer.normalized_shape, layer.eps))
