@@ -26,10 +26,11 @@ from dpfast.arithmetic.row_norms import RowNorms, taken_once
 from dpfast.arithmetic.stacked_grams import UnfinishedGram
 from dpfast.arithmetic.stacked_kernel_norms import KernelDirect
 from dpfast.arithmetic.stacked_norms import (
+    NormsOfLayers,
     SumError,
     Unfinished,
     norm_terms,
-    norms_of_layers,
+    sum_bounds,
     sum_error_columns,
     sum_errors,
     unfinished_norm,
@@ -42,6 +43,7 @@ from dpfast.arithmetic.tracing import capturing, is_traced, leave_pins_to_induct
 __all__ = [
     "AnyNorm",
     "KernelDirect",
+    "NormsOfLayers",
     "RowNorms",
     "SquaredNorm",
     "StandardisedTerms",
@@ -69,7 +71,6 @@ __all__ = [
     "lookup_sq_norm",
     "lookup_unit_sq_norm",
     "norm_terms",
-    "norms_of_layers",
     "ops",
     "pinned",
     "product_report",
@@ -81,6 +82,7 @@ __all__ = [
     "rows_in_order",
     "smallest_normal",
     "stream_here",
+    "sum_bounds",
     "sum_error_columns",
     "sum_errors",
     "sums",

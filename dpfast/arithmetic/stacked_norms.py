@@ -8,7 +8,7 @@ that follows from, and it is done once for all of them, row by row what :func:`b
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -56,6 +56,11 @@ class SumError(NamedTuple):
         """(M,) fp64."""
         return _sum_errors([self], self.norms[0].shape[0])[0]
 
+    @property
+    def kind(self) -> tuple[int, int]:
+        """Errors of one kind are worked out together."""
+        return len(self.norms), self.norms[0].shape[1]
+
 
 class Unfinished(NamedTuple):
     """The norms of M values as computed.
@@ -80,8 +85,7 @@ class Unfinished(NamedTuple):
     @property
     def kind(self) -> tuple[int, int] | None:
         """Errors of one kind are worked out together, in fewest calls where they stand together; None: it is known."""
-        error = self.error
-        return (len(error.norms), error.norms[0].shape[1]) if isinstance(error, SumError) else None
+        return self.error.kind if isinstance(self.error, SumError) else None
 
 
 def finish_norms(parts: Sequence[Unfinished], n: int) -> SquaredNorm:
@@ -132,20 +136,41 @@ def unfinished_norms(values: Sequence[Tensor], errors: Sequence[Tensor | SumErro
     return [all_of_them._replace(norm=norm, error=error) for norm, error in zip(norms, errors, strict=True)]
 
 
-def norms_of_layers(values: Sequence[Sequence[Tensor]], errors: Tensor) -> Unfinished:
-    """Of some samples' gradients of some layers (R, C) each, of one dtype, and how far each of them may be off, in L2
-    norm, (layers, samples) fp64: all together, with the terms of the largest."""
-    layers = values[0]
-    norms = []
-    for of_sample in values:
-        row_norms = [_row_norm(v) for v in of_sample]
-        if len({rows.shape[0] for rows in row_norms}) == 1:
-            norms.append(sums.norm_of_rows(torch.stack(row_norms)))
-        else:
-            norms.append(torch.stack([sums.norm_of_rows(rows) for rows in row_norms]))
-    norm = torch.stack(norms, dim=1) if len(norms) > 1 else norms[0]
-    width = min(max(v.shape[1] for v in layers), sums.SUM_BLOCK)
-    return Unfinished(norm.flatten(), width, max(v.numel() for v in layers), layers[0].dtype, errors.flatten())
+class NormsOfLayers:
+    """Norms of some layers' gradients (R, C), of a few samples at a time: all together, with the terms of the largest.
+    What shapes tell is worked out once: between products no cache holds the lines of code for it.
+
+    Args:
+        shapes: of each layer's, whose rows stand one after the other. dtype: of all.
+        errors: how far each gradient may be off, in L2 norm, (layers, N) fp64.
+    """
+
+    def __init__(self, shapes: Sequence[Sequence[int]], dtype: torch.dtype, errors: Tensor):
+        widest = max(columns for _, columns in shapes)
+        largest = Unfinished(errors, min(widest, sums.SUM_BLOCK), max(r * c for r, c in shapes), dtype, None)
+        self._relative, self._least, self._slop = norm_terms([largest], [1])
+        self._errors = errors
+        self._stack = len({rows for rows, _ in shapes}) == 1
+        plain = dtype is torch.float32 and widest <= sums.SUM_BLOCK
+        self._row_norm = _rows_as_they_are if plain else _row_norm
+
+    def __call__(self, values: Sequence[Sequence[Tensor]], samples: slice) -> SquaredNorm:
+        """(layers, n), of the n samples' gradients, a layer's after the other's."""
+        norms = []
+        for of_sample in values:
+            row_norms = list(map(self._row_norm, of_sample))
+            if self._stack:
+                norms.append(sums.norm_of_rows(torch.stack(row_norms)))
+            else:
+                norms.append(torch.stack([sums.norm_of_rows(rows) for rows in row_norms]))
+        norm = torch.stack(norms, dim=1) if len(norms) > 1 else norms[0].unsqueeze(1)
+        value = norm.square()
+        upper = torch.addcmul(self._least, value, self._relative).sqrt_().add_(self._errors[:, samples]).square_()
+        return SquaredNorm(value, upper.mul_(self._slop))
+
+
+_rows_as_they_are = partial(torch.linalg.vector_norm, dim=1)
+"""``sums.raw_row_norm`` of fp32 (R, C) whose rows are no longer than one sum."""
 
 
 def _errors(parts: Sequence[Unfinished], n: int) -> Tensor:
@@ -184,6 +209,15 @@ def _at_a_time(members: Sequence[int], entries: Sequence[int]) -> list[list[int]
         found[-1].append(member)
         total += number
     return found
+
+
+def sum_bounds(errors: Sequence[SumError]) -> Tensor:
+    """What each bounds, (F, M) fp64, of errors of as many values."""
+    if len({error.kind for error in errors}) > 1:
+        return torch.stack([error.bound() for error in errors])
+    n, places = errors[0].norms[0].shape[0], range(len(errors))
+    some = _at_a_time(places, [error.norms[0].numel() for error in errors])
+    return torch.cat([_sum_errors([errors[i] for i in members], n) for members in some])
 
 
 def _sum_errors(errors: Sequence[SumError], n: int) -> Tensor:

@@ -22,7 +22,7 @@ from dpfast.factors.remembered import Remembered
 from dpfast.factors.reshaped import Blocks, Reshaped
 from dpfast.factors.runs import Runs
 from dpfast.factors.runs_in_graph import RunsInGraph
-from dpfast.factors.stacked import norms_or_unfinished, sq_norms, total_sq_norm
+from dpfast.factors.stacked import added_up, norms_or_unfinished, sq_norms, total_sq_norm
 from dpfast.factors.standardised import is_standardised, standardised
 from dpfast.factors.waiting import Waiting, wait_as_factors
 
@@ -45,6 +45,7 @@ __all__ = [
     "Runs",
     "RunsInGraph",
     "Waiting",
+    "added_up",
     "by_unit",
     "channel_sum",
     "folded",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpfast.arithmetic import SumError, Unfinished, buffers, norms_of_layers, reference
+from dpfast.arithmetic import NormsOfLayers, SquaredNorm, SumError, buffers, reference, sum_bounds
 from dpfast.factors.outer_product import OuterProduct
 
 AT_A_TIME = 4 * 2**20
@@ -28,20 +28,20 @@ class InTurn:
     def __init__(self, factors: Sequence[OuterProduct]):
         self.dtype = factors[0].dtype
         self._layers = [_Layer(factor) for factor in factors]
+        self._n = factors[0].num_samples
         self._at_a_time = max(1, AT_A_TIME // sum(f.shape.numel() * f.dtype.itemsize for f in factors))
-        errors = [SumError.of_products(f.activations, f.backprops).bound() for f in factors]
-        self._errors = torch.stack(errors)  # how far each gradient may be from the exact one: (layers, N)
+        errors = sum_bounds([SumError.of_products(f.activations, f.backprops) for f in factors])
+        self._norms = NormsOfLayers([layer.written for layer in self._layers], self.dtype, errors)
 
     def samples(self) -> Iterator[slice]:
         """Those that are written, and added, at a time."""
-        n = self._errors.shape[1]
-        for start in range(0, n, self._at_a_time):
-            yield slice(start, min(start + self._at_a_time, n))
+        for start in range(0, self._n, self._at_a_time):
+            yield slice(start, min(start + self._at_a_time, self._n))
 
-    def write(self, samples: slice) -> Unfinished:
-        """The gradients of these; gives what their norms follow from, a layer's after the other's."""
+    def write(self, samples: slice) -> SquaredNorm:
+        """The gradients of these; gives their norms, (layers, n)."""
         values = [[layer.write(n) for layer in self._layers] for n in range(samples.start, samples.stop)]
-        return norms_of_layers(values, self._errors[:, samples])
+        return self._norms(values, samples)
 
     def add(self, factors: Sequence[float]) -> None:
         """Adds the gradients that have been written, times the factors: with 0 exactly nothing, whatever they hold."""
@@ -62,6 +62,7 @@ class _Layer:
         rows, columns = factor.backprops, factor.activations
         if self._transposed:  # rows of the smaller matrix are what costs less: see products.onednn
             rows, columns = columns, rows
+        self.written = rows.shape[2], columns.shape[2]
         self._gradient = reference.gradients(rows, columns, factor.dtype)
         # Gradients of samples, until the next ones are written: glibc would give the memory of all layers' back in
         # between, and fault it in again each time.

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dpfast.arithmetic import AnyNorm, SquaredNorm, Unfinished, finish, is_traced, rows_in_order, unfinished_norms
 from dpfast.factors.dense import Dense, Factor, InBlocks
@@ -101,8 +102,13 @@ def total_sq_norm(norms: Sequence[AnyNorm], n: int, places: Sequence[Sequence[in
     value, upper = (
         rows_in_order(torch.cat([x.to(device).view(-1, n) for x in some]), order) for some in zip(*known, strict=True)
     )
-    value, upper = value.cumsum(0)[-1], upper.cumsum(0)[-1] * (1.0 + (len(upper) + 4) * 2.0**-53)
-    return SquaredNorm(value, upper)  # the order of sum(0) depends on n
+    return added_up(value, upper)
+
+
+def added_up(value: Tensor, upper: Tensor) -> SquaredNorm:
+    """Over all of these, (F, n) each, in this order."""
+    # That of sum(0) depends on n.
+    return SquaredNorm(value.cumsum(0)[-1], upper.cumsum(0)[-1] * (1.0 + (len(upper) + 4) * 2.0**-53))
 
 
 def _kind(norm: AnyNorm) -> tuple[str, tuple[int, int]]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dpfast.arithmetic import SquaredNorm, cost, ops
-from dpfast.factors import Factor, InTurn, OuterProduct, Reshaped, total_sq_norm
+from dpfast.factors import Factor, InTurn, OuterProduct, Reshaped, added_up
 from dpfast.modes.clipped import Clipped, clip, clip_to
 from dpfast.modes.clippers import AutomaticClipper, ConstantFlatClipper, NormClipper
 from dpfast.modes.gathered import Gathered
@@ -92,11 +92,13 @@ def clip_in_turn(
         excess: by how much, relatively, a parameter's sum may come out too large.
     """
     known = [norm for norm in norms if norm is not None]
+    before = [torch.stack(of) for of in zip(*known, strict=True)]
     found = []
     for some in in_turn.samples():
-        n, written = some.stop - some.start, in_turn.write(some)
-        places = [[0] for _ in known] + [list(range(1, 1 + len(written.norm) // n))]
-        norm = total_sq_norm([*(SquaredNorm(k.value[some], k.upper[some]) for k in known), written], n, places)
+        written: Sequence[Tensor] = in_turn.write(some)
+        if before:
+            written = [torch.cat((x[:, some], y)) for x, y in zip(before, written, strict=True)]
+        norm = added_up(*written)
         own = scale[some] if isinstance(scale, Tensor) else scale
         mask = None if valid is None else valid[some]
         if type(clipper) is ConstantFlatClipper and not excess:
