@@ -56,11 +56,6 @@ class SumError(NamedTuple):
         """(M,) fp64."""
         return _sum_errors([self], self.norms[0].shape[0])[0]
 
-    @property
-    def kind(self) -> tuple[int, int]:
-        """Errors of one kind are worked out together."""
-        return len(self.norms), self.norms[0].shape[1]
-
 
 class Unfinished(NamedTuple):
     """The norms of M values as computed.
@@ -85,7 +80,8 @@ class Unfinished(NamedTuple):
     @property
     def kind(self) -> tuple[int, int] | None:
         """Errors of one kind are worked out together, in fewest calls where they stand together; None: it is known."""
-        return self.error.kind if isinstance(self.error, SumError) else None
+        error = self.error
+        return (len(error.norms), error.norms[0].shape[1]) if isinstance(error, SumError) else None
 
 
 def finish_norms(parts: Sequence[Unfinished], n: int) -> SquaredNorm:
@@ -213,7 +209,7 @@ def _at_a_time(members: Sequence[int], entries: Sequence[int]) -> list[list[int]
 
 def sum_bounds(errors: Sequence[SumError]) -> Tensor:
     """What each bounds, (F, M) fp64, of errors of as many values."""
-    if len({error.kind for error in errors}) > 1:
+    if len({(len(error.norms), error.norms[0].shape[1]) for error in errors}) > 1:
         return torch.stack([error.bound() for error in errors])
     n, places = errors[0].norms[0].shape[0], range(len(errors))
     some = _at_a_time(places, [error.norms[0].numel() for error in errors])
