@@ -45,11 +45,14 @@ def add_noise_in_order(x: Tensor, std: float, *, generator: Any, secure_mode: bo
     if secure_mode or std == 0 or not can_be_in_pieces(x):
         x.add_(_generate_noise(std, x, generator=generator, secure_mode=secure_mode).to(x.dtype))
         return
+    if x.numel() <= _PIECE:
+        x.add_(torch.empty_like(x).normal_(0.0, std, generator=generator))
+        return
     # The last piece is longer, not shorter: numbers are drawn 16 at a time.
-    whole = max(1, x.numel() // _PIECE) * _PIECE
+    whole = x.numel() // _PIECE * _PIECE
     flat = x.view(-1)
     noise = _space(min(flat.numel(), 2 * _PIECE))
-    for start in range(0, min(whole, flat.numel()), _PIECE):
+    for start in range(0, whole, _PIECE):
         piece = flat[start : start + _PIECE] if start + _PIECE < whole else flat[start:]
         piece.add_(noise[: piece.numel()].normal_(0.0, std, generator=generator))
 

@@ -210,8 +210,7 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
         """Adds Gaussian noise of standard deviation ``noise_multiplier · max_grad_norm``. Leaves the result in
         ``p.grad``; ``p.summed_grad`` is the same memory."""
         std = getattr(self, "_adjusted_noise_multiplier", self.noise_multiplier) * self.max_grad_norm
-        for p in self.params:
-            _check_processed_flag(p.summed_grad)
+        _check_processed_flag([p.summed_grad for p in self.params])
         of_part = None if self._secret is None else self._share_noise(self._secret, float(std))
         whole = []
         for number, p in enumerate(self.params):
@@ -230,7 +229,7 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
             add_noise_to_all(whole, std, in_order=self._numbers_are_given, **how)
         for p in self.params:
             p.grad = p.summed_grad.view_as(p)
-            _mark_as_processed(p.summed_grad)
+        _mark_as_processed([p.summed_grad for p in self.params])
 
     @property
     def _numbers_are_given(self) -> bool:
@@ -395,5 +394,5 @@ class DistributedTwoPassOptimizer(TwoPassOptimizer, _DistributedFast):
 def _own(grad: Tensor, *, stays: bool) -> Tensor:
     """The same memory, with attributes of its own: DDP hands out a bucket's views again. ``stays``: beyond the next
     backward pass, which writes a bucket anew; then a view is copied."""
-    part = type(grad) is Tensor and grad.untyped_storage().nbytes() != grad.nbytes
-    return grad.clone() if stays and part else grad.detach()
+    part = stays and type(grad) is Tensor and grad.untyped_storage().nbytes() != grad.nbytes
+    return grad.clone() if part else grad.detach()
