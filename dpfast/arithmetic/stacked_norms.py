@@ -91,21 +91,30 @@ def finish_norms(parts: Sequence[Unfinished], n: int) -> SquaredNorm:
     value = norms.view(-1, n).square()
     layers = [p.norm.shape[0] // n for p in parts]
     relative, least, slop = norm_terms(parts, layers)
-    upper = torch.addcmul(least, value, relative).sqrt_().add_(_errors(parts, n)).square_()
+    upper = _scaled(value, relative, least).sqrt_().add_(_errors(parts, n)).square_()
     return SquaredNorm(value, upper.mul_(slop))
 
 
-def norm_terms(parts: Sequence[Unfinished], layers: Sequence[int]) -> tuple[Tensor, Tensor, float]:
+Column = Tensor | float
+"""A number of each layer, (F, 1) or (F, 1, 1) fp64; a float where there is one layer, in a graph."""
+
+
+def _scaled(x: Tensor, relative: Any, least: Any) -> Tensor:
+    """``relative·x + least``"""
+    return x * relative + least if isinstance(relative, float) else torch.addcmul(least, x, relative)
+
+
+def norm_terms(parts: Sequence[Unfinished], layers: Sequence[int]) -> tuple[Column, Column, float]:
     """The columns of :func:`finish_norms`, relative to the square and what underflow can hide, and its last factor."""
     terms = [_dense_terms(p.width, p.numel, p.dtype) for p in parts]
     relative, least = _columns(terms, layers, parts[0].norm)
     return relative, least, _SLOP
 
 
-def sum_error_columns(errors: Sequence[SumError], layers: Sequence[int]) -> Sequence[Tensor]:
+def sum_error_columns(errors: Sequence[SumError], layers: Sequence[int]) -> Sequence[Column]:
     """What the norms of each may lack, (F, 1, 1), and its two numbers, (F, 1); the errors are of one kind."""
     *lost, relative, least = _columns([(*e.lost, e.relative, e.least) for e in errors], layers, errors[0].norms[0])
-    return *(x.unsqueeze(-1) for x in lost), relative, least
+    return *(x.unsqueeze(-1) if isinstance(x, Tensor) else x for x in lost), relative, least
 
 
 @lru_cache(maxsize=4096)
@@ -222,7 +231,7 @@ def _sum_errors(errors: Sequence[SumError], n: int) -> Tensor:
     return sum_errors([e.norms for e in errors], n, sum_error_columns(errors, layers))
 
 
-def sum_errors(of: Sequence[Sequence[Tensor]], n: int, columns: Sequence[Tensor]) -> Tensor:
+def sum_errors(of: Sequence[Sequence[Tensor]], n: int, columns: Sequence[Column]) -> Tensor:
     """The same from their norms, with the :func:`sum_error_columns` of errors like these."""
     *lost, relative, least = columns
     product: Any = None
@@ -231,14 +240,16 @@ def sum_errors(of: Sequence[Sequence[Tensor]], n: int, columns: Sequence[Tensor]
         if len({x.dtype for x in norms}) > 1:
             norms = [x.double() for x in norms]
         rows = torch.cat(norms) if len(norms) > 1 else norms[0]
-        rows = rows.view(relative.shape[0], n, rows.shape[1]).double() + lost_k
+        rows = rows.view(rows.shape[0] // n if n else 1, n, rows.shape[1]).double() + lost_k
         product = rows if product is None else product.mul_(rows)
-    return torch.addcmul(least, product.sum(-1), relative)
+    return _scaled(product.sum(-1), relative, least)
 
 
-def _columns(terms: Sequence[tuple[float, ...]], layers: Sequence[int], like: Tensor) -> Sequence[Tensor]:
+def _columns(terms: Sequence[tuple[float, ...]], layers: Sequence[int], like: Tensor) -> Sequence[Column]:
     """The numbers of each part as columns (F, 1), fp64, as often as it has layers."""
     if type(like) is not Tensor:  # traced: nothing of it may stay
+        if len(terms) == 1:  # a tensor would be one more that the graph is given
+            return terms[0]
         return _made(tuple(terms), tuple(layers), like.device).unbind()
     return _kept_columns(tuple(terms), tuple(layers), like.device)
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from dpfast.arithmetic import exact_arithmetic, exact_convolutions, leave_pins_to_inductor
@@ -80,14 +79,9 @@ class Graph:
         self._others_were = list(map(_looks, self._others))
         self._backend = backend
         self._own = own
-        self._first: str | None = (
-            f"{len(captured.graph.graph.nodes)} operations captured in {time.perf_counter() - start:.1f} s"
-        )
-        if backend == "inductor":
-            leave_pins_to_inductor()
-        # Whatever torch would look at before each run, tensor by tensor, says the key of the step's captures already.
-        options: dict[str, Any] = {"guard_filter_fn": lambda guards: [False] * len(guards)}
-        self._compiled = torch.compile(captured.graph, fullgraph=True, dynamic=False, backend=backend, options=options)
+        self._taken = f"{len(captured.graph.graph.nodes)} operations captured in {time.perf_counter() - start:.1f} s"
+        self._captured: Any = captured.graph  # until it is compiled
+        self._compiled: Callable[..., Sequence[Tensor]] | None = None
 
     def is_looked_at_again(self) -> bool:
         """Whether one more batch is one to look at, for what the first did not show."""
@@ -123,60 +117,47 @@ class Graph:
                 "when the step was captured, or is trained since; make a new one with dpfast.compile_step"
             )
         state = [*own.parameters, *own.buffers, *self._others]
-        if self._first is None:
-            try:
-                return self._run(*state, *inputs)
-            except Exception as error:
-                cause = _first_cause(error)
-                if not _is_of_torchs_compiler(error) or _is_of_torchs_compiler(cause):
-                    raise
-                raise cause from None  # an operation's own, over which torch.compile has failed to say so
+        # Under the switches that its operations were captured under, which a graph does not hold: autocast's roundings
+        # are operations in it, and would be taken again, of norms and sums too.
+        with exact_convolutions(), exact_arithmetic():
+            if self._compiled is not None:
+                return self._compiled(*state, *inputs)
+            return self._compiled_for([*state, *inputs])(*state, *inputs)
+
+    def _compiled_for(self, inputs: list[Tensor]) -> Callable[..., Sequence[Tensor]]:
+        """What the backend makes of it, asked as torch.compile asks it. Without torch.compile, which would trace the
+        graph once more, take minutes for a large one, and stand before each run of it: what it would look at then,
+        tensor by tensor, the key of the step's captures says already."""
         say = self._backend == "inductor"
         if say:
+            leave_pins_to_inductor()
             print(
-                f"dpfast: {self._first}; compiling, which torch keeps on disk", end=" ... ", file=sys.stderr, flush=True
+                f"dpfast: {self._taken}; compiling, which torch keeps on disk", end=" ... ", file=sys.stderr, flush=True
             )
-        start, self._first = time.perf_counter(), None
+        start = time.perf_counter()
         try:
-            result = self._run(*state, *inputs)
+            from torch._dynamo import lookup_backend  # which takes a while to import
+
+            backend: Any = lookup_backend(self._backend) if isinstance(self._backend, str) else self._backend
+            compiled: Callable[..., Sequence[Tensor]] = backend(self._captured, inputs)
         except Exception as error:
             if say:
                 print("not here", file=sys.stderr)
-            if _is_of_torchs_compiler(error):
-                cause = _first_cause(error)
-                said = next(iter(str(cause).splitlines()), type(cause).__name__)
-                needs = ""
-                if _is_of_torchs_compiler(cause):
-                    needs = (
-                        "Inductor needs a C++ compiler on a CPU (g++ or clang++, or CXX=its path) and "
-                        "backend='aot_eager' none; "
-                    )
-                raise BackendError(
-                    f"torch.compile with backend={self._backend!r} cannot compile here: {said}. {needs}"
-                    "GradSampleModuleFastGradientClipping is the same step without a graph"
-                ) from error
-            raise
+            said = next(iter(str(error).splitlines()), type(error).__name__)
+            needs = ""
+            if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+                needs = (
+                    "Inductor needs a C++ compiler on a CPU (g++ or clang++, or CXX=its path) and backend='aot_eager' "
+                    "none; "
+                )
+            raise BackendError(
+                f"torch.compile's backend {self._backend!r} cannot compile here: {said}. {needs}"
+                "GradSampleModuleFastGradientClipping is the same step without a graph"
+            ) from error
         if say:
             print(f"{time.perf_counter() - start:.1f} s", file=sys.stderr)
-        return result
-
-    def _run(self, *inputs: Tensor) -> Sequence[Tensor]:
-        """Under the switches that its operations were captured under, which a graph does not hold: autocast's roundings
-        are operations in it, and would be taken again, of norms and sums too."""
-        with exact_convolutions(), exact_arithmetic():
-            result: Sequence[Tensor] = self._compiled(*inputs)
-            return result
-
-
-def _first_cause(error: BaseException) -> BaseException:
-    """torch.compile may fail a second time over what had failed."""
-    while isinstance(error.__context__, Exception):
-        error = error.__context__
-    return error
-
-
-def _is_of_torchs_compiler(error: BaseException) -> bool:
-    return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
+        self._compiled, self._captured = compiled, None
+        return compiled
 
 
 def _same(before: Sequence[object], now: Sequence[object]) -> bool:

@@ -10,6 +10,7 @@ import copy
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import reduce
 from typing import Any
 
 import torch
@@ -26,9 +27,11 @@ from dpfast.modes import (
     UnitsInGraph,
     clip_to,
     expect_loss,
-    rounding,
 )
 from dpfast.taps import Mixed, without_graphs
+
+
+_dtype = Tensor.dtype.__get__  # type: ignore[attr-defined]  # of a tensor, without a line of Python
 
 
 class GraphMode(GradSampleModuleFastGradientClipping):
@@ -96,14 +99,15 @@ class GraphMode(GradSampleModuleFastGradientClipping):
         return super()._clip(norms, 1.0 if self.now is None else self.now.scale("sum", valid.device), valid)
 
     def own_clip_to(self, value: Tensor, upper: Tensor, valid: Tensor) -> Clipped | None:
-        """:meth:`own_clip` of the norms (P, N) of P parameters in a few calls, the same bits; None where that needs
-        another clipper, or units."""
-        if self._norm_clipper is not None or self.now is not None or not len(value) or any(map(rounding, self._places)):
+        """:meth:`own_clip` of one norm over all parameters, (1, N), in a few calls, the same bits; None where that
+        needs another clipper, or units."""
+        if self._norm_clipper is not None or self.now is not None or not len(value):
             return None
-        norm = SquaredNorm(value.cumsum(0)[-1], upper.cumsum(0)[-1])
-        clipped = clip_to(self.max_grad_norm, norm, 1.0, added=len(value), valid=valid)
+        if torch.bfloat16 in map(_dtype, self._places):  # whose sums are rounded
+            return None
+        clipped = clip_to(self.max_grad_norm, SquaredNorm(value[0], upper[0]), 1.0, valid=valid)
         self._dropped.add(clipped.measured)
-        return clipped._replace(factors=clipped.factors.clone(), single=clipped.single.clone())  # share no memory
+        return clipped._replace(single=clipped.single.clone())  # results of an operation share no memory
 
     def own_clip_in_turn(
         self, value: Tensor, upper: Tensor, valid: Tensor, activations: list[Tensor], backprops: list[Tensor]
@@ -131,12 +135,15 @@ class GraphMode(GradSampleModuleFastGradientClipping):
     clipped: Clipped
 
     def _clip(self, norms: Sequence[SquaredNorm | None], scale: float | Tensor, valid: Tensor | None) -> Clipped:
-        used = [i for i, n in enumerate(norms) if n is not None]
+        found = {i: n for i, n in enumerate(norms) if n is not None}
         if valid is None:
             assert self.num_units is not None
-            of = norms[used[0]].value if used else torch.empty(0)  # type: ignore[union-attr]  # it is used
+            of = next(iter(found.values())).value if found else torch.empty(0)
             valid = of.new_ones(self.num_units, dtype=torch.bool)
-        self.clipped = Clipped(*torch.ops.dpfast.clip(*_stacked(norms, valid), used, valid))
+        if not self._clipper().is_per_layer and len(found) > 1:
+            found = {0: _total(list(found.values()))}  # all that a flat clipper is asked with
+        value, upper = _stacked(list(found.values()), valid)
+        self.clipped = Clipped(*torch.ops.dpfast.clip(value, upper, list(found), valid))
         return self.clipped
 
     def _one_by_one(self, step: Any) -> bool:
@@ -160,6 +167,12 @@ def _stacked(norms: Sequence[SquaredNorm | None], valid: Tensor) -> tuple[Tensor
     empty = valid.new_empty(0, len(valid), dtype=torch.float64)
     value, upper = (torch.stack(x) if x else empty for x in ([n[i] for n in found] for i in (0, 1)))
     return value, upper
+
+
+def _total(norms: Sequence[SquaredNorm]) -> SquaredNorm:
+    """‖·‖² over all of them, as ``factors.total_sq_norm``: one after the other, in a loop that the compiler makes."""
+    value, upper = (reduce(torch.add, of) for of in zip(*norms, strict=True))
+    return SquaredNorm(value, upper * (1.0 + (len(norms) + 4) * 2.0**-53))
 
 
 def learner(model: nn.Module, options: dict[str, Any]) -> GraphMode:
@@ -204,7 +217,6 @@ def running(mode: GraphMode) -> Iterator[None]:
         _running.mode = before
 
 
-@torch.library.custom_op("dpfast::clip", mutates_args=())
 def clip_op(value: Tensor, upper: Tensor, used: Sequence[int], valid: Tensor) -> list[Tensor]:
     """What :func:`dpfast.modes.clip` gives for the mode that runs, of the norms of the parameters ``used``, (P, N)."""
     mode = _running.mode
@@ -235,11 +247,6 @@ def _(value: Tensor, upper: Tensor, valid: Tensor, activations: list[Tensor], ba
     return [*_empty(valid), *totals]
 
 
-@clip_op.register_fake
-def _(value: Tensor, upper: Tensor, used: Sequence[int], valid: Tensor) -> list[Tensor]:
-    return _empty(valid)
-
-
 def _empty(valid: Tensor) -> list[Tensor]:
     """As ``modes.Clipped``."""
     mode = _running.mode
@@ -253,3 +260,10 @@ def _empty(valid: Tensor) -> list[Tensor]:
     shape = (number, n) if by_parameter else (n,)
     factors, single = (empty(*shape, dtype=torch.float32) for _ in range(2))
     return [empty(n), empty(n), factors, empty(*shape), single, empty(number if by_parameter else 1, n)]
+
+
+# As torch.library.custom_op would, whose own lines take as long as the operation.
+_library = torch.library.Library("dpfast", "FRAGMENT")
+_library.define("clip(Tensor value, Tensor upper, int[] used, Tensor valid) -> Tensor[]")
+_library.impl("clip", clip_op, "CompositeExplicitAutograd")
+torch.library.register_fake("dpfast::clip", lambda value, upper, used, valid: _empty(valid), lib=_library)

@@ -8,7 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpfast.arithmetic import AnyNorm, SquaredNorm, Unfinished, finish, is_traced, rows_in_order, unfinished_norms
+from dpfast.arithmetic import (
+    AnyNorm,
+    SquaredNorm,
+    Unfinished,
+    finish,
+    finished,
+    is_traced,
+    rows_in_order,
+    unfinished_norms,
+)
 from dpfast.factors.dense import Dense, Factor, InBlocks
 from dpfast.factors.lookup import Lookup
 from dpfast.factors.outer_product import OuterProduct
@@ -61,8 +70,14 @@ def _stacks(factor: Factor) -> Hashable | None:
 
 
 def sq_norms(factors: Sequence[Factor]) -> list[SquaredNorm]:
-    """Every factor's ``sq_norm()``, the same bits; all have as many samples."""
+    """Every factor's ``sq_norm()``, the same bits; all have as many samples.
+
+    In a graph the reference's are finished one by one: a compiler makes one loop of all, and bringing them together and
+    taking them apart would be most of what that loop is given.
+    """
     found = norms_or_unfinished(factors)
+    if is_traced():
+        found = [finished(norm) if isinstance(norm, Unfinished) else norm for norm in found]
     norms = {i: norm for i, norm in enumerate(found) if isinstance(norm, SquaredNorm)}
     unfinished: dict[torch.device, list[int]] = {}
     for i, part in enumerate(found):

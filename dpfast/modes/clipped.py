@@ -101,12 +101,16 @@ def clip_to(
         norm: of so many parameters, whose squares were ``added`` one after another.
     """
     value, upper = _valid(norm.value, valid), _valid(norm.upper, valid)
-    value, upper = value * scale**2, upper * (scale**2 * (1.0 + (added + 8) * 2.0**-53))
+    as_they_are = isinstance(scale, float) and scale == 1.0
+    upper = upper * (scale**2 * (1.0 + (added + 8) * 2.0**-53))
     measured = upper.sqrt()
     factors = _valid(constant_factors(limit, measured), valid)
+    if as_they_are:
+        single = towards_zero(factors, torch.float32)
+        return Clipped(value, upper, single, factors, single, measured.unsqueeze(0))
     weights = factors * scale
     rounded, single = towards_zero(torch.stack([factors, weights]), torch.float32).unbind()
-    return Clipped(value, upper, rounded, weights, single, measured.unsqueeze(0))
+    return Clipped(value * scale**2, upper, rounded, weights, single, measured.unsqueeze(0))
 
 
 def _valid(x: Tensor, valid: Tensor | None) -> Tensor:
