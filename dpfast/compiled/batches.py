@@ -86,6 +86,10 @@ def padded(tensors: Sequence[Tensor], whose: Tensor, size: int) -> Iterator[tupl
         whose: which samples are valid, (N,) bool, or their units, (N,) int64; what is added is not, and nobody's.
     """
     n = len(whose)
+    if n == size:
+        *some, mask = (x.detach().contiguous() for x in (*tensors, whose))
+        yield some, mask
+        return
     for start in range(0, n, size):
         *some, mask = (x.detach()[start : start + size].contiguous() for x in (*tensors, whose))
         missing = size - len(mask)

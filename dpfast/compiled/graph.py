@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
+from itertools import chain, compress
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
@@ -29,6 +31,11 @@ class Own(NamedTuple):
     parameters: list[nn.Parameter]
     buffers: list[Tensor]
     again: list[int]
+
+    @property
+    def trainable(self) -> list[nn.Parameter]:
+        """Those of now."""
+        return list(compress(self.parameters, map(_is_trained, self.parameters)))
 
     @classmethod
     def of(cls, model: nn.Module) -> Own:
@@ -58,6 +65,30 @@ class Own(NamedTuple):
             if module._modules:
                 waiting.extend(reversed(module._modules.values()))
         return own
+
+
+class Walked:
+    """What a model consists of, found anew where its modules hold others than they did."""
+
+    def __init__(self, model: nn.Module):
+        self._own = Own.of(model)
+        self._held = self._holds()
+
+    def own(self, model: nn.Module) -> Own:
+        """The same object for as long as nothing is another."""
+        if self._own.modules[0] is not model or self._held != self._holds():
+            self.__init__(model)  # type: ignore[misc]  # all that it is, is anew
+        return self._own
+
+    def _holds(self) -> list[list[int]]:
+        """Ids of the modules' own modules, parameters and buffers, which :attr:`_own` keeps alive; no line of Python
+        for each."""
+        modules = self._own.modules
+        return [list(map(id, chain.from_iterable(map(dict.values, map(of, modules))))) for of in _KINDS]
+
+
+_KINDS = tuple(map(attrgetter, ("_modules", "_parameters", "_buffers")))
+_is_trained: Any = Tensor.requires_grad.__get__  # type: ignore[attr-defined]  # torch's stubs have a bool
 
 
 class Graph:
@@ -97,6 +128,8 @@ class Graph:
     def check_model(self, own: Own) -> None:
         """Raises StateError where modules or parameters are not those that were captured, or stand elsewhere (weights
         that are tied, or no longer)."""
+        if own is self._own:  # nearly always
+            return
         same_modules = _same(self._own.modules, own.modules)
         same_parameters = _same(self._own.parameters, own.parameters)
         if not (same_modules and same_parameters and self._own.again == own.again):
@@ -136,10 +169,7 @@ class Graph:
             )
         start = time.perf_counter()
         try:
-            from torch._dynamo import lookup_backend  # which takes a while to import
-
-            backend: Any = lookup_backend(self._backend) if isinstance(self._backend, str) else self._backend
-            compiled: Callable[..., Sequence[Tensor]] = backend(self._captured, inputs)
+            compiled = _compiled(self._captured, self._backend, inputs)
         except Exception as error:
             if say:
                 print("not here", file=sys.stderr)
@@ -158,6 +188,23 @@ class Graph:
             print(f"{time.perf_counter() - start:.1f} s", file=sys.stderr)
         self._compiled, self._captured = compiled, None
         return compiled
+
+
+def _compiled(graph: Any, backend: Any, inputs: list[Tensor]) -> Callable[..., Sequence[Tensor]]:
+    """By one of torch.compile's backends, which is given what torch.compile gives it: tensors without values, of fixed
+    shapes, and a record of what shapes depend on, without which nothing is found on disk."""
+    from torch._dynamo import lookup_backend  # which takes a while to import
+    from torch._guards import TracingContext, tracing
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    fakes = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
+    with tracing(TracingContext(fakes)):
+        compile_: Any = lookup_backend(backend) if isinstance(backend, str) else backend
+        found: Callable[..., Sequence[Tensor]] = compile_(
+            graph, [fakes.from_tensor(x, static_shapes=True) for x in inputs]
+        )
+    return found
 
 
 def _same(before: Sequence[object], now: Sequence[object]) -> bool:

@@ -126,8 +126,11 @@ class GraphMode(GradSampleModuleFastGradientClipping):
 
     def begin(self, parameters: Sequence[nn.Parameter]) -> None:
         """These are what is clipped from here on."""
-        self._places = {p: i for i, p in enumerate(parameters)}
-        self._clipper().for_parameters(len(parameters))
+        numbers = list(map(id, parameters))
+        if numbers != self._numbers:  # which are those of the parameters in ``_places``
+            self._places, self._numbers = {p: i for i, p in enumerate(parameters)}, numbers
+        if self._norm_clipper is not None:
+            self._norm_clipper.for_parameters(len(parameters))
 
     # --- while a graph is captured ---
 

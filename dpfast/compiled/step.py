@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten
 from dpfast.arithmetic import reduced_convolutions, reduced_products
 from dpfast.compiled.apart import check_apart
 from dpfast.compiled.batches import Batch, num_samples, padded
-from dpfast.compiled.graph import Graph, Own
+from dpfast.compiled.graph import Graph, Own, Walked
 from dpfast.compiled.mode import GraphMode, learner, mixed_in, running
 from dpfast.distributed import number_of_ranks
 from dpfast.errors import InputError, StateError
@@ -29,6 +29,7 @@ from dpfast.modes import (
     clips_one_by_one,
     left_in,
     not_noted,
+    nothing_left,
 )
 from dpfast.taps import has_hooks
 
@@ -158,6 +159,7 @@ class CompiledStep:
         # What the model's own backward passes add to the sums of a step gets a note.
         self._guards = Guards(model, lambda parameter, grad: None, hooks=False)
         weakref.finalize(self, self._guards.remove)  # what this step has left is watched no more
+        self._walked = Walked(model)
         self._graphs: dict[Hashable, Graph] = {}
         self._parts: list[tuple[Tensor, ...]] = []
 
@@ -256,11 +258,12 @@ class CompiledStep:
                 f"a batch of {n} samples is larger than batch_size={self.batch_size}, and chunks=False; allow chunks, "
                 "or give a larger batch_size"
             )
-        self._guards.set()
-        own = Own.of(self.model)
-        trainable = [p for p in own.parameters if p.requires_grad]
+        own = self._walked.own(self.model)
+        trainable = own.trainable
+        self._guards.set(trainable)
         self._mode.begin(trainable)
-        self._check_left(trainable)
+        if not nothing_left(trainable):
+            self._check_left(trainable)
         sums: dict[nn.Parameter, Tensor | None] = dict.fromkeys(trainable)
         parts: list[tuple[Tensor, ...]] = []
         with torch.no_grad(), running(self._mode):

@@ -6,7 +6,16 @@ and ``escaped_gradients`` are what they share; ``clippers`` says what is release
 """
 
 from dpfast.modes import autograd_grad_sample
-from dpfast.modes.accumulation import Left, held_by, left_in, not_noted, note_zeros, shares_noise, wait_for_noise
+from dpfast.modes.accumulation import (
+    Left,
+    held_by,
+    left_in,
+    not_noted,
+    note_zeros,
+    nothing_left,
+    shares_noise,
+    wait_for_noise,
+)
 from dpfast.modes.answers import answer_of
 from dpfast.modes.clipped import Clipped, clip_to
 from dpfast.modes.clippers import (
@@ -65,6 +74,7 @@ __all__ = [
     "may_be_taken_in_turn",
     "not_noted",
     "note_zeros",
+    "nothing_left",
     "plans",
     "rounding",
     "safe_factors",

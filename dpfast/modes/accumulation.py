@@ -11,6 +11,7 @@ import itertools
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -50,6 +51,14 @@ class Left:
 
 
 _ORDINARY = Left(0, 0.0, backward=None, unclipped=True)
+
+
+def nothing_left(parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether none has a gradient, as nearly always when a step begins and where it ends; no line of Python for each."""
+    return {*map(type, map(_grad, parameters))} <= {type(None)}
+
+
+_grad = attrgetter("grad")
 
 
 def numbered(module: nn.Module) -> frozenset[int]:

@@ -64,14 +64,17 @@ class Guards:
         self._seen: list[int] = []
         self._trainable = b""
 
-    def set(self) -> bytes:
+    def set(self, found: list[nn.Parameter] | None = None) -> bytes:
         """On every parameter that is trainable now; asked again before each step, because that may change. Returns a
         byte for each of the model's parameters, whether it is.
+
+        Args:
+            found: the trainable ones, where they are known.
 
         Raises:
             as :func:`check_parameters`.
         """
-        found = self.trainable()
+        found = self.trainable() if found is None else found
         seen = list(map(id, found))
         if not self._handles.keys() >= set(seen) or (not self._hooks and _more_hooks(found)):
             check_parameters(self._model, found, hooks=self._hooks)

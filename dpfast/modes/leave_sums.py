@@ -19,7 +19,9 @@ from dpfast.modes.accumulation import (
     left_in,
     noise_of,
     not_noted_here,
+    nothing_left,
     note,
+    note_alike,
     note_on,
     notes_on,
     numbered,
@@ -71,6 +73,9 @@ class LeavesSums(nn.Module):
         Args:
             total: the sum over this rank's samples, None where the step has not used the parameter; asked once.
         """
+        if self._is_alone and nothing_left(self._places):
+            self._leave_alone(total)
+            return
         ranks = self._over_ranks
         self._follow_moved()
         with told_to_all(ranks, self._places):
@@ -108,6 +113,18 @@ class LeavesSums(nn.Module):
             lambda: self._note(before, passes, ranks=self._number_of_ranks()),
             *self._settings(before),
         )
+
+    def _leave_alone(self, total: Callable[[nn.Parameter], Tensor | None]) -> None:
+        """:meth:`_leave_sums` where no ranks are and no parameter has a gradient: there is nothing to look at."""
+        totals = {p: _rounded(p, total(p), True) for p in self._places}
+        left: list[Tensor] = []
+        for p, own in totals.items():
+            if own is None and p.requires_grad:
+                own = torch.zeros_like(p)
+            if own is not None:
+                p.grad = own
+                left.append(own)
+        note_alike(left, self._with_one_more(Left(0, 0.0)))
 
     @property
     def _is_alone(self) -> bool:
@@ -232,7 +249,9 @@ class LeavesSums(nn.Module):
 
 def _rounded(p: nn.Parameter, total: Tensor | None, alone: bool) -> Tensor | None:
     """The sum in the parameter's dtype, where it is all that its gradient will be."""
-    return added(None, total, p.dtype) if alone and total is not None and p.grad is None else total
+    if not alone or total is None or total.dtype is p.dtype:
+        return total
+    return added(None, total, p.dtype) if p.grad is None else total
 
 
 def _gradient(p: nn.Parameter) -> Tensor:
