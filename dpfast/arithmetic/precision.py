@@ -11,6 +11,8 @@ from itertools import starmap
 import torch
 from torch import Tensor
 
+from dpfast.arithmetic.tracing import is_traced
+
 _NOTHING = nullcontext()
 
 
@@ -38,10 +40,22 @@ def towards_zero(x: Tensor, dtype: torch.dtype) -> Tensor:
     """``x`` in ``dtype``, no entry larger than it was: what a clip factor is rounded with, subnormal ones included."""
     if x.dtype.itemsize <= dtype.itemsize:
         return x.to(dtype)
+    if is_traced() and (x.dtype, dtype) == (torch.float64, torch.float32):
+        return _cut(x)
     rounded = x.to(dtype)
     too_large = rounded.abs() > x.abs()
     bits = rounded.view(_BITS[dtype.itemsize])
     return torch.add(bits, too_large, alpha=-1).view(dtype)  # the number before, of either sign
+
+
+def _cut(x: Tensor) -> Tensor:
+    """The same in a graph, where a compiler may take a number that is rounded and compared with what it was for the
+    same number: all that fp32 has no room for is cut off before, so that the rounding is none."""
+    kept = (x.view(torch.int64) & -(2**29)).view(torch.float64)  # 23 of the 52 bits behind the first
+    below_normal = (x * 2.0**149).trunc() * 2.0**-149
+    largest = torch.finfo(torch.float32).max
+    cut = torch.where(x.abs() < 2.0**-126, below_normal, kept).clamp(-largest, largest)
+    return torch.where(x.isfinite(), cut, x).to(torch.float32)
 
 
 _BITS = {2: torch.int16, 4: torch.int32}

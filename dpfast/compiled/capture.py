@@ -40,15 +40,17 @@ class Captured:
     """A step as a graph.
 
     Attributes:
-        graph: (*parameters, *buffers, *others, *batch's tensors, valid or ids) -> (*sums, *what ``modes.Clipped``
-            holds).
+        graph: (*parameters, *buffers, *others, *batch's tensors, valid or ids, C) -> (*sums, norms, factors, measured),
+            the last three as of ``modes.Clipped``.
         others: tensors beside its parameters and buffers that its modules hold, those of other models among them.
         of: the trainable parameters that have a sum, in the graph's order.
+        counts: whether whoever runs it counts what it drops.
     """
 
     graph: fx.GraphModule
     others: list[Tensor]
     of: list[nn.Parameter]
+    counts: bool
 
 
 @taking_back
@@ -91,10 +93,11 @@ def capture(
         tensors = [fakes.from_tensor(x) for x in batch.tensors]
         kind = torch.bool if mode.num_units is None else torch.int64
         whose = fakes.from_tensor(torch.ones(n, dtype=kind, device=tensors[0].device))
+        limit = fakes.from_tensor(torch.zeros((), dtype=torch.float64, device=tensors[0].device))
         of: list[str] = []
 
         def step(*flat: Tensor) -> list[Tensor]:
-            *inputs, of_samples = flat[len(state) :]
+            *inputs, of_samples, mode.limit = flat[len(state) :]
             with torch.enable_grad(), mode.of(of_samples), left.noting(), same_draws(), _WithoutWorkspace():
                 found = losses(mode, *batch.of(inputs))
                 _check_losses(found, n)
@@ -102,11 +105,12 @@ def capture(
                 found.sum().backward()
             _check_others(known[id(x)] for x in others)
             of[:] = [names[p] for p, total in mode.sums.items() if total is not None]
-            return [*(total for total in mode.sums.values() if total is not None), *mode.clipped]
+            clipped = mode.clipped.norms, mode.clipped.factors, mode.clipped.measured
+            return [*(total for total in mode.sums.values() if total is not None), *clipped]
 
         try:
             with fakes, capturing(), running(mode), torch.autograd.set_multithreading_enabled(False):
-                graph = make_fx(step)(*(known[id(x)] for x in state), *tensors, whose)
+                graph = make_fx(step)(*(known[id(x)] for x in state), *tensors, whose, limit)
         except DpfastError:
             raise
         except Exception as error:
@@ -118,7 +122,7 @@ def capture(
     _without_aliases(graph.graph)
     graph.graph.eliminate_dead_code()
     graph.recompile()
-    return Captured(graph, others, [dict(model.named_parameters())[name] for name in of])
+    return Captured(graph, others, [dict(model.named_parameters())[name] for name in of], mode.counts)
 
 
 def _without_aliases(graph: fx.Graph) -> None:

@@ -105,7 +105,7 @@ class Graph:
         self.apart = False  # whether losses of several samples were seen, each its own sample's
         self._runs = 0  # on batches of several, since then
         self._looks = 3  # batches that are asked once more
-        self.of = captured.of
+        self.of, self.counts = captured.of, captured.counts
         self._others = captured.others
         self._others_were = list(map(_looks, self._others))
         self._backend = backend
@@ -139,7 +139,10 @@ class Graph:
             )
 
     def run(self, own: Own, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The sums of :attr:`of` and what ``modes.Clipped`` holds.
+        """The sums of :attr:`of`, norms, factors and what these were measured from, see ``Captured``.
+
+        Args:
+            inputs: the batch's tensors, what it is told of the samples, and C.
 
         Raises:
             BackendError: torch.compile cannot compile here. StateError: tensors that modules hold were changed.

@@ -1,7 +1,9 @@
-"""The eager one-pass mode as it runs in a graph: one opaque operation turns norms into weights; the sums are results.
+"""The eager one-pass mode as it runs in a graph: the sums are results.
 
-What a compiler does to fp64 arithmetic is its own affair (Inductor drops a rounding to fp32 that is undone again), so
-the (N,)-long end of the step is no part of the graph: it runs as it does eagerly, by the same code.
+Norms become factors in the graph where samples are clipped to C, by the eager step's code, in fp64; what a compiler
+might take for no rounding (Inductor drops one to fp32 that is undone again) rounds nothing there, because the bits that
+fp32 has no room for are cut off before (``arithmetic.towards_zero``). Other clippers, units, and sums that are rounded
+to bf16 have one opaque operation, which runs the eager step's code when the graph runs.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpfast.arithmetic import SquaredNorm
+from dpfast.arithmetic import SquaredNorm, pinned
 from dpfast.errors import UnsupportedModuleError
 from dpfast.factors import OuterProduct
 from dpfast.modes import (
@@ -98,16 +100,9 @@ class GraphMode(GradSampleModuleFastGradientClipping):
         """As an eager step of this mode."""
         return super()._clip(norms, 1.0 if self.now is None else self.now.scale("sum", valid.device), valid)
 
-    def own_clip_to(self, value: Tensor, upper: Tensor, valid: Tensor) -> Clipped | None:
-        """:meth:`own_clip` of one norm over all parameters, (1, N), in a few calls, the same bits; None where that
-        needs another clipper, or units."""
-        if self._norm_clipper is not None or self.now is not None or not len(value):
-            return None
-        if torch.bfloat16 in map(_dtype, self._places):  # whose sums are rounded
-            return None
-        clipped = clip_to(self.max_grad_norm, SquaredNorm(value[0], upper[0]), 1.0, valid=valid)
-        self._dropped.add(clipped.measured)
-        return clipped._replace(single=clipped.single.clone())  # results of an operation share no memory
+    def count(self, measured: Tensor) -> None:
+        """Counts the samples that a graph has dropped by itself."""
+        self._dropped.add(measured)
 
     def own_clip_in_turn(
         self, value: Tensor, upper: Tensor, valid: Tensor, activations: list[Tensor], backprops: list[Tensor]
@@ -137,14 +132,27 @@ class GraphMode(GradSampleModuleFastGradientClipping):
     sums: dict[nn.Parameter, Tensor | None]
     clipped: Clipped
 
+    limit: Tensor
+    """C, () fp64, which the graph is given."""
+
+    counts = False
+    """Whether the graph makes its factors itself, so that whoever runs it counts what it drops."""
+
     def _clip(self, norms: Sequence[SquaredNorm | None], scale: float | Tensor, valid: Tensor | None) -> Clipped:
         found = {i: n for i, n in enumerate(norms) if n is not None}
         if valid is None:
             assert self.num_units is not None
             of = next(iter(found.values())).value if found else torch.empty(0)
             valid = of.new_ones(self.num_units, dtype=torch.bool)
-        if not self._clipper().is_per_layer and len(found) > 1:
-            found = {0: _total(list(found.values()))}  # all that a flat clipper is asked with
+        if found and not self._clipper().is_per_layer:
+            total = _total(list(found.values()))
+            # Of bf16, sums are rounded.
+            if self._norm_clipper is None and self.num_units is None and torch.bfloat16 not in map(_dtype, self._places):
+                clipped = clip_to(self.limit, total, 1.0, valid=valid.to(total.value.device))
+                in_memory = {"weights": pinned(clipped.weights), "single": pinned(clipped.single)}
+                self.clipped, self.counts = clipped._replace(**in_memory), True
+                return self.clipped
+            found = {0: total}  # all that a flat clipper is asked with
         value, upper = _stacked(list(found.values()), valid)
         self.clipped = Clipped(*torch.ops.dpfast.clip(value, upper, list(found), valid))
         return self.clipped
@@ -224,9 +232,6 @@ def clip_op(value: Tensor, upper: Tensor, used: Sequence[int], valid: Tensor) ->
     """What :func:`dpfast.modes.clip` gives for the mode that runs, of the norms of the parameters ``used``, (P, N)."""
     mode = _running.mode
     assert mode is not None, "a captured step runs through dpfast.compile_step"
-    clipped = mode.own_clip_to(value, upper, valid)
-    if clipped is not None:
-        return list(clipped)
     norms: list[SquaredNorm | None] = [None] * len(mode._places)
     for i, of in zip(used, zip(value, upper, strict=True), strict=True):
         norms[i] = SquaredNorm(*of)

@@ -162,6 +162,8 @@ class CompiledStep:
         self._walked = Walked(model)
         self._graphs: dict[Hashable, Graph] = {}
         self._parts: list[tuple[Tensor, ...]] = []
+        self._limits: tuple[float, torch.device] | None = None
+        self._limit_there = torch.empty(0)
 
     def __getattr__(self, name: str) -> Any:  # of what is not here
         raise AttributeError(f"a compiled step has no {name!r}; the model is step.model")
@@ -272,7 +274,9 @@ class CompiledStep:
                 parts.append((nothing.norms, nothing.factors, nothing.measured, clipped))
             for tensors, mask in padded(whole.tensors, whose.to(device), self.batch_size):
                 graph = self._graph(own, whole, tensors)
-                *found, value, _, factors, _, _, measured = graph.run(own, [*tensors, mask])
+                *found, value, factors, measured = graph.run(own, [*tensors, mask, self._limit(device)])
+                if graph.counts:
+                    self._mode.count(measured)
                 for p, total in zip(graph.of, found, strict=True):
                     before = sums[p]
                     sums[p] = total if before is None else before.add_(total)
@@ -344,8 +348,19 @@ class CompiledStep:
             tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices),
             (reduced_products(), reduced_convolutions(), torch.are_deterministic_algorithms_enabled()),
             torch.get_num_threads(),
-            (self._mode._clipper().is_per_layer, clips_one_by_one(self._mode._clipper())),
+            self._kind_of_clipper(),
         )
+
+    def _kind_of_clipper(self) -> Hashable:
+        clipper = self._mode.norm_clipper
+        return None if clipper is None else (clipper.is_per_layer, clips_one_by_one(clipper))
+
+    def _limit(self, device: torch.device) -> Tensor:
+        """C, () fp64."""
+        limit = self._mode.max_grad_norm
+        if self._limits != (limit, device):
+            self._limits, self._limit_there = (limit, device), torch.tensor(limit, dtype=torch.float64, device=device)
+        return self._limit_there
 
     def _captured(
         self, own: Own, whole: Batch, tensors: list[Tensor], before: Graph | None, *, again: bool = False

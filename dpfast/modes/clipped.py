@@ -93,12 +93,12 @@ def clip(
 
 
 def clip_to(
-    limit: float, norm: SquaredNorm, scale: float | Tensor, *, added: int = 1, valid: Tensor | None = None
+    limit: float | Tensor, norm: SquaredNorm, scale: float | Tensor, *, added: int = 1, valid: Tensor | None = None
 ) -> Clipped:
     """:func:`clip` by a ``ConstantFlatClipper`` of this limit, the same bits, where sums are rounded in fp32 or fp64.
 
     Args:
-        norm: of so many parameters, whose squares were ``added`` one after another.
+        limit: a tensor () fp64 in a graph, which is given it. norm: of so many parameters, whose squares were ``added`` one after another.
     """
     value, upper = _valid(norm.value, valid), _valid(norm.upper, valid)
     as_they_are = isinstance(scale, float) and scale == 1.0

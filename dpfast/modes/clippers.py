@@ -215,7 +215,7 @@ def safe_factors(factors: Tensor, norms: Tensor, threshold: float) -> Tensor:
     return torch.where(fit, safe, 0.0)
 
 
-def constant_factors(threshold: float, norms: Tensor) -> Tensor:
+def constant_factors(threshold: float | Tensor, norms: Tensor) -> Tensor:
     """What :func:`clip_factors` gives by a :class:`ConstantFlatClipper`, the same bits, in fewer calls: of
     ``min(1, C / norm)`` and the most that is safe the latter is less, but for norms up to C, where both are 1. (N,)"""
     most = threshold * _ROUNDED_DOWN / norms

@@ -39,11 +39,12 @@ def test_a_step(monkeypatch):
     torch.manual_seed(0)
     net = Kernels()
     limit = median_norm(net, token_losses, token_batch(4))
+    monkeypatch.setattr(torch, "compile", None)  # it would take apart a graph that is one already
     step = dpfast.compile_step(net, token_losses, max_grad_norm=limit, batch_size=4, backend=aot_eager)
     for n in (4, 3):
         check(step, net, token_losses, token_batch(n))
     nodes = Counter(str(node.target).partition(".")[2] for node in seen[0].graph.nodes if "dpfast" in str(node.target))
-    assert nodes["clip.default"] == nodes["lookup_sq_norm.default"] == 1
+    assert nodes["clip.default"] == 0 and nodes["lookup_sq_norm.default"] == 1
     assert nodes["directs.default"] >= 1 and nodes["weighted_sum.default"] == nodes["sq_norm.default"] == 2, nodes
 
 
