@@ -29,11 +29,9 @@ from dpfast.modes import (
     UnitsInGraph,
     clip_to,
     expect_loss,
+    rounding,
 )
 from dpfast.taps import Mixed, without_graphs
-
-
-_dtype = Tensor.dtype.__get__  # type: ignore[attr-defined]  # of a tensor, without a line of Python
 
 
 class GraphMode(GradSampleModuleFastGradientClipping):
@@ -146,8 +144,8 @@ class GraphMode(GradSampleModuleFastGradientClipping):
             valid = of.new_ones(self.num_units, dtype=torch.bool)
         if found and not self._clipper().is_per_layer:
             total = _total(list(found.values()))
-            # Of bf16, sums are rounded.
-            if self._norm_clipper is None and self.num_units is None and torch.bfloat16 not in map(_dtype, self._places):
+            rounds = any(map(rounding, self._places))  # sums in bf16, where they are left
+            if self._norm_clipper is None and self.num_units is None and not rounds:
                 clipped = clip_to(self.limit, total, 1.0, valid=valid.to(total.value.device))
                 in_memory = {"weights": pinned(clipped.weights), "single": pinned(clipped.single)}
                 self.clipped, self.counts = clipped._replace(**in_memory), True

@@ -34,6 +34,8 @@ class Remembered:
         stands = [place for i in order for place in places[i]]
         self._index = torch.tensor(sorted(range(len(stands)), key=stands.__getitem__))
         layers = [alikes[i].layers for i in order]
+        self._relative: Any
+        self._least: Any
         self._relative, self._least, self._slop = norm_terms([norms[i] for i in order], layers)
         self._last_slop = 1.0 + (len(stands) + 4) * 2.0**-53
         self._errors: list[tuple[list[int], int, Any]] = []  # which, how many norms each, columns

@@ -54,7 +54,7 @@ _ORDINARY = Left(0, 0.0, backward=None, unclipped=True)
 
 
 def nothing_left(parameters: Iterable[nn.Parameter]) -> bool:
-    """Whether none has a gradient, as nearly always when a step begins and where it ends; no line of Python for each."""
+    """Whether none has a gradient, as nearly always where a step begins; no line of Python for each."""
     return {*map(type, map(_grad, parameters))} <= {type(None)}
 
 

@@ -98,7 +98,8 @@ def clip_to(
     """:func:`clip` by a ``ConstantFlatClipper`` of this limit, the same bits, where sums are rounded in fp32 or fp64.
 
     Args:
-        limit: a tensor () fp64 in a graph, which is given it. norm: of so many parameters, whose squares were ``added`` one after another.
+        limit: in a graph, which is given it, a tensor () fp64.
+        norm: of so many parameters, whose squares were ``added`` one after another.
     """
     value, upper = _valid(norm.value, valid), _valid(norm.upper, valid)
     as_they_are = isinstance(scale, float) and scale == 1.0
