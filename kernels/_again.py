@@ -9,7 +9,7 @@ not know goes Triton's way, and so does the first launch of each key, which comp
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -35,17 +35,33 @@ def start(kernel, programs: int, tile: Tile, device: int, arguments: dict[str, A
     key = key_of(kernel, tile, device, arguments)
     compiled = None if key is None else _compiled.get(key)
     if compiled is not None:
-        stream = driver.active.get_current_stream(device)
-        # Three times None: metadata, which only hooks look at, and the hooks, of which `key_of` has found none.
-        compiled.run(
-            programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments.values()
-        )
+        run(compiled, programs, device, arguments.values())
         return
     compiled = kernel[(programs,)](**arguments, num_warps=tile.num_warps, num_stages=tile.num_stages)
     if key is not None and type(compiled) is CompiledKernel:
         if len(_compiled) >= _MOST:
             _compiled.clear()
         _compiled[key] = compiled
+
+
+def run(compiled: CompiledKernel, programs: int, device: int, values: Iterable[Any]) -> None:
+    """The driver's call: `values` are all arguments, in order, such as `compiled` was found for. Nobody has hooks."""
+    stream = driver.active.get_current_stream(device)
+    # Three times None: metadata, which only hooks look at, and the hooks.
+    compiled.run(programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *values)
+
+
+def compiled_for(kernel, tile: Tile, device: int, arguments: dict[str, Any]) -> CompiledKernel | None:
+    """What `start` has found or compiled for such a launch; None where that went Triton's way."""
+    key = key_of(kernel, tile, device, arguments)
+    return None if key is None else _compiled.get(key)
+
+
+def circumstances(kernel) -> Hashable | None:
+    """What of a launch's key does not follow from its arguments; None where somebody wants to see launches."""
+    if _is_hooked(kernel):
+        return None
+    return bool(kernel.debug or knobs.runtime.debug), knobs.compilation.instrumentation_mode
 
 
 def key_of(kernel, tile: Tile, device: int, arguments: dict[str, Any]) -> Hashable | None:
@@ -57,7 +73,10 @@ def key_of(kernel, tile: Tile, device: int, arguments: dict[str, Any]) -> Hashab
 
     Returns: None where a launch must go Triton's way: interpreted, tuned or hooked, or with other arguments than these.
     """
-    if not _KNOWN or type(kernel) is not triton.JITFunction or _is_hooked(kernel):
+    if not _KNOWN or type(kernel) is not triton.JITFunction:
+        return None
+    around = circumstances(kernel)
+    if around is None:
         return None
     if [*arguments] != kernel.arg_names:  # `CompiledKernel.run` takes them by position
         return None
@@ -75,9 +94,8 @@ def key_of(kernel, tile: Tile, device: int, arguments: dict[str, Any]) -> Hashab
     for i in places.numbers:
         if -(2**31) <= values[i] < 2**31:
             values[i] = None
-    options = (tile.num_warps, tile.num_stages, kernel.debug or knobs.runtime.debug)
     # Types beside the values: True, 1 and 1.0 are equal. The kernel lives as long as `_places` has it.
-    return id(kernel), device, *options, knobs.compilation.instrumentation_mode, kinds, *values
+    return id(kernel), device, tile.num_warps, tile.num_stages, around, kinds, *values
 
 
 def _is_hooked(kernel) -> bool:

@@ -23,6 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import _tiles
 from ._again import start
+from ._repeat import noted
 from ._tiles import Tile
 
 TARGETS = {
@@ -110,6 +111,7 @@ def launch(kernel, programs: int, tile: Tile, device: torch.device, **arguments)
     else:
         with torch.cuda.device(device):
             start(kernel, programs, tile, device.index, arguments)
+    noted(kernel, programs, tile, arguments)
 
 
 # -- cost ----------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ import triton.language as tl
 from . import _tiles
 from ._launch import arch_of, launch, validate, widens
 from ._partials import rounded_product, sum_partials, sum_tile
+from ._repeat import empty, repeats
 from ._rows import brought_to_step, lengthened, load_columns, load_rows, row_sources, run_of, sizes
 from ._tiles import cdiv
 
@@ -229,6 +230,7 @@ def gram_norm(
     )
 
 
+@repeats
 def gram_partials(
     activations: torch.Tensor,
     backprops: torch.Tensor,
@@ -272,7 +274,7 @@ def gram_partials(
         tile = replace(tile, TMA=False)
         activations, backprops = (lengthened(x.mT, _tiles.ROW_STEP) for x in (activations, backprops))
     a, b, described = row_sources(tile, (activations, tile.BLOCK_K), (backprops, tile.BLOCK_K))
-    partials = torch.empty((N, outputs, pairs), dtype=torch.float32, device=device)
+    partials = empty((N, outputs, pairs), torch.float32, device)
     launch(
         _gram_norm_kernel,
         N * pairs,

@@ -24,6 +24,7 @@ import triton.language as tl
 
 from ._launch import launch
 from ._partials import rounded_product
+from ._repeat import empty, repeats
 from ._tiles import Tile, cdiv, next_power_of_2
 from .weighted_rows import weighted_rows
 
@@ -112,6 +113,7 @@ class NormalizedSumResult(NamedTuple):
     row_norm_backprops: torch.Tensor
 
 
+@repeats
 def normalized_sum(
     x: torch.Tensor,
     backprops: torch.Tensor,
@@ -146,14 +148,14 @@ def normalized_sum(
     chunk = _STEPS * tile.BLOCK_T
     chunks = max(1, cdiv(T, chunk))
 
-    def empty(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.float32, device=device)
+    def new(*shape: int) -> torch.Tensor:
+        return empty(shape, torch.float32, device)
 
     if 0 in (N, T, D):
         nothing = torch.zeros((N, D), dtype=torch.float32, device=device)
-        return NormalizedSumResult(nothing, nothing.clone() if bias else None, empty(N, T), empty(N, T))
-    sums, error, norm = empty(N, chunks, D), empty(N, T), empty(N, T)
-    biases = empty(N, chunks, D) if bias else None
+        return NormalizedSumResult(nothing, nothing.clone() if bias else None, new(N, T), new(N, T))
+    sums, error, norm = new(N, chunks, D), new(N, T), new(N, T)
+    biases = new(N, chunks, D) if bias else None
     launch(
         _normalized_sum_kernel,
         N * chunks,

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from . import _tiles
+from ._repeat import repeats
 from .outer_product import outer
 
 
@@ -25,6 +26,7 @@ class OuterNormResult(NamedTuple):
     row_products: torch.Tensor | None
 
 
+@repeats
 def outer_norm(
     activations: torch.Tensor,
     backprops: torch.Tensor,

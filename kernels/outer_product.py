@@ -31,6 +31,7 @@ import triton.language as tl
 from . import _tiles
 from ._launch import arch_of, launch, promote, validate, widens
 from ._partials import add_parts, part_blocks, rounded_product, sum_partials, sum_tile
+from ._repeat import empty, repeats
 from ._rows import brought_to_step, column_sums, load_columns, load_rows, row_sources, run_of, sizes
 from ._tiles import cdiv
 
@@ -229,6 +230,7 @@ class OuterProductResult(NamedTuple):
     row_products: torch.Tensor | None
 
 
+@repeats
 def outer_product(
     activations: torch.Tensor,
     backprops: torch.Tensor,
@@ -370,22 +372,22 @@ def outer(
             BLOCK_P=tile.BLOCK_P,
         )
 
-    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
+    def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return empty(shape, dtype, device)
 
-    out = empty(N, P, D, dtype=out_dtype) if write else None
-    bias_out = empty(N, P, dtype=out_dtype) if write and bias else None
-    products = empty(N, parts * blocks) if row_products else None
+    out = new(N, P, D, dtype=out_dtype) if write else None
+    bias_out = new(N, P, dtype=out_dtype) if write and bias else None
+    products = new(N, parts * blocks) if row_products else None
     if parts == 1:
         run = tiles
-        squares = empty(N, slots) if norm else None
+        squares = new(N, slots) if norm else None
         start(0, N, out, bias_out, squares, float(scale))
     else:
         run = part_blocks(P * D)
-        squares = empty(N, run + (part_blocks(P) if bias else 0)) if norm else None
+        squares = new(N, run + (part_blocks(P) if bias else 0)) if norm else None
         group = min(N, max(1, _tiles.WORKSPACE_BYTES // (4 * parts * P * (D + bias))))
-        workspace = empty(group * parts, P, D)
-        bias_workspace = empty(group * parts, P) if bias else None
+        workspace = new(group * parts, P, D)
+        bias_workspace = new(group * parts, P) if bias else None
         for first in range(0, N, group):
             count = min(group, N - first)
             start(first, count, workspace, bias_workspace, None, 1.0)

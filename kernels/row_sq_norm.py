@@ -16,6 +16,7 @@ import triton.language as tl
 
 from . import _tiles
 from ._launch import arch_of, launch, validate
+from ._repeat import empty, repeats
 from ._tiles import cdiv
 
 
@@ -55,6 +56,7 @@ def _row_sq_norm_kernel(
     tl.store(out_ptr + offs_r, found, mask=mask_r)
 
 
+@repeats
 def row_sq_norm(x: torch.Tensor) -> torch.Tensor:
     """Squared L2 norm of every row of `x`.
 
@@ -67,6 +69,7 @@ def row_sq_norm(x: torch.Tensor) -> torch.Tensor:
     return _of_rows(x, root=False)
 
 
+@repeats
 def row_norm(x: torch.Tensor) -> torch.Tensor:
     """L2 norm of every row of `x`, no smaller for squares that underflow: for error bounds.
 
@@ -82,7 +85,7 @@ def _of_rows(x: torch.Tensor, *, root: bool) -> torch.Tensor:
     if x.numel() == 0:
         return torch.zeros((N, T), dtype=torch.float32, device=x.device)
     tile = _tiles.tile("row_sq_norm", T, D, 0, x.dtype, arch_of(x))
-    out = torch.empty((N, T), dtype=torch.float32, device=x.device)
+    out = empty((N, T), torch.float32, x.device)
     launch(
         _row_sq_norm_kernel,
         cdiv(N * T, tile.BLOCK_T),

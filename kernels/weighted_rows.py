@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from ._launch import launch
+from ._repeat import empty, repeats
 from ._tiles import Tile, cdiv, next_power_of_2
 
 _ROWS, _ENTRIES = 16, 2048  # rows of a block, and its entries: 16 a thread of four warps
@@ -58,6 +59,7 @@ def _weighted_rows_kernel(
     tl.store(out_ptr + pid_b * K + offs_k, tl.sum(acc, axis=0), mask=mask_k)
 
 
+@repeats
 def weighted_rows(x: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
     """Sums of rows.
 
@@ -80,7 +82,7 @@ def weighted_rows(x: torch.Tensor, weights: torch.Tensor | None = None) -> torch
         raise ValueError(f"weights are ({J},) float32 on {x.device}, not {tuple(weights.shape)} {weights.dtype}")
     if x.numel() == 0:
         return torch.zeros((B, K), dtype=torch.float32, device=x.device)
-    out = torch.empty((B, K), dtype=torch.float32, device=x.device)
+    out = empty((B, K), torch.float32, x.device)
     tile = _tile(J)
     launch(
         _weighted_rows_kernel,

@@ -33,6 +33,7 @@ import triton.language as tl
 
 from . import _tiles
 from ._launch import arch_of, launch, promote, validate, widens
+from ._repeat import empty, repeats
 from ._rows import brought_to_step, load_columns, load_rows, row_sources
 from ._tiles import cdiv
 
@@ -277,6 +278,7 @@ class WeightedSumResult(NamedTuple):
     bias: torch.Tensor | None
 
 
+@repeats
 def weighted_sum(
     activations: torch.Tensor,
     backprops: torch.Tensor,
@@ -333,8 +335,8 @@ def weighted_sum(
     steps = cdiv(N * T, tile.BLOCK_T) if flat else N * cdiv(T, tile.BLOCK_T)
     splits = _tiles.sum_splits(tile, steps, D, P, dtype, arch)
     of_parts = out_dtype if splits == 1 else torch.float32
-    out = torch.empty((splits, P, D), dtype=of_parts, device=device)
-    bias_out = torch.empty((splits, P), dtype=of_parts, device=device) if bias else None
+    out = empty((splits, P, D), of_parts, device)
+    bias_out = empty((splits, P), of_parts, device) if bias else None
     if programs:
         launch(
             _weighted_sum_kernel,

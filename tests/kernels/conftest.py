@@ -27,3 +27,11 @@ if not torch.cuda.is_available():
 
 # The tests are not a package; their shared cases are imported by name.
 sys.path.append(str(Path(__file__).parent))
+
+
+@pytest.fixture(autouse=True)
+def none_repeated(monkeypatch):
+    """Tests change what a launcher works out, and count what it does; test_repeat.py repeats calls."""
+    from dpfast.kernels import _repeat
+
+    monkeypatch.setattr(_repeat, "_DEVICES", set())

@@ -1,0 +1,240 @@
+"""A launcher's call like an earlier one: the same launches on other tensors, without the launcher's own lines.
+
+From the shapes, strides, dtypes and alignment of its tensors, and from its other arguments, a launcher works out tiles,
+parts, masks, descriptors and some thirty arguments, before each launch: three times what the launch takes then. It is
+a function of those alone, so its first call of a kind is written down while it runs (`empty` and `noted`), and the next
+ones do what was written: allocate the same tensors, start the same kernels with the same numbers. So a repeated call
+has the bits of its first by construction.
+
+What was written is used only where it is all that the call did: each tensor of each launch was given, or is one that
+`empty` made and that nothing but launches has written to, and those of the result too. A launcher that copies its
+input, or adds up parts afterwards, runs as it is written.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from . import _again
+from ._tiles import Tile
+
+_DEVICES = {"cuda"}
+"""Where calls are repeated: on a CPU, where kernels are interpreted, launchers take no time."""
+
+_MOST = 4096  # calls of a launcher that are known; a model has some dozens, unless its shapes change with every batch
+
+_PLAIN = {int, bool, float, type(None), torch.dtype, Tile}
+
+_Launcher = TypeVar("_Launcher", bound=Callable[..., Any])
+
+
+class _Launch(NamedTuple):
+    """One launch of a call.
+
+    Attributes:
+        values: its arguments in order; what stands at the following places is put there by each call.
+        tensors: (place, number) of a tensor: that of a given one, or behind those of one that is made.
+        descriptors: (place, number, all but the tensor) of a descriptor, likewise.
+        compiled: what was started, `around` being its circumstances; None where Triton itself is to be asked.
+    """
+
+    kernel: Any
+    programs: int
+    tile: Tile
+    names: tuple[str, ...]
+    values: tuple[Any, ...]
+    tensors: tuple[tuple[int, int], ...]
+    descriptors: tuple[tuple[int, int, dict[str, Any]], ...]
+    compiled: Any
+    around: Hashable
+
+
+class _Call(NamedTuple):
+    """
+    Attributes:
+        made: what each tensor that is made is like, of one number's memory. result: the number of each of its tensors,
+            None where it has none. together: makes the result of them; None: it is the one tensor.
+    """
+
+    made: tuple[torch.Tensor, ...]
+    launches: tuple[_Launch, ...]
+    result: tuple[int | None, ...]
+    together: Callable[[list[Any]], Any] | None
+
+
+class _Here(threading.local):
+    """What is written down of the call that runs in this thread, where one is."""
+
+    made: list[torch.Tensor] | None = None
+    launches: list[tuple[Any, int, Tile, dict[str, Any]]]
+
+
+_here = _Here()
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor that launches are to fill."""
+    found = torch.empty(shape, dtype=dtype, device=device)
+    if _here.made is not None:
+        _here.made.append(found)
+    return found
+
+
+def noted(kernel, programs: int, tile: Tile, arguments: dict[str, Any]) -> None:
+    """A launch has been started."""
+    if _here.made is not None:
+        _here.launches.append((kernel, programs, tile, arguments))
+
+
+def repeats(launcher: _Launcher) -> _Launcher:
+    """A launcher of given tensors, all on one device, that may be repeated; it makes others by `empty`."""
+    known: dict[Hashable, _Call | None] = {}
+
+    @functools.wraps(launcher)
+    def call(*given: Any, **options: Any) -> Any:
+        device = given[0].device
+        if device.type not in _DEVICES or _here.made is not None:  # a part of a call is written down with it
+            return launcher(*given, **options)
+        kind: list[Any] = [len(given), *options]
+        tensors = []
+        for x in (*given, *options.values()):
+            if type(x) is torch.Tensor:
+                kind += x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0
+                tensors.append(x)
+            elif type(x) in _PLAIN:
+                kind += type(x), x
+            else:
+                return launcher(*given, **options)
+        key = tuple(kind)
+        found = known.get(key, _UNKNOWN)
+        if found is None:
+            return launcher(*given, **options)
+        if found is not _UNKNOWN:
+            return _repeated(found, tensors, device)
+        if torch.is_inference_mode_enabled() or len(set(map(id, tensors))) < len(tensors):
+            return launcher(*given, **options)  # writes are not counted, or one tensor stands for two
+        if len(known) >= _MOST:
+            known.clear()
+        return _written_down(launcher, given, options, tensors, lambda found: known.__setitem__(key, found))
+
+    return call  # type: ignore[return-value]
+
+
+_UNKNOWN: Any = object()
+
+
+def _written_down(
+    launcher: Callable[..., Any],
+    given: tuple[Any, ...],
+    options: dict[str, Any],
+    tensors: list[torch.Tensor],
+    know: Callable[[_Call | None], None],
+) -> Any:
+    _here.made, _here.launches = [], []
+    try:
+        result = launcher(*given, **options)
+        made, launches = _here.made, _here.launches
+    finally:
+        _here.made, _here.launches = None, []
+    know(_call(tensors, made, launches, result))
+    return result
+
+
+def _call(tensors: list[torch.Tensor], made: list[torch.Tensor], launches: list[Any], result: Any) -> _Call | None:
+    """None where that is not all that it did."""
+    numbers = {id(x): i for i, x in enumerate((*tensors, *made))}
+    if any(x._version for x in made) or not launches:
+        return None
+    shapes = [x.shape for x in made]
+    of_result: list[int | None] = []
+    for x in result if isinstance(result, tuple) else (result,):
+        number = None if x is None else next((i for i, own in enumerate(made) if _is_whole(x, own)), -1)
+        if number == -1:
+            return None
+        if number is not None:
+            shapes[number] = x.shape  # a launch takes nothing but the address
+        of_result.append(None if number is None else number + len(tensors))
+    if len(set(of_result) - {None}) < len(of_result) - of_result.count(None):
+        return None
+    found = [_launch(numbers, len(tensors), *launch) for launch in launches]
+    if None in found:
+        return None
+    together = getattr(type(result), "_make", tuple) if isinstance(result, tuple) else None
+    known = tuple(launch for launch in found if launch is not None)
+    like = tuple(_number(x.dtype, x.device).expand(shape) for x, shape in zip(made, shapes, strict=True))
+    return _Call(like, known, tuple(of_result), together)
+
+
+@functools.lru_cache(maxsize=64)
+def _number(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Never read. What is like it is made in half the time that `torch.empty` takes for a shape and a dtype."""
+    return torch.empty((), dtype=dtype, device=device)
+
+
+def _is_whole(x: torch.Tensor, made: torch.Tensor) -> bool:
+    """Whether x is all of it, in order, in whatever shape."""
+    same = x.data_ptr() == made.data_ptr() and x.dtype == made.dtype and x.numel() == made.numel() > 0
+    return same and x.is_contiguous() and x._version == 0
+
+
+def _launch(
+    numbers: dict[int, int], given: int, kernel, programs: int, tile: Tile, arguments: dict[str, Any]
+) -> _Launch | None:
+    """Its tensors, by ``id``: of so many given ones, and behind them those that are made."""
+    values, tensors, descriptors = [*arguments.values()], [], []
+    index: Any = None  # of a GPU
+    for place, x in enumerate(values):
+        if isinstance(x, torch.Tensor):
+            if id(x) not in numbers:
+                return None
+            tensors.append((place, numbers[id(x)]))
+            values[place], index = None, x.device.index
+        elif type(x) is TensorDescriptor:
+            if numbers.get(id(x.base), given) >= given:
+                return None  # one that is made need not be aligned as it has to be
+            rest = {name: value for name, value in vars(x).items() if name != "base"}
+            descriptors.append((place, numbers[id(x.base)], rest))
+            values[place] = None
+        elif type(x) not in _PLAIN:
+            return None
+    compiled = _again.compiled_for(kernel, tile, index, arguments)
+    around = None if compiled is None else _again.circumstances(kernel)
+    places = tuple(tensors), tuple(descriptors)
+    return _Launch(kernel, programs, tile, tuple(arguments), tuple(values), *places, compiled, around)
+
+
+def _repeated(call: _Call, tensors: list[torch.Tensor], device: torch.device) -> Any:
+    given = len(tensors)
+    for like in call.made:
+        tensors.append(_empty_like(like, memory_format=_IN_ORDER))
+    aligned = not any(x.data_ptr() % 16 for x in tensors[given:])  # an allocator of somebody's own need not
+    here = device.type != "cuda" or device.index == torch.cuda.current_device()
+    with _NOTHING if here else torch.cuda.device(device):
+        for kernel, programs, tile, names, before, of_tensors, of_descriptors, compiled, around in call.launches:
+            values = [*before]
+            for place, number in of_tensors:
+                values[place] = tensors[number]
+            for place, number, rest in of_descriptors:
+                descriptor = values[place] = TensorDescriptor.__new__(TensorDescriptor)  # what it checks holds
+                descriptor.__dict__.update(rest, base=tensors[number])
+            if compiled is not None and aligned and around == _again.circumstances(kernel):
+                _again.run(compiled, programs, device.index, values)
+                continue
+            arguments = dict(zip(names, values, strict=True))
+            if device.type == "cuda":
+                _again.start(kernel, programs, tile, device.index, arguments)
+            else:
+                kernel[(programs,)](**arguments, num_warps=tile.num_warps, num_stages=tile.num_stages)
+    found = [None if number is None else tensors[number] for number in call.result]
+    return found[0] if call.together is None else call.together(found)
+
+
+_NOTHING = nullcontext()
+_empty_like, _IN_ORDER = torch.empty_like, torch.contiguous_format
