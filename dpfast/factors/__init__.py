@@ -10,6 +10,7 @@ from dpfast.factors.alike import Alike, Numbers
 from dpfast.factors.dense import Again, Dense, Factor, channel_sum, row_sum, row_sum_in_blocks, weighted_together
 from dpfast.factors.folded import folded
 from dpfast.factors.in_turn import InTurn
+from dpfast.factors.kernel_recipe import KernelRecipe
 from dpfast.factors.lookup import Lookup
 from dpfast.factors.merge import merge
 from dpfast.factors.of_experts import OfExperts
@@ -33,6 +34,7 @@ __all__ = [
     "Dense",
     "Factor",
     "InTurn",
+    "KernelRecipe",
     "Lookup",
     "Numbers",
     "OfExperts",

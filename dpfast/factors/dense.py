@@ -67,10 +67,12 @@ class Dense:
 
     Attributes:
         again: where nothing but what the layer caught makes it, what makes it; with :attr:`of`.
+        whole: what makes it and others of its layer from what that caught and nothing else, and its place among them.
         of: the ``id`` of the activations (0: not needed) and of the backprops (N, T, P); nothing is held for them.
     """
 
     again: Again | None = None
+    whole: tuple[Callable[[Tensor, Tensor], Sequence[Dense] | None], int] | None = None
     of: tuple[int, int] = (0, 0)
 
     def __init__(

@@ -6,7 +6,7 @@ have caught stands together as samples of one layer instead, up to :data:`AT_ONC
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from dpfast.arithmetic import RowNorms, exact_arithmetic, ops, reference, stream_here
 from dpfast.errors import StateError
-from dpfast.factors import Alike, Factor, Numbers, Recipe, wait_as_factors
+from dpfast.factors import Alike, Factor, KernelRecipe, Numbers, Recipe, wait_as_factors
 from dpfast.modes.answers import check_answer, check_own_layer
+from dpfast.modes.gathered import Gathered
 from dpfast.modes.in_turn import SMALL, is_never_in_turn
 from dpfast.taps import Activations, Record, TappedLayer, find_likeness
 
@@ -37,14 +38,15 @@ class Kind:
     Attributes:
         recipes: by what the arithmetic's ways depend on beside; of kinds that differ in the number of samples alone,
             the same. None: of large layers, which go the general way.
+        by_kernels: likewise, of large layers where kernels run.
     """
 
-    def __init__(self, recipes: dict[Hashable, Recipe | None]) -> None:
-        self.recipes = recipes
+    def __init__(self, recipes: dict[Hashable, Recipe | None], by_kernels: dict[Hashable, KernelRecipe]) -> None:
+        self.recipes, self.by_kernels = recipes, by_kernels
 
 
 _kinds: dict[Hashable, Kind] = {}
-_recipes: dict[Hashable, dict[Hashable, Recipe | None]] = {}
+_recipes: dict[Hashable, tuple[dict[Hashable, Recipe | None], dict[Hashable, KernelRecipe]]] = {}
 
 
 class Queue:
@@ -79,7 +81,7 @@ class Deferred:
         row_norms: of the step.
     """
 
-    def __init__(self, factors_of: FactorsOf, gathered: Mapping[nn.Parameter, Any], row_norms: RowNorms):
+    def __init__(self, factors_of: FactorsOf, gathered: MutableMapping[nn.Parameter, Any], row_norms: RowNorms):
         self._factors_of = factors_of
         self._gathered = gathered
         self._row_norms = row_norms
@@ -100,7 +102,8 @@ class Deferred:
         return id(parameter) in self._waiting  # which the step's records keep alive
 
     def takes(self, record: Record, activations: Tensor, backprops: Tensor) -> bool:
-        """Whether the layer, of one input and one output, is one that waits; then it does."""
+        """Whether the layer, of one input and one output, is one that waits, or one of which is known what the mode
+        would keep; then that is done."""
         found = _likeness(record, activations, backprops)
         if found is None:
             return False
@@ -111,10 +114,15 @@ class Deferred:
             return False
         if self._gathered and any(p in self._gathered for p in record.parameters):
             return False
+        recipe = kind.by_kernels.get(self._circumstances)
         queue = self._queues.get(kind)
-        if queue is None:
+        if recipe is None and queue is None:
             if not self._may_wait(kind, record, activations, backprops, alone=most == 0):
                 return False
+            recipe = kind.by_kernels.get(self._circumstances)
+        if recipe is not None:
+            return self._keeps(record, recipe, activations, backprops)
+        if queue is None:
             queue = self._queues[kind] = Queue()
         self._waiting.update(numbers)
         self._numbers += numbers
@@ -128,6 +136,19 @@ class Deferred:
                 self._take(kind)
         return True
 
+    def _keeps(self, record: Record, recipe: KernelRecipe, a: Tensor, b: Tensor) -> bool:
+        """The mode has what it would have kept of the rule's answer; False where the rule is to be asked."""
+        if list(map(_shape, record.parameters)) != recipe.shapes:
+            return False
+        with self._row_norms, exact_arithmetic():
+            factors = recipe.factors(a, b)
+        if factors is None:
+            return False
+        for parameter, factor in zip(record.parameters, factors, strict=True):
+            entry = self._gathered[parameter] = Gathered()
+            entry.wait(factor)
+        return True
+
     def _may_wait(self, kind: Kind, record: Record, a: Tensor, b: Tensor, *, alone: bool) -> bool:
         """Whether layers of a kind of which none waits go this way; ``alone``: it is a large one, and a recipe is all
         that it can have of it."""
@@ -138,11 +159,17 @@ class Deferred:
                 return False
             if not alone:
                 return True
-            with self._row_norms, exact_arithmetic():
-                factors = self._asked(record, a, b)
-                fits = all(map(is_never_in_turn, factors)) and self._learn(kind, record, factors, a, b)
-            if not fits:
-                kind.recipes[self._circumstances] = None
+            kernels = ops.runs_kernels(a, b)
+            if kernels or b.is_cpu:
+                with self._row_norms, exact_arithmetic():
+                    factors = self._asked(record, a, b)
+                    if kernels:
+                        self._learn_by_kernels(kind, record, factors, a, b)
+                    elif all(map(is_never_in_turn, factors)):
+                        self._learn(kind, record, factors, a, b)
+            kind.recipes.setdefault(self._circumstances, None)
+        if self._circumstances in kind.by_kernels:
+            return True
         recipe = kind.recipes[self._circumstances]
         if not alone:
             return True
@@ -226,19 +253,29 @@ class Deferred:
 
     def _learn(self, kind: Kind, first: Record, factors: Sequence[Factor], a: Tensor, b: Tensor) -> Recipe | None:
         """From that answer."""
-        if first.rule is None or not first.rule.__module__.startswith("dpfast.rules."):
-            self._by_shapes = False  # it may look at values
+        if not _is_ours(first):
+            self._by_shapes = False
             return None
         recipe = Recipe.learned(factors, a, b)
         if recipe is not None:
             kind.recipes[self._circumstances] = recipe
         return recipe
 
+    def _learn_by_kernels(self, kind: Kind, first: Record, factors: Sequence[Factor], a: Tensor, b: Tensor) -> None:
+        recipe = KernelRecipe.learned(factors, a, b) if _is_ours(first) else None
+        if recipe is not None:
+            kind.by_kernels[self._circumstances] = recipe
+
     @property
     def order(self) -> object:
         """What has waited, as it came, whose parameters by id, and what the arithmetic's ways depended on: where these
         are equal, so are the shapes and the order of what :meth:`numbers` gives. None where shapes do not tell."""
         return (self._came, self._numbers, self._circumstances) if self._by_shapes else None
+
+
+def _is_ours(record: Record) -> bool:
+    """Whether its rule is one of those that look at no values."""
+    return record.rule is not None and record.rule.__module__.startswith("dpfast.rules.")
 
 
 def _check_unwritten(queue: Queue) -> None:
@@ -290,12 +327,10 @@ def _kind(like: tuple[Any, ...], tap: TappedLayer, a: Tensor, b: Tensor) -> tupl
     if len(_kinds) >= _MOST_KINDS:
         _kinds.clear()
     small = max(a.nbytes, b.nbytes) <= SMALL.get(b.device.type, 0)
-    if not small and b.device.type != "cpu":
-        return None
     known = _kinds.get(like)
     if known is None:
         alike = like[0], like[1], like[2], a.shape[1:], b.shape[1:], *like[5:], small
         if len(_recipes) >= _MOST_KINDS:
             _recipes.clear()
-        known = _kinds[like] = Kind(_recipes.setdefault(alike, {}))
+        known = _kinds[like] = Kind(*_recipes.setdefault(alike, ({}, {})))
     return known, max(1, AT_ONCE[a.device.type] // max(1, a.nbytes + b.nbytes)) if small else 0

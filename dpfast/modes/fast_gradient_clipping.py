@@ -190,7 +190,7 @@ class GradSampleModuleFastGradientClipping(LeavesSums, LastNorms, PerUnit, GradS
         return plain and self._budget is None and not is_traced() and not self._clipper().is_per_layer
 
     def on_factor(self, step: Step, parameter: nn.Parameter, factor: Factor, only_use: bool) -> None:
-        if not step.gathered:
+        if not step.started:
             self._start_step(step)
         entry = step.gathered.get(parameter)
         if entry is None:
@@ -232,7 +232,7 @@ class GradSampleModuleFastGradientClipping(LeavesSums, LastNorms, PerUnit, GradS
             entry.clip_alone(factor, limit, self._scale(step), rounding(parameter), step.valid)
 
     def on_finish(self, step: Step) -> None:
-        if not step.gathered:  # nothing has come by
+        if not step.started:  # the mode has been asked for nothing
             self._start_step(step)
         if step.second is not None:
             self._finish_second(step, step.second)
@@ -362,6 +362,7 @@ class GradSampleModuleFastGradientClipping(LeavesSums, LastNorms, PerUnit, GradS
 
     def _start_step(self, step: Step) -> None:
         """What is trainable may change between steps; a second pass has the first's."""
+        step.started = True
         if self._budget is not None:
             self._budget.begin(step.units)
         if step.second is None or self._over_ranks is not None:

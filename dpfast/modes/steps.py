@@ -51,6 +51,7 @@ class Step:
         self.repeats = False  # whether it runs forwards again (checkpointing), which may come out otherwise
         self.num_samples: int | None = None  # that the layers saw
         self.first_layer = ""
+        self.started = False  # whether the mode has noted what is trained
         self.gathered: dict[nn.Parameter, Any] = {}
         self.waiting: Any = None  # what the mode takes together
         self.deferred: Deferred | None = None  # layers that wait for others alike, where the mode lets them

@@ -6,7 +6,7 @@ x̂ is computed again, in fp32 or fp64, from the layer's input; its own rounding
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -111,29 +111,51 @@ def _factors_by_kernel(
         return None
     if not ops.runs_kernels(inputs, backprops):
         return None
-    inputs, backprops = (_as_rows(x, width, x.dtype) for x in (inputs, backprops))
     weight, of_bias = layer.weight, getattr(layer, "bias", None)
+    trained = [p for p in (weight, of_bias) if p is not None and p.requires_grad]
     least = _least_eps(torch.float32)
-    relative, lost = bounds.chain_terms(terms=inputs.shape[1], numel=width, dtype=torch.float32)
-    found = ops.normalized_sum(
-        inputs,
-        backprops,
-        eps=eps,
-        mean=mean,
-        bias=of_bias is not None and of_bias.requires_grad,
-        largest=least**-0.5 if eps < least else math.inf,
-        constant=eps < _SMALL_EPS,
-        relative=(2.0 if mean else 1.0) * bounds.gamma(width + 8, torch.float32),
-        added=relative,
-    )
+    positions = inputs.shape[1:].numel() // width
+    relative, lost = bounds.chain_terms(terms=positions, numel=width, dtype=torch.float32)
+    of_norm = {
+        "eps": eps,
+        "mean": mean,
+        "bias": of_bias is not None and of_bias.requires_grad,
+        "largest": least**-0.5 if eps < least else math.inf,
+        "constant": eps < _SMALL_EPS,
+        "relative": (2.0 if mean else 1.0) * bounds.gamma(width + 8, torch.float32),
+        "added": relative,
+    }
+    with_weight = weight is not None and weight.requires_grad
+    whole = partial(_sums_by_kernel, width, [p.shape for p in trained], with_weight, lost, of_norm)
+    found = whole(inputs, backprops)
     if found is None:
         return None
-    factors: dict[nn.Parameter, Factor] = {}
-    sums_of = ((weight, found.sums, found.error, 1.0), (of_bias, found.bias, found.row_norm_backprops, relative))
-    for parameter, values, error, scale in sums_of:
-        if parameter is not None and parameter.requires_grad:
-            factors[parameter] = Dense(values.view(-1, *parameter.shape), SumError((error,), (0.0,), scale, lost))
-    return factors
+    for place, factor in enumerate(found):
+        factor.whole = whole, place
+    return dict(zip(trained, found, strict=True))
+
+
+def _sums_by_kernel(
+    width: int,
+    shapes: Sequence[torch.Size],
+    with_weight: bool,
+    lost: float,
+    of_norm: dict[str, Any],
+    inputs: Tensor,
+    backprops: Tensor,
+) -> list[Dense] | None:
+    """Of the weight, where that is trained, and the bias, likewise; ``of_norm``: see ``kernels.normalized_sum``."""
+    inputs, backprops = (_as_rows(x, width, x.dtype) for x in (inputs, backprops))
+    found = ops.normalized_sum(inputs, backprops, **of_norm)
+    if found is None:
+        return None
+    sums_of = [(found.sums, found.error, 1.0)] if with_weight else []
+    if of_norm["bias"]:
+        sums_of.append((found.bias, found.row_norm_backprops, of_norm["added"]))
+    return [
+        Dense(values.view(-1, *shape), SumError((error,), (0.0,), scale, lost))
+        for shape, (values, error, scale) in zip(shapes, sums_of, strict=True)
+    ]
 
 
 # --- samples with few entries: in fp64, which takes fewer calls than a bound of what fp32 makes of them ---
