@@ -22,7 +22,7 @@ from dpfast.arithmetic.precision import (
 )
 from dpfast.arithmetic.products import product_report
 from dpfast.arithmetic.reference_norms import gram_positions, gram_tile, rank_one_norm, unfinished_of_products
-from dpfast.arithmetic.row_norms import RowNorms, taken_once
+from dpfast.arithmetic.row_norms import RowNorms, lowered, taken_once
 from dpfast.arithmetic.stacked_grams import UnfinishedGram
 from dpfast.arithmetic.stacked_kernel_norms import KernelDirect
 from dpfast.arithmetic.stacked_norms import (
@@ -70,6 +70,7 @@ __all__ = [
     "leave_pins_to_inductor",
     "lookup_sq_norm",
     "lookup_unit_sq_norm",
+    "lowered",
     "norm_terms",
     "ops",
     "pinned",

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dpfast.arithmetic.streams import stream_here
+from dpfast.arithmetic.tracing import is_traced
 
 _FROM = {"cpu": 2**14}
 """Entries from which norms take a CPU several times as long as looking for them (1.4 µs); elsewhere any launch does."""
@@ -32,6 +33,8 @@ class RowNorms:
         self.ways: dict[Hashable, bool] = {}
         """What does not change within a step, by what it depends on: asked of the environment, it takes as long as an
         operation."""
+        self.products: dict[Hashable, tuple[Tensor, Tensor]] = {}
+        """Of coefficients, which are held, so that their ids are no others', with numbers."""
 
     def __enter__(self) -> None:
         _here.entered.append(self)
@@ -62,6 +65,17 @@ def taken_once(take: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     if not _here.entered or type(x) is not Tensor or x.numel() < _FROM.get(x.device.type, 0) or x.is_inference():
         return take(x)
     return _here.entered[-1].once(take, x)
+
+
+def lowered(coefficients: Tensor, by: float) -> Tensor:
+    """Their product with a number; within a step once for all sums that have these coefficients, because on a GPU each
+    would be a launch. Nobody may write to it."""
+    if not _here.entered or is_traced() or coefficients.is_inference():
+        return coefficients * by
+    products, key = _here.entered[-1].products, (id(coefficients), coefficients._version, by)
+    if key not in products:
+        products[key] = coefficients, coefficients * by
+    return products[key][1]
 
 
 def ways_here() -> dict[Hashable, bool] | None:

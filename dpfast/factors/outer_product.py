@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from dpfast.arithmetic import AnyNorm, SquaredNorm, accumulating_dtype, cost, ops
+from dpfast.arithmetic import AnyNorm, SquaredNorm, accumulating_dtype, cost, lowered, ops
 from dpfast.factors.dense import Dense, Factor, InBlocks
 from dpfast.factors.runs import take
 
@@ -65,7 +65,7 @@ class OuterProduct:
     def weighted_sum(self, coefficients: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """As every factor's; in ``dtype``, rounded once to nearest, if one is given."""
         excess = ops.sum_excess(self.activations, self.backprops)
-        coefficients = coefficients * (1.0 - excess) if excess else coefficients
+        coefficients = lowered(coefficients, 1.0 - excess) if excess else coefficients
         return ops.weighted_sum(self.activations, self.backprops, coefficients, dtype=dtype)
 
     def materialized(self) -> Dense:

@@ -5,9 +5,10 @@ import torch
 from torch import nn
 
 import dpfast
+from dpfast.arithmetic import RowNorms, lowered
 from dpfast.arithmetic.kernel_norms import import_kernels
 from dpfast.errors import StateError
-from dpfast.factors import KernelRecipe
+from dpfast.factors import KernelRecipe, outer_product
 from dpfast.modes import deferred, tapped_model
 from dpfast.testing import clipped_sum, loop_over_samples, relative_error
 
@@ -274,3 +275,31 @@ def test_a_recipe_is_of_what_it_was_learned_from(monkeypatch):
     assert KernelRecipe.learned([OuterProduct(a, b.clone())], a, b) is None
     monkeypatch.setenv("DPFAST_BACKEND", "reference")
     assert KernelRecipe.learned([OuterProduct(a, b)], a, b) is None
+
+
+def test_coefficients_are_lowered_once_a_step(monkeypatch):
+    """For what 16-bit products may come out too large by, which is the same for all."""
+    found = []
+
+    def lowered(coefficients, by):
+        found.append(before(coefficients, by))
+        assert torch.equal(found[-1], coefficients * by) and by < 1.0
+        return found[-1]
+
+    before = outer_product.lowered
+    monkeypatch.setattr(outer_product, "lowered", lowered)
+    model = nn.Sequential(*(nn.Linear(D, D, bias=False, dtype=torch.bfloat16) for _ in range(3)))
+    steps(model, x_of(1, T, torch.bfloat16), x_of(2, T, torch.bfloat16))
+    assert [len(set(map(id, of))) for of in (found[:3], found[3:], found)] == [1, 1, 2]
+
+
+def test_other_coefficients_are_lowered_anew():
+    c = torch.ones(N)
+    assert lowered(c, 0.5) is not lowered(c, 0.5)
+    with RowNorms():
+        assert lowered(c, 0.5) is lowered(c, 0.5)
+        assert torch.equal(lowered(c, 0.25), c * 0.25)
+        c.mul_(2.0)
+        assert torch.equal(lowered(c, 0.5), torch.ones(N))
+        for size in range(1, 20):  # of tensors that are gone the ids come again
+            assert lowered(torch.ones(size), 0.5).shape == (size,)
