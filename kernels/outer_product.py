@@ -297,10 +297,8 @@ def outer(
     activations, backprops = promote(activations, backprops)
     N, T = sizes(activations, runs, longest)
     D, P = activations.shape[2], backprops.shape[2]
-    if bias and runs is not None:
-        raise ValueError("no bias of runs: it is a sum of rows by unit")
-    if bias and partials:
-        raise ValueError("no bias beside partials")
+    if bias and (partials or runs is not None):
+        raise ValueError("no bias of runs, where it is a sum of rows by unit, nor beside partials")
     device = activations.device
     if 0 in (N, T, D, P):
         # An empty sum, or nothing to sum into: D = 0 leaves the bias its value.
