@@ -5,6 +5,7 @@ registered and found in ``registry``. Imports ``factors`` and below.
 """
 
 from dpfast.taps import registry
+from dpfast.taps.activations import Activations
 from dpfast.taps.around import sees_its_own_heads
 from dpfast.taps.broadcast import BroadcastMethod
 from dpfast.taps.copies import without_graphs
@@ -39,9 +40,9 @@ from dpfast.taps.probe import Probe, looks_again_at
 from dpfast.taps.pulled_back import pulled_back, remaining
 from dpfast.taps.random_numbers import same_random_numbers
 from dpfast.taps.registry import (
-    Activations,
     Rule,
     find_broadcast,
+    find_fault,
     find_forward,
     find_likeness,
     find_rule,
@@ -85,6 +86,7 @@ __all__ = [
     "end_model",
     "experts_of",
     "find_broadcast",
+    "find_fault",
     "find_forward",
     "find_likeness",
     "find_rule",

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from dpfast.errors import UnsupportedModuleError
 from dpfast.factors import Factor
+from dpfast.taps.activations import Activations
 from dpfast.taps.detached import detached_parameters
 from dpfast.taps.passes import suspended, taps_suspended
-from dpfast.taps.registry import Activations
 from dpfast.taps.tap import Tap
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -63,12 +62,17 @@ def run_detached(parameters: dict[str, Any], function: Callable[..., Any], *args
         del stack[before:]
 
 
-@contextmanager
-def detached_parameters(modules: Sequence[nn.Module], shown: Shown = Tensor.detach) -> Iterator[None]:
-    """The modules' code sees their parameters without their history, or what ``shown`` makes of them."""
-    before = len(_detached.parameters)
-    _detached.parameters.extend((m._parameters, shown) for m in modules)
-    try:
-        yield
-    finally:
-        del _detached.parameters[before:]
+class detached_parameters:
+    """Within it the modules' code sees their parameters without their history, or what ``shown`` makes of them. No
+    generator, because every layer enters it."""
+
+    def __init__(self, modules: Sequence[nn.Module], shown: Shown = Tensor.detach):
+        self._added = [(m._parameters, shown) for m in modules]
+
+    def __enter__(self) -> None:
+        self._stack = _detached.parameters
+        self._before = len(self._stack)
+        self._stack += self._added
+
+    def __exit__(self, *_: object) -> None:
+        del self._stack[self._before :]

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from dpfast.errors import InputError
-from dpfast.taps.registry import Activations, find_batch_dim, find_forward, find_rule, folds_samples
+from dpfast.taps.activations import Activations
+from dpfast.taps.registry import find_batch_dim, find_forward, find_rule, folds_samples
 
 Call = tuple[Sequence[Sequence[int]], Sequence[Sequence[int]]]
 """The shapes of the tensors that one run of a module took, and of the floating-point ones that it gave."""

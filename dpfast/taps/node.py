@@ -13,10 +13,13 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from dpfast.arithmetic import exact_arithmetic
 from dpfast.errors import InputError, StateError, UnsupportedModuleError
 from dpfast.factors import Factor
+from dpfast.taps.activations import Activations
 from dpfast.taps.layout import Given, Mixed, Place, Places, Rows, layout_line
 from dpfast.taps.passes import in_backward
-from dpfast.taps.registry import Activations, Rule
+from dpfast.taps.registry import Rule
 from dpfast.taps.watch import Watch
+
+_will_run = torch._C._will_engine_execute_node
 
 
 class Receiver(Protocol):
@@ -140,23 +143,22 @@ class Record:
         rule: Rule | None,
         as_is: bool,
     ):
-        self.tap = tap
-        self.rule = rule
-        self.as_is = as_is
-        self.parameters = parameters
-        self.batch_size = tap.taps.batch_size()
-        self.units, self.valid = tap.taps.whose()
-        here = tap.taps.forward_here()
+        taps, self.tap, self.rule, self.as_is, self.parameters = tap.taps, tap, rule, as_is, parameters
+        here, self.created_in = taps.forward_here(), in_backward()
+        if self.created_in is None and here is not None:
+            self.batch_size, self.units, self.valid = here.size, here.units, here.valid
+        else:
+            self.batch_size, (self.units, self.valid) = taps.batch_size(), taps.whose()
         self.graph = None if here is None else here.graph
-        self.num_outputs = num_outputs
-        self.fresh = fresh
-        self.created_in = in_backward()
+        self.num_outputs, self.fresh = num_outputs, fresh
         args, kwargs = inputs
         self.leaves: list[Any]
-        if not kwargs and all(isinstance(x, Tensor) for x in args):  # nearly all: the others' way takes its time
+        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):  # nearly all: the others' way takes its time
+            self.leaves, self.followed = [args[0]], [args[0].requires_grad]
+            return
+        if not kwargs and all(isinstance(x, Tensor) for x in args):
             self.leaves, self.followed = list(args), [x.requires_grad for x in args]
-            if len(args) != 1:
-                self.tensor_places = range(len(args))
+            self.tensor_places = range(len(args))
             return
         self.leaves, self.structure = tree_flatten(inputs)
         self.tensor_places = [i for i, x in enumerate(self.leaves) if isinstance(x, Tensor)]
@@ -242,30 +244,35 @@ class TapFunction(torch.autograd.Function):
     def _caught(ctx: Any, *grads: Tensor | None, saved: tuple[Tensor, ...] | None = None) -> tuple[Tensor | None, ...]:
         """``saved``: the saved tensors, where they have been asked for; checkpoints give them once."""
         record, taps = ctx.record, ctx.record.tap.taps
-        nodes = [node for node, _ in ctx.next_functions[record.num_outputs :]]
-        try:
-            wanted = any(node is not None and torch._C._will_engine_execute_node(node) for node in nodes)
+        edges, wanted, given = ctx.next_functions[record.num_outputs :], False, 0
+        try:  # loops, here as in what follows: a function of every layer's
+            for node, _ in edges:
+                wanted = wanted or (node is not None and _will_run(node))
         except RuntimeError as error:
             raise StateError(
                 f"{record.tap.layer}: torch.autograd.grad() cannot give the gradients of its parameters; "
                 "loss.backward() leaves them in the parameters"
             ) from error
-        to_parameters: tuple[Tensor | None, ...] = (None,) * len(nodes)
-        if wanted and any(g is not None for g in grads):
+        for g in grads:
+            given += g is not None
+        to_parameters: tuple[Tensor | None, ...] = (None,) * len(edges)
+        if wanted and given:
             activations = record.activations(ctx.saved_tensors if saved is None else saved)
             backprops: Any = grads
-            if any(g is None for g in grads):
+            if given < len(grads):
                 backprops = tuple(
                     torch.zeros(s, dtype=t, device=d) if g is None else g
                     for g, (s, t, d) in zip(grads, ctx.shapes, strict=True)
                 )
             with exact_arithmetic():
                 if taps.active:
-                    gradients = dict(taps.receive(record, activations, backprops))
+                    gradients = taps.receive(record, activations, backprops)
                 else:  # hooks are off: the parameters' ordinary gradients
                     taps.check_ordinary(record)
                     gradients = _ordinary_gradients(record, activations, backprops)
-                to_parameters = tuple(gradients.pop(getattr(node, "variable", None), None) for node in nodes)
+            if gradients:
+                rest = dict(gradients)
+                to_parameters = tuple(rest.pop(getattr(node, "variable", None), None) for node, _ in edges)
         if record.watch is not None:
             record.watch.pass_on(grads)
         return None, *grads, *to_parameters

@@ -10,12 +10,23 @@ from torch.nn.utils.parametrize import is_parametrized
 from dpfast.taps.registry import find_fault, owns_children
 
 
-def owned_modules(module: nn.Module) -> list[nn.Module]:
+def owned_modules(module: nn.Module, whole: bool | None = None) -> list[nn.Module]:
     """The module and those below it that have no forward of their own to be caught at: lists and dicts of parameters
-    and parametrizations, or the whole subtree where one rule answers for it."""
+    and parametrizations, or the whole subtree where one rule answers for it (``whole``, where that is known)."""
     if not module._modules:  # most layers
         return [module]
+    if owns_children(module) if whole is None else whole:
+        return _with_children(module, [])
     return [m for _, m in _owned(module)]
+
+
+def _with_children(module: nn.Module, found: list[nn.Module]) -> list[nn.Module]:
+    """``found`` and the subtree, in the order of ``named_modules``."""
+    found.append(module)
+    for child in module._modules.values():
+        if child is not None and child not in found:
+            _with_children(child, found)
+    return found
 
 
 def has_something_to_tap(module: nn.Module) -> bool:

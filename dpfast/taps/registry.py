@@ -16,33 +16,11 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
-from torch.nn.utils.parametrize import is_parametrized
-from torch.utils._pytree import tree_map_only
 
 from dpfast.errors import InputError
 from dpfast.factors import Dense, Factor
+from dpfast.taps.activations import Activations
 from dpfast.taps.inherited import inherits, note_methods
-
-
-class Activations(list[Any]):
-    """A module's positional inputs, and in ``kwargs`` those that can only be passed by keyword."""
-
-    def __init__(self, values: Iterable[Any] = (), kwargs: Mapping[str, Any] | None = None):
-        super().__init__(values)
-        self.kwargs = dict(kwargs or {})
-        self.batch_dim = 0  # where the module itself had its samples; here they are in front
-        self.followed: list[bool] = []  # of each leaf of (positional, keyword): whether a gradient goes through it
-        self.layer = ""  # as errors name it
-        self.num_samples: int | None = None  # where it is known
-        self.rows_together: bool | None = None  # where each has several rows: whether they stand together
-
-    def map(self, function: Callable[[Any], Any]) -> Activations:
-        """The same with ``function`` of every tensor."""
-        raw = not self.kwargs and all(isinstance(x, Tensor) for x in self)  # nearly all: trees take their time
-        found = Activations(*(map(function, self),) if raw else tree_map_only(Tensor, function, ([*self], self.kwargs)))
-        found.__dict__.update(self.__dict__, kwargs=found.kwargs)
-        return found
-
 
 ModuleClass = type[nn.Module] | str
 Target = ModuleClass | Iterable[ModuleClass]
@@ -63,6 +41,7 @@ _FRESH: set[Rule] = set()
 _ALIKE: dict[Rule, Callable[[Any], Hashable]] = {}
 _WITHOUT_INPUT: dict[Rule, frozenset[str]] = {}
 _FORWARDS: dict[ModuleClass, Callable[..., Any]] = {}
+_ONLY: dict[Callable[..., Any], Callable[[Any], bool]] = {}
 _BY_ROW: dict[ModuleClass, Callable[..., Any]] = {}
 _BROADCASTS: dict[ModuleClass, tuple[str, str]] = {}
 _BATCH_DIMS: dict[ModuleClass, Callable[[Any], int]] = {}
@@ -217,12 +196,21 @@ def _sampler(rule: Rule, verb: Callable[[Factor], Tensor]) -> GradSampler:
 # --- for the families in rules/ ---
 
 
-def register_forward(target: Target) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def register_forward(
+    target: Target, *, only: Callable[[Any], bool] | None = None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator: a forward that runs in place of the class's own, the same mathematics made of tapped pieces.
 
     The function takes ``(module, piece, *args, **kwargs)``; see ``pieces.Pieces``. It answers for the whole subtree.
+    ``only`` says of which modules of the class it is the forward; others go as if nothing were registered.
     """
-    return _register(_FORWARDS, target)
+
+    def decorate(forward: Callable[..., Any]) -> Callable[..., Any]:
+        if only is not None:
+            _ONLY[forward] = only
+        return _register(_FORWARDS, target)(forward)
+
+    return decorate
 
 
 def register_by_row(target: Target) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -330,7 +318,13 @@ def find_likeness(rule: Rule, module: nn.Module) -> Hashable:
 def find_forward(module: nn.Module) -> Callable[..., Any] | None:
     """The forward that runs in place of the module's own; none where a child makes its weights itself."""
     found = _find(module, _FORWARDS)
-    return None if found is not None and any(map(is_parametrized, module.children())) else found
+    if found is None:
+        return None
+    for child in module._modules.values():
+        if child is not None and "parametrizations" in child._modules:
+            return None
+    only = _ONLY.get(found)
+    return found if only is None or only(module) else None
 
 
 def find_by_row(module: nn.Module) -> Callable[..., Any] | None:

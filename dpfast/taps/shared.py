@@ -22,12 +22,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from dpfast.errors import UnsupportedModuleError
 from dpfast.factors import Dense, Factor, OuterProduct, merge
+from dpfast.taps.activations import Activations
 from dpfast.taps.leaves import leaf, without_values
 from dpfast.taps.nested import each_tensor
 from dpfast.taps.others import looked_at
 from dpfast.taps.passes import in_backward, saves_as_torch_does
 from dpfast.taps.pulled_back import pulled_back, remaining
-from dpfast.taps.registry import Activations
 from dpfast.taps.uses import told_apart
 
 Way = tuple[Any, ...]

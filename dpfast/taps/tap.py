@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from dpfast.errors import DpfastError, InputError, StateError, UnsupportedModuleError
+from dpfast.errors import InputError, StateError, UnsupportedModuleError
 from dpfast.taps.around import is_around, sees_its_own_heads, with_inner, without_its_own_sums
 from dpfast.taps.detached import DetachableParameters, detached_parameters
 from dpfast.taps.gathered import RoutedLayer, picked_here
 from dpfast.taps.layout import NO_SAMPLES, NOT_RUN, SHARED, Mixed, Place, Rows, kind_here, place_in
 from dpfast.taps.leaves import leaf
 from dpfast.taps.node import Record, TapFunction
+from dpfast.taps.outputs import as_no_views, failing_in_backward, is_followed, is_plain, ready_for_change
 from dpfast.taps.owned import owned_modules
 from dpfast.taps.passes import in_backward, in_function, never_compiled, suspended
 from dpfast.taps.pieces import Pieces
@@ -39,9 +40,8 @@ OWN, ELSEWHERE, ALONE = "own", "elsewhere", "alone"
 _NOT_TOLD = "its samples are in different dimensions for different kinds of input, and it is not known which came in"
 
 
-_unsafe_view = torch.ops.aten._unsafe_view.default  # of the packet, the overload is looked for at each call
-
 _transforms = torch._C._are_functorch_transforms_active
+_apply = super(torch.autograd.Function, TapFunction).apply  # without transforms of torch.func, which are refused before
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -107,8 +107,9 @@ class Tap(RoutedLayer):
             return forward(*args, **kwargs)
         fault = find_fault(self.module)
         if fault is not None:
-            return _failing_in_backward(forward(*args, **kwargs), UnsupportedModuleError(f"{self.layer}: {fault}"))
-        owned = owned_modules(self.module)
+            return failing_in_backward(forward(*args, **kwargs), UnsupportedModuleError(f"{self.layer}: {fault}"))
+        substitute = find_forward(self.module)
+        owned = owned_modules(self.module, True if substitute is not None else None)
         parameters = [p for m in owned for p in m._parameters.values() if p is not None and p.requires_grad]
         if not parameters:
             return forward(*args, **kwargs)
@@ -117,8 +118,7 @@ class Tap(RoutedLayer):
                 f"{self.layer} runs outside of the wrapped model's forward (by another method, or alone), where its "
                 "rows would be taken for samples; let forward call it, or take torch.no_grad() or disable_hooks()"
             )
-            return _failing_in_backward(forward(*args, **kwargs), error)  # who detaches it (to save it) goes on
-        substitute = find_forward(self.module)
+            return failing_in_backward(forward(*args, **kwargs), error)  # who detaches it (to save it) goes on
         if substitute is not None:
             with detached_parameters(owned, self.as_it_is):
                 return substitute(self.module, Pieces(self), *args, **kwargs)
@@ -129,7 +129,7 @@ class Tap(RoutedLayer):
         fresh = makes_fresh_output(rule)
         watch = Watch(self) if not fresh and may_keep_output(forward) else None
         shown: Callable[[nn.Parameter], Tensor] = Tensor.detach
-        if watch is not None and not self.module._modules and not _is_followed(args, kwargs):
+        if watch is not None and not self.module._modules and not is_followed(args, kwargs):
             shown = watch.shown
         with detached_parameters(owned, shown):
             output = forward(*args, **kwargs)
@@ -207,9 +207,7 @@ class Tap(RoutedLayer):
         if isinstance(place, str) and torch.is_grad_enabled():
             wrong = UnsupportedModuleError if isinstance(place, Mixed) else InputError
             what = f"{self.layer}: what {operation.name} makes of its parameters, or of what it gave, and of samples"
-            return _failing_in_backward(
-                operation.plain(), wrong(f"{what}: {place}; freeze it, or put them back before")
-            )
+            return failing_in_backward(operation.plain(), wrong(f"{what}: {place}; freeze it, or put them back before"))
         n, substitute = self.taps.batch_size(), find_function(operation.func)
         if not isinstance(place, int) or n is None or substitute is None or not torch.is_grad_enabled():
             return operation.plain()
@@ -290,10 +288,15 @@ class Tap(RoutedLayer):
         if fresh and type(output) is Tensor and output.is_floating_point() and not (self.alone and not as_is):
             # Nearly all layers. What else may come takes as long as the layer.
             if output._is_view():
-                output = _unsafe_view(output, output.shape)
+                (output,) = as_no_views([output])
             record = Record(self, inputs, parameters, num_outputs=1, fresh=True, rule=rule, as_is=as_is)
             self._note(record, None if as_is else output, expanded)
-            return TapFunction.apply(record, output, *parameters)[0]  # type: ignore[no-untyped-call]  # torch's
+            return _apply(record, output, *parameters)[0]  # type: ignore[no-untyped-call]  # torch's
+        if fresh and as_is and type(output) is tuple and all(map(is_plain, output)):  # copies of parameters
+            tensors = as_no_views(output)
+            record = Record(self, inputs, parameters, num_outputs=len(output), fresh=True, rule=rule, as_is=True)
+            self._note(record, None, expanded)
+            return _apply(record, *tensors, *parameters)  # type: ignore[no-untyped-call]  # torch's
         leaves, structure = ([output], None) if isinstance(output, Tensor) else tree_flatten(output)
         places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point()]
         if not places:
@@ -306,7 +309,7 @@ class Tap(RoutedLayer):
             return without_samples(self, output, inputs, parameters, rule)
         if fresh:
             # It passes on as the tensor itself, no view of it, because an in-place activation may follow.
-            tensors = [_unsafe_view(x, x.shape) if x._is_view() else x for x in tensors]
+            tensors = as_no_views(tensors)
         record = Record(self, inputs, parameters, num_outputs=len(places), fresh=fresh, rule=rule, as_is=as_is)
         if watch is not None:
             record.watch = watch
@@ -314,12 +317,12 @@ class Tap(RoutedLayer):
             watch.guard_kept(self.module)
         self._note(record, None if as_is else tensors[0], expanded)
         if not (fresh or as_is) and not any(x.is_inference() for x in tensors):
-            tensors = _ready_for_change(tensors, (*record.leaves, *self.module._buffers.values()))
+            tensors = ready_for_change(tensors, (*record.leaves, *self.module._buffers.values()))
             record.fresh = True
             with _unsafe_preserve_version_counter(tuple(tensors)):
-                results = TapFunction.apply(record, *tensors, *parameters)  # type: ignore[no-untyped-call]  # torch's
+                results = _apply(record, *tensors, *parameters)  # type: ignore[no-untyped-call]  # torch's
         else:
-            results = TapFunction.apply(record, *tensors, *parameters)  # type: ignore[no-untyped-call]  # torch's
+            results = _apply(record, *tensors, *parameters)  # type: ignore[no-untyped-call]  # torch's
         for i, result in zip(places, results, strict=True):
             leaves[i] = result
         return leaves[0] if structure is None else tree_unflatten(leaves, structure)
@@ -362,34 +365,3 @@ class Tap(RoutedLayer):
             if new:
                 return NOT_RUN  # until it has been looked at
             raise
-
-
-def _ready_for_change(tensors: list[Tensor], not_its_own: Sequence[object]) -> list[Tensor]:
-    """Outputs that the tap may pass on as they are, so that operations in place may follow: autograd forbids those on
-    views that a function of one's own made. What the layer keeps for its own backward pass stays so (the tap leaves the
-    tensors' version counters alone, so a later change is noticed); views, which others may have too, and tensors of
-    others are copied."""
-    found: list[Tensor] = []
-    for x in tensors:
-        shared = x._is_view() or any(x is y for y in (*found, *not_its_own))
-        found.append(x.clone() if shared else x)
-    return found
-
-
-def _is_followed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a gradient goes through one of the inputs."""
-    return any(isinstance(x, Tensor) and x.requires_grad for x in tree_flatten((args, kwargs))[0])
-
-
-def _failing_in_backward(output: Any, error: DpfastError) -> Any:
-    """The output, whose gradient is an error."""
-
-    def fail(grad: Tensor) -> None:
-        raise error
-
-    followed = [x for x in tree_flatten(output)[0] if isinstance(x, Tensor) and x.requires_grad]
-    if not followed:  # no gradient would come by, but what comes out is not fit for private training either
-        raise error
-    for x in followed:
-        x.register_hook(fail)
-    return output

@@ -10,7 +10,10 @@ from dpfast.factors import Factor, merge
 
 def told_apart(parameters: Sequence[Any]) -> list[Any]:
     """The same, where one that is there again is another tensor on the same memory."""
-    found: list[Any] = []
+    found = list(parameters)
+    if len(set(map(id, found))) == len(found):  # nearly always
+        return found
+    found = []
     for p in parameters:
         again = p is not None and any(p is other for other in found)
         found.append(p.detach().requires_grad_(p.requires_grad) if again else p)
