@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dpfast.factors import Dense, Factor
 from dpfast.rules.normalization import group_norm
-from dpfast.taps import Activations, Pieces, register_forward
+from dpfast.taps import Activations, Pieces, find_fault, register_forward
 
 
 @register_forward(nn.GroupNorm)
@@ -22,8 +22,7 @@ def group_norm_of_copies(layer: nn.GroupNorm, piece: Pieces, input: Tensor) -> T
 
     Copies in 16 bits would have gradients in 16 bits, and other memory formats would be copied: there the rule answers.
     """
-    n = input.shape[0]
-    parameters = [layer.weight, layer.bias]
+    n, parameters = input.shape[0], (layer.weight, layer.bias)
     if not can_be_one(input, layer.num_groups, parameters):
 
         def by_rule(parameters: Any, activations: Activations, backprops: Tensor) -> Mapping[Any, Factor]:
@@ -33,9 +32,30 @@ def group_norm_of_copies(layer: nn.GroupNorm, piece: Pieces, input: Tensor) -> T
 
         return piece(by_rule, lambda x, w, b: F.group_norm(x, layer.num_groups, w, b, layer.eps), parameters, input)
     own = [p for p in parameters if p is not None]
-    copies = piece(of_copies, lambda *own: tuple(in_a_row(p, n) for p in own), own)
-    weight, bias = (dict(zip(own, copies, strict=True)).get(p) for p in parameters)
+    copies = iter(piece(of_copies, _rows_of(n), own))
+    weight, bias = [p if p is None else next(copies) for p in parameters]
     return group_norm_as_one(input, layer.num_groups, weight, bias, layer.eps)
+
+
+def _is_group_norm(layer: Any) -> bool:
+    """Whether that is what its forward computes, and nothing behind it has to be caught. ``fast_group_norm`` rounds to
+    autocast's dtype."""
+    if layer._fast_norm:
+        return False
+    for m in layer._modules.values():
+        if m is None or m._modules or m._parameters or find_fault(m) is not None:
+            return False
+    return True
+
+
+@register_forward(("timm.layers.norm_act.GroupNormAct", "timm.layers.norm_act.GroupNorm1Act"), only=_is_group_norm)
+def group_norm_and_activation(layer: Any, piece: Pieces, input: Tensor) -> Tensor:
+    """As the classes' forward; no package is imported. BiT has fifty of them."""
+    return layer.act(layer.drop(group_norm_of_copies(layer, piece, input)))
+
+
+def _rows_of(n: int) -> Callable[..., tuple[Tensor, ...]]:
+    return lambda *parameters: tuple([in_a_row(p, n) for p in parameters])
 
 
 def in_a_row(x: Tensor, n: int) -> Tensor:
@@ -46,9 +66,12 @@ def in_a_row(x: Tensor, n: int) -> Tensor:
 def can_be_one(input: Tensor, num_groups: int, parameters: Sequence[Tensor | None]) -> bool:
     """Whether :func:`group_norm_as_one` gives what the samples' own group norm gives; never a question of how many
     there are, so that one alone has the bits that it has among others."""
-    exact = all(p is None or p.dtype in (torch.float32, torch.float64) for p in parameters)
-    values_a_group = input[0].numel() // num_groups if len(input) else 0
-    return exact and values_a_group >= 2 and input[0].is_contiguous()
+    for p in parameters:
+        if p is not None and p.dtype not in (torch.float32, torch.float64):
+            return False
+    shape = input.shape
+    first = input[0] if shape[0] else None
+    return first is not None and first.numel() // num_groups >= 2 and first.is_contiguous()
 
 
 def group_norm_as_one(input: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
