@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from dpfast.errors import UnsupportedModuleError
 
@@ -24,7 +24,14 @@ def is_shard(p: Any) -> bool:
 def any_shard(some: Iterable[Any]) -> bool:
     """Whether one of them is."""
     tensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-    return tensor is not None and any(isinstance(x, tensor) for x in some)
+    if tensor is not None:
+        for x in some:
+            if type(x) not in _PLAIN and isinstance(x, tensor):
+                return True
+    return False
+
+
+_PLAIN = (Tensor, nn.Parameter, type(None))
 
 
 def local(x: Any) -> Any:

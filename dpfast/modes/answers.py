@@ -37,8 +37,9 @@ def check_answer(
 ) -> None:
     """Raises UnsupportedModuleError where a rule leaves a trainable parameter of its layer out, or gives gradients of
     another shape."""
-    forgotten = [p for p in parameters if p.requires_grad and p not in factors]  # or frozen since
-    if forgotten:
+    if list(map(id, parameters)) != list(map(id, factors)) and (
+        forgotten := [p for p in parameters if p.requires_grad and p not in factors]  # or frozen since
+    ):
         raise UnsupportedModuleError(
             f"{layer}: its rule gives no gradient of {', '.join(map(name_of, forgotten))}; register a rule that does "
             "(dpfast.register_rule), or freeze it; or, where the model was called with other parameters than its own "

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dpfast.arithmetic import SquaredNorm, is_traced
 from dpfast.distributed import Sums, not_in, parts_of, sums_of, told_to_all
 from dpfast.errors import InputError, StateError
-from dpfast.factors import Factor, InTurn, OuterProduct, Ragged, Waiting, pin
+from dpfast.factors import Factor, InTurn, OuterProduct, Ragged, Reshaped, Waiting, pin
 from dpfast.modes.accumulation import Left
 from dpfast.modes.before import Before
 from dpfast.modes.clipped import Clipped, clip, clip_to
@@ -219,11 +219,12 @@ class GradSampleModuleFastGradientClipping(LeavesSums, LastNorms, PerUnit, GradS
             self._budget.tell(self._places[parameter], factor, only_use)
         if step.waiting is None:
             step.waiting = Waiting(keep=self.passes == 1)
-        if only_use and not clips_alone and step.waiting.wants(factor):
+        is_product = isinstance(factor, (OuterProduct, Reshaped))
+        if only_use and not clips_alone and is_product and step.waiting.wants(factor):
             step.waiting.add(factor, entry.receive)
         elif entry.closed:
             entry.norm = factor.sq_norm()
-        elif only_use and self._one_by_one(step) and waits_for_its_turn(factor):
+        elif only_use and is_product and self._one_by_one(step) and waits_for_its_turn(factor):
             entry.wait(factor)
         else:
             entry.wait(factor.kept() if only_use or not isinstance(factor, Ragged) else factor)

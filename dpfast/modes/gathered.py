@@ -39,10 +39,10 @@ class Gathered:
 
     def wait(self, factor: Factor) -> None:
         """The factor waits for the end of the pass."""
-        inner = _innermost(factor)
+        self.factors.append(factor)
+        inner = _innermost(factor) if isinstance(factor, (OuterProduct, Reshaped)) else None
         if isinstance(inner, OuterProduct) and not is_traced():
             inner.note_versions()
-        self.factors.append(factor)
 
     def receive(self, result: Dense | SquaredNorm) -> None:
         """What became of a factor that waited."""
@@ -88,12 +88,13 @@ def check_unwritten(
 ) -> None:
     """Raises StateError where something has written to what waits for the end of the pass; ``name`` tells whose."""
     for p, entry in zip(places, entries, strict=True):
-        waiting = () if entry is None else map(_innermost, entry.factors)
-        if any(isinstance(f, OuterProduct) and f.has_changed for f in waiting):
-            raise StateError(
-                f"{name(p)}: its layer's input, or the gradient at its output, was written to while the backward pass "
-                "went on; write to a copy"
-            )
+        for factor in () if entry is None else entry.factors:
+            inner = _innermost(factor) if isinstance(factor, (OuterProduct, Reshaped)) else None
+            if isinstance(inner, OuterProduct) and inner.has_changed:
+                raise StateError(
+                    f"{name(p)}: its layer's input, or the gradient at its output, was written to while the backward "
+                    "pass went on; write to a copy"
+                )
 
 
 def _innermost(factor: Factor) -> Factor:

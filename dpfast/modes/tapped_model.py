@@ -373,19 +373,19 @@ class TappedModel:
         one = len(activations) == len(backprops) == 1 and not activations.kwargs
         if one and step.defers(record, activations[0], backprops[0]):
             return {}
+        ordinary = {}
         with step.row_norms:
             factors = self.factors(record, activations, backprops)
-        check_answer(layer, record.parameters, factors, self._name_of)
-        ordinary = {}
-        for parameter, factor in factors.items():
-            step.saw(factor.num_samples, layer, record.tap.batch_dim)
-            if self.observe is not None:
-                self.observe(record, parameter, factor)
-            with step.row_norms:
+            check_answer(layer, record.parameters, factors, self._name_of)
+            for parameter, factor in factors.items():
+                if step.num_samples != factor.num_samples:
+                    step.saw(factor.num_samples, layer, record.tap.batch_dim)
+                if self.observe is not None:
+                    self.observe(record, parameter, factor)
                 gradient = self.mode.on_factor(step, self.own(parameter), factor, record.is_only_use(parameter))
-            if gradient is not None:
-                step.give(parameter, gradient)
-                ordinary[parameter] = gradient
+                if gradient is not None:
+                    step.give(parameter, gradient)
+                    ordinary[parameter] = gradient
         return ordinary
 
     def _name_of(self, parameter: nn.Parameter) -> str:

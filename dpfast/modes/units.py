@@ -318,7 +318,7 @@ def factors_of(
     """What a layer's rule answers, brought to samples, and to units where there are some; errors name the layer."""
     tap, rule, n, units = record.tap, record.rule, record.batch_size, record.units
     place, module = record.samples_in(activations, backprops), tap.module
-    if len(set(record.parameters)) < len(record.parameters) and not record.as_is:
+    if not record.as_is and len(set(map(id, record.parameters))) < len(record.parameters):
         force_functorch = True  # one parameter under two names: a rule's dict has room for one of its factors
     part = part_of(tap.layer, module, activations, backprops, None if record.as_is else place)
     if part is not None:

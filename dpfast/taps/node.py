@@ -179,6 +179,8 @@ class Record:
         """Where they are. Raises InputError where they are in no dimension that could be taken, UnsupportedModuleError
         where rows are not one sample's."""
         place, tap = self.place, self.tap
+        if type(place) is int:  # nearly always
+            return place
         folded = isinstance(place, Rows)
         if isinstance(place, Rows) and place.together is None and self.batch_size:
             place = f"its output has samples folded into dimension {place.dim}, in an order that is not known"
