@@ -38,7 +38,7 @@ from dpfast.arithmetic.stacked_norms import (
 )
 from dpfast.arithmetic.standardised_norms import StandardisedTerms, UnfinishedStandardised
 from dpfast.arithmetic.streams import in_cuda_graph, stream_here
-from dpfast.arithmetic.tracing import capturing, is_traced, leave_pins_to_inductor, pinned
+from dpfast.arithmetic.tracing import capturing, is_traced, leave_pins_to_inductor, operator, pinned
 
 __all__ = [
     "AnyNorm",
@@ -72,6 +72,7 @@ __all__ = [
     "lookup_unit_sq_norm",
     "lowered",
     "norm_terms",
+    "operator",
     "ops",
     "pinned",
     "product_report",

@@ -10,6 +10,7 @@ enough that :data:`_SLOP` covers it.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -61,8 +62,16 @@ def gamma(terms: float, dtype: torch.dtype) -> float:
 
 def gamma_matmul(terms: float, dtype: torch.dtype) -> float:
     """γ of a matrix product by torch, which a global switch may run in less than fp32's precision."""
-    reduced = dtype != torch.float64 and reduced_products() > 0.0
+    return _gamma_matmul(terms, dtype, _is_reduced(dtype))
+
+
+def _gamma_matmul(terms: float, dtype: torch.dtype, reduced: bool) -> float:
     return gamma(terms, dtype) + (_REDUCED_PRECISION if reduced else 0.0)
+
+
+def _is_reduced(dtype: torch.dtype) -> bool:
+    """Whether a product in that dtype may be, by a global switch: asked each time."""
+    return dtype != torch.float64 and reduced_products() > 0.0
 
 
 def blocked_terms(terms: int, block: int) -> int:
@@ -220,7 +229,7 @@ def gram_terms(
     added."""
     t, d, p = shape
     if kernel_chain is None:
-        gamma_d, gamma_p = _gram_gammas(d, p, dtype=dtype, added=added)
+        gamma_d, gamma_p = _gram_gammas(d, p, dtype, added, _is_reduced(dtype))
     else:
         gamma_d, gamma_p = (gamma(kernel_terms(k, kernel_chain) + 1, dtype) for k in (d, p))
     tiles = summed_after(GRAM_TILE + (t // GRAM_TILE + 1) ** 2, dtype)
@@ -232,14 +241,15 @@ def gram_terms(
 def gram_row_terms(d: int, p: int, *, dtype: torch.dtype, added: int = 0) -> tuple[float, float]:
     """What a row's computed square, an entry of one of the reference's Gram matrices, is multiplied by and what is
     added for an upper bound of the exact one."""
-    largest = max(_gram_gammas(d, p, dtype=dtype, added=added))
+    largest = max(_gram_gammas(d, p, dtype, added, _is_reduced(dtype)))
     relative = (1.0 + 2.0**-40) / (1.0 - largest) if largest < 0.5 else float("inf")
     return relative, 2.0 * (max(d, p) + added) * smallest_normal(dtype) * relative
 
 
-def _gram_gammas(d: int, p: int, *, dtype: torch.dtype, added: int) -> tuple[float, float]:
+@lru_cache(maxsize=4096)
+def _gram_gammas(d: int, p: int, dtype: torch.dtype, added: int, reduced: bool) -> tuple[float, float]:
     """Of an entry of each of the reference's Gram matrices."""
     return (
-        gamma_matmul(blocked_terms(d, DOT_BLOCK) + 1 + added, dtype),
-        gamma_matmul(blocked_terms(p, DOT_BLOCK) + 1, dtype),
+        _gamma_matmul(blocked_terms(d, DOT_BLOCK) + 1 + added, dtype, reduced),
+        _gamma_matmul(blocked_terms(p, DOT_BLOCK) + 1, dtype, reduced),
     )

@@ -45,11 +45,14 @@ def _block(size: int) -> mmap.mmap:
     become a little too small (batches grow), or of those that have been idle longest where all together would be more
     than twice what was in use at one time."""
     global _most
-    idle = [i for i in range(len(_blocks)) if _is_idle(i)]
-    fitting = [i for i in idle if size <= len(_blocks[i]) <= 2 * size]
-    if fitting:
-        block = _blocks.pop(min(fitting, key=lambda i: len(_blocks[i])))
+    best, length = None, 2 * size + 1
+    for i, held in enumerate(map(len, _blocks)):  # the smallest that fits, the first of several
+        if size <= held < length and _is_idle(i):
+            best, length = i, held
+    if best is not None:
+        block = _blocks.pop(best)
     else:
+        idle = [i for i in range(len(_blocks)) if _is_idle(i)]
         wanted, held = int(size * _HEADROOM), sum(map(len, _blocks))
         _most = max(_most, held - sum(len(_blocks[i]) for i in idle) + wanted)
         leaving = [i for i in idle if size <= 2 * len(_blocks[i]) < 2 * size][:1]

@@ -71,14 +71,18 @@ _switch = getattr(torch._C, "_get_fp32_precision_getter", lambda *_: "")  # torc
 """``torch.backends.….fp32_precision``, whose properties take ten times as long: this is asked several times a layer."""
 
 
+_precision = getattr(torch._C, "_get_float32_matmul_precision", torch.get_float32_matmul_precision)
+
+
 def reduced_products() -> float:
     """The relative error of one fp32 product that a global switch lets run in TF32 or bf16 operands; 0 where none does.
 
     Whatever says so counts, for any device: torch's new switches and its old one, and oneDNN's environment.
     """
     said = {_torch_precision(), *starmap(_switch, _OF_PRODUCTS)}
-    lost = 0.0 if said <= _EXACT else max(map(_lost, said))
-    return max(lost, _environment())
+    if said <= _EXACT:
+        return _environment()
+    return max(*map(_lost, said), _environment())
 
 
 def reduced_convolutions() -> bool:
@@ -92,7 +96,7 @@ def _lost(value: str) -> float:
 
 def _torch_precision() -> str:
     try:
-        return torch.get_float32_matmul_precision()
+        return _precision()
     except RuntimeError:  # the new switches have been used as well, and only they can be asked
         return ""
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dpfast.arithmetic.precision import accumulating_dtype, smallest_normal
 from dpfast.arithmetic.row_norms import taken_once
-from dpfast.arithmetic.tracing import is_traced
+from dpfast.arithmetic.tracing import is_traced, operator
 
 SUM_BLOCK = 1024
 """The longest run of terms that one fp32 sum of squares adds up (see ``bounds``)."""
@@ -97,7 +97,7 @@ def sums_of_blocks(x: Tensor) -> Callable[[Tensor], Sequence[Tensor]]:
     return lambda y: _backward(y, x, none, one, weight, 1, rows, block, 1, [False, True, True])[1:]
 
 
-_backward = torch.ops.aten.native_group_norm_backward.default  # of the packet, the overload is looked for at each call
+_backward = operator(torch.ops.aten.native_group_norm_backward.default)
 
 
 def _made(rows: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

@@ -38,6 +38,12 @@ def is_traced() -> bool:
     return _here.capturing or torch.compiler._is_compiling_flag or _in_dynamo()
 
 
+def operator(overload: Any) -> Any:
+    """What a call of an operator's overload comes to, without its line of Python. (Of the packet, ``torch.ops.aten.x``,
+    the overload is looked for at each call.)"""
+    return getattr(overload, "_op", overload)
+
+
 def pinned(x: Tensor) -> Tensor:
     """``x``, which in a captured graph is a tensor in memory from here on.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,12 +13,12 @@ from dpfast.arithmetic import (
     AnyNorm,
     SquaredNorm,
     accumulating_dtype,
-    bounds,
     buffers,
     cost,
     exact_convolutions,
     finished,
     is_traced,
+    operator,
     products,
     reduced_convolutions,
     reduced_products,
@@ -33,21 +32,12 @@ from dpfast.factors.dense import Dense, Factor, InBlocks
 from dpfast.factors.outer_product import OuterProduct
 from dpfast.factors.patches import Patches
 from dpfast.factors.runs import take
-
-TOGETHER = 16
-"""Samples whose gradients one call of torch's convolution takes mostly, each a group of channels of its own. Fewer left
-over are filled up to 2 or 4: a group has the same bits in calls of 2, 4 and 8 (the tests watch it), not in one of 1."""
-
-CHAIN = 1024
-"""Positions that such a call adds up, if a row of the image is no longer, before it starts a new partial sum."""
-
-SHORT_CHAIN = 128
-"""The same where there are few channels, and most positions: these are products of our own."""
+from dpfast.factors.ways import SHORT_CHAIN, TOGETHER, Ways, ways
 
 FEW = 16
 """Positions up to which clipped sums are products of patches."""
 
-_convolution_backward = torch.ops.aten.convolution_backward.default  # the packet looks for it at each call
+_convolution_backward = operator(torch.ops.aten.convolution_backward.default)
 
 
 class PatchProduct(Patches):
@@ -66,17 +56,12 @@ class PatchProduct(Patches):
         return self._of(take(self.image, samples), take(self.rows, samples), rows_norm)
 
     def _of(self, image: Tensor, rows: Tensor, rows_norm: Tensor | None = None) -> PatchProduct:
-        """Of the same layer."""
-        return PatchProduct(
-            image,
-            rows,
-            kernel=self.kernel,
-            stride=self.stride,
-            dilation=self.dilation,
-            padding=self.padding,
-            groups=self.groups,
-            rows_norm=rows_norm,
-        )
+        """Of the same layer, as many pixels and positions: its padding is known."""
+        found = PatchProduct.__new__(PatchProduct)
+        found.kernel, found.stride, found.dilation, found.groups = self.kernel, self.stride, self.dilation, self.groups
+        found.image, found.rows, found.padding, found.shape = image, rows, self.padding, self.shape
+        found._rows_norm = rows_norm
+        return found
 
     def _outer_product(self, first: int, last: int) -> OuterProduct:
         """Samples first to last, groups folded into samples."""
@@ -87,7 +72,7 @@ class PatchProduct(Patches):
 
     def _outer_products(self) -> list[tuple[int, int]]:
         """Ranges of samples whose patches fit the workspace."""
-        sample = self.groups * self.shape[1:].numel() * self._positions * self.image.element_size()
+        sample = self.groups * self.shape[1:].numel() * self._ways.positions * self.image.element_size()
         step = max(1, reference.WORKSPACE_BYTES // max(1, sample))
         return [(i, min(i + step, self.num_samples)) for i in range(0, self.num_samples, step)]
 
@@ -151,57 +136,46 @@ class PatchProduct(Patches):
 
     def _convolved(self) -> Iterator[Tensor]:
         """The gradients (n, *shape) of so many samples, until there are no more."""
-        dtype, span = accumulating_dtype(self.image, self.rows), self.dilation[0] * (self.kernel[0] - 1) + 1
+        dtype, of, n_all = accumulating_dtype(self.image, self.rows), self._ways, self.rows.shape[0]
         if self._one_by_one:
             patches, rows = self._cut_out(self._padded(self.image), self.rows)
             yield from (products.onednn(*of).view(1, *self.shape) for of in zip(rows, patches, strict=True))
             return
-        for image, rows in zip(self.image.split(self._together), self.rows.split(self._together), strict=True):
+        parts = [(self.image, self.rows)]
+        if n_all > of.together:
+            parts = [*zip(self.image.split(of.together), self.rows.split(of.together), strict=True)]
+        for image, rows in parts:
             n, image, rows = rows.shape[0], image.to(dtype), rows.to(dtype)
-            missing = 0 if self._together == 1 else next(size for size in (2, 4, 8, TOGETHER) if n <= size) - n
+            missing = 0 if of.together == 1 else next(size for size in (2, 4, 8, TOGETHER) if n <= size) - n
             if missing:
                 image, rows = (torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) for x in (image, rows))
-            if self._blocks == 1:
+            if of.blocks == 1:
                 total: Any = self._added_up(image, rows, self.padding)
             else:
+                span = self.dilation[0] * (self.kernel[0] - 1) + 1
                 image, total, none = self._padded(image), None, [0] * len(self.kernel)
-                for start in range(0, rows.shape[2], self._block):
-                    length = min(self._block, rows.shape[2] - start)
+                for start in range(0, rows.shape[2], of.block):
+                    length = min(of.block, rows.shape[2] - start)
                     part = image.narrow(2, start * self.stride[0], (length - 1) * self.stride[0] + span)
                     gradients = self._added_up(part, rows.narrow(2, start, length), none)
                     total = gradients if total is None else total.add_(gradients)
             yield total[:n].clone() if missing else total
 
-    @cached_property
-    def _one_by_one(self) -> bool:
-        """Whether gradients are products of pixels that need not be copied together."""
-        whole = self._is_pointwise and self._blocks == 1 and self.image.dtype is self.rows.dtype
-        return whole and products.by_onednn(self.shape[0], self._positions, self.shape[1], self.rows)
-
-    @cached_property
-    def _is_depthwise(self) -> bool:
-        """Whether each channel has its own patches and one row; on a CPU, in fp32."""
-        if self.groups == 1 or self.shape[:2] != (self.groups, 1) or self.rows.device.type != "cpu":
-            return False
-        return accumulating_dtype(self.image, self.rows) is torch.float32
+    @property
+    def _ways(self) -> Ways:
+        found: Ways | None = self.__dict__.get("_known")
+        if found is None:
+            rows, dtype = self.rows, accumulating_dtype(self.image, self.rows)
+            on_cpu, exact = rows.device.type == "cpu", reduced_products() == 0.0
+            found = self._known = ways(self.shape, rows.shape[2:], self.groups, dtype, on_cpu, exact)
+        return found
 
     @property
-    def _is_narrow(self) -> bool:
-        """Whether there are few channels, of which torch's convolution would make 16, and patches are small."""
-        few = self.groups == 1 and self.shape[1] <= 4 and self.shape[1:].numel() <= 64
-        return few and reduced_products() == 0.0
-
-    @cached_property
-    def _together(self) -> int:
-        """Samples in a call. One alone takes 0.6 of the time where gradients are large (128×128×3×3), and 0.5 where few
-        channels have large patches (3 of 7×7; AMD EPYC)."""
-        large = self.shape.numel() >= 2**17 or (self.shape[1] <= 4 and not self._is_narrow)
-        return 1 if self._one_by_one or (self.groups == 1 and large and not self._is_pointwise) else TOGETHER
-
-    @cached_property
-    def _is_pointwise(self) -> bool:
-        """Whether a patch is a pixel: a linear layer, whose products need no cutting out and no groups."""
-        return self.groups == 1 and self.shape[2:].numel() == 1 and reduced_products() == 0.0
+    def _one_by_one(self) -> bool:
+        """Whether gradients are products of pixels that need not be copied together."""
+        of = self._ways
+        whole = of.is_pointwise and of.blocks == 1 and self.image.dtype is self.rows.dtype
+        return whole and products.by_onednn(self.shape[0], of.positions, self.shape[1], self.rows)
 
     @property
     def _sum_is_product(self) -> bool:
@@ -209,33 +183,17 @@ class PatchProduct(Patches):
         the time of torch's convolution, at 8×8 1.3 times as long; of pixels by oneDNN 0.4 to 1.0; AMD EPYC)."""
         if self.groups > 1 or self.rows.device.type != "cpu" or reduced_products() != 0.0:
             return False
-        of_pixels = self._is_pointwise and all(s == 1 for s in self.stride) and not is_traced()
-        sizes = self.shape[0], self.num_samples * self._positions, self.shape[1]
+        of_pixels = self._ways.is_pointwise and all(s == 1 for s in self.stride) and not is_traced()
+        sizes = self.shape[0], self.num_samples * self._ways.positions, self.shape[1]
         if of_pixels and products.by_onednn(*sizes, self.image):
             return True
-        return self._positions <= FEW and self.shape[:2].numel() >= 2**14
-
-    @cached_property
-    def _block(self) -> int:
-        """Positions along the first dimension that one call adds up; of depthwise kernels half as many, because the
-        routine that they take adds up one after the other what the other adds in parts."""
-        chain = CHAIN // 2 if self._is_depthwise else CHAIN
-        return max(1, min(self.rows.shape[2], chain // max(1, self.rows.shape[3:].numel())))
-
-    @cached_property
-    def _blocks(self) -> int:
-        return -(-self.rows.shape[2] // self._block)
+        return self._ways.positions <= FEW and self.shape[:2].numel() >= 2**14
 
     def _error(self) -> Tensor:
         """How far :meth:`_convolved` may be from the exact gradients, in L2 norm, (N,): ``Σ_t |b_tp||a_td|`` is at most
         the product of two columns' norms, and a pixel is in at most as many patches as the kernel has places."""
-        dtype = accumulating_dtype(self.image, self.rows)
-        chain = self._block * self.rows.shape[3:].numel()
-        chain = (bounds.blocked_terms(chain, SHORT_CHAIN) if self._is_narrow else chain) + self._blocks
-        operations = 2 * self._positions
-        return bounds.chain_error(
-            self._norm_products(), terms=chain, numel=self.shape.numel(), dtype=dtype, operations=operations
-        )
+        of = self._ways
+        return of.relative * self._norm_products() + of.least
 
     def _norm_products(self) -> Tensor:
         """An upper bound of the L2 norm of ``Σ_t |b_tp||a_td|``, (N,): of groups, each has its own."""
@@ -249,18 +207,18 @@ class PatchProduct(Patches):
     def _added_up(self, image: Tensor, rows: Tensor, padding: Sequence[int]) -> Tensor:
         """Gradients (n, *shape) of n samples: as the weight gradient of one sample with n times the groups, or as
         products of pixels or of small patches; of depthwise kernels as a convolution of the images with the rows."""
-        n = rows.shape[0]
-        if self._is_pointwise:
+        n, of = rows.shape[0], self._ways
+        if of.is_pointwise:
             patches, rows = self._cut_out(self._padded(image) if any(padding) else image, rows)
             return products.batched(rows, patches.mT).view(n, *self.shape)
-        if self._is_narrow:
+        if of.is_narrow:
             patches, rows = self._cut_out(self._padded(image) if any(padding) else image, rows)
             total: Tensor | None = None
             for some, of_some in zip(patches.split(SHORT_CHAIN, 2), rows.split(SHORT_CHAIN, 2), strict=True):
                 total = products.batched(some, of_some.mT, add_to=total)
             assert total is not None
             return total.mT.reshape(n, *self.shape)
-        if self._is_depthwise:
+        if of.is_depthwise:
             return self._with_rows_as_kernels(image, rows, padding)
         rows = rows.reshape(1, -1, *rows.shape[2:])
         weight = rows.new_empty(rows.shape[1], *self.shape[1:])  # of which nothing but the shape is used
@@ -305,7 +263,7 @@ class PatchProduct(Patches):
             rows, patches = (x.transpose(0, 1).flatten(1) for x in (rows, patches))
             return products.of_rows(rows, patches).view(self.shape)
         with exact_convolutions():
-            if self._is_depthwise:
+            if self._ways.is_depthwise:
                 return self._with_rows_as_kernels(image, rows, self.padding).sum(0)
             return self._weight_gradient(image, rows, rows.new_empty(self.shape), self.padding, self.groups)
 
@@ -313,7 +271,9 @@ class PatchProduct(Patches):
         dtype = accumulating_dtype(self.image, self.rows)
         if self._by_convolution:
             values = buffers.empty((self.num_samples, *self.shape), dtype, self.rows.device)
-            for block, gradients in zip(values.split(self._together), self._convolved(), strict=True):
+            for block, gradients in zip(
+                values.split(1 if self._one_by_one else self._ways.together), self._convolved(), strict=True
+            ):
                 block.copy_(gradients)
             return Dense(values, error=self._error())
         parts = [self._outer_product(i, j).materialized() for i, j in self._outer_products()]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -40,18 +39,18 @@ class Patches:
         self.kernel, self.stride, self.dilation, self.groups = tuple(kernel), tuple(stride), tuple(dilation), groups
         self.image, self.rows, self.padding = image, rows, tuple(padding)
         self._rows_norm = rows_norm
-        reached = self._reached()
-        sizes = [size + 2 * p for size, p in zip(image.shape[2:], padding, strict=True)]
-        if any(size - end >= s for size, end, s in zip(sizes, reached, stride, strict=True)):
-            # Room for more positions than there are rows: torch's convolution would want them.
-            self.image, self.padding = self._padded(image), (0,) * len(self.kernel)
+        for size, p, end, s in zip(image.shape[2:], self.padding, self._reached(), self.stride, strict=True):
+            if size + 2 * p - end >= s:
+                # Room for more positions than there are rows: torch's convolution would want them.
+                self.image, self.padding = self._padded(image), (0,) * len(self.kernel)
+                break
         self.shape = torch.Size((rows.shape[1], image.shape[1] // groups, *kernel))
 
     @property
     def num_samples(self) -> int:
         return self.rows.shape[0]
 
-    @cached_property
+    @property
     def _positions(self) -> int:
         return self.rows.shape[2:].numel()
 
@@ -99,8 +98,10 @@ class Patches:
 
     def _pixels(self, image: Tensor) -> Tensor:
         """The same of a kernel of one place, (n, D, *positions)."""
+        if self.stride.count(1) == len(self.stride):
+            return image
         steps: Any = (..., *(slice(None, None, s) for s in self.stride))
-        return image[steps] if any(s > 1 for s in self.stride) else image
+        return image[steps]
 
     def norms(self) -> tuple[Tensor, Tensor]:
         """Upper bounds of the L2 norms of a sample's patches, all together, and of its rows, (N,)."""
@@ -116,4 +117,4 @@ class Patches:
 def _norm(x: Tensor) -> Tensor:
     """L2 norms by sample for error bounds, (N,) in fp64, along what lies together in memory."""
     x = x.to(accumulating_dtype(x)).flatten(2)
-    return sums.row_norm(x.mT if x.stride(1) == 1 else x).norm(dim=1)
+    return torch.linalg.vector_norm(sums.row_norm(x.mT if x.stride(1) == 1 else x), dim=1)

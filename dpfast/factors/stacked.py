@@ -36,9 +36,13 @@ def norms_or_unfinished(factors: Sequence[Factor]) -> list[AnyNorm]:
     """:func:`norm_or_unfinished` of each, the same bits. Where launches are what a norm takes, small gradients of one
     shape (biases, scales of norms) are copied into one tensor and read together."""
     alike: dict[Hashable, list[int]] = {}
-    for i, factor in enumerate(factors):
-        alike.setdefault(_stacks(factor) or i, []).append(i)
     found: dict[int, AnyNorm] = {}
+    for i, factor in enumerate(factors):
+        kind = _stacks(factor) if type(factor) is Dense else None
+        if kind is None:
+            found[i] = norm_or_unfinished(factor)
+        else:
+            alike.setdefault(kind, []).append(i)
     for which in alike.values():
         if len(which) == 1:
             found[which[0]] = norm_or_unfinished(factors[which[0]])
@@ -59,12 +63,13 @@ _AT_ONCE = 2**26
 """Bytes that are copied at a time, at most."""
 
 
-def _stacks(factor: Factor) -> Hashable | None:
+def _stacks(factor: Dense) -> Hashable | None:
     """What gradients that are read together have in common; None for one that is read by itself."""
-    if type(factor) is not Dense or factor.norm_is_known or not factor.num_samples or is_traced():
-        return None
     x = factor.values
-    if type(x) is not torch.Tensor or not x.is_contiguous() or not 0 < x.nbytes <= STACKED.get(x.device.type, 0):
+    most = STACKED.get(x.device.type, 0)
+    if not most or factor.norm_is_known or not factor.num_samples or is_traced():
+        return None
+    if type(x) is not torch.Tensor or not x.is_contiguous() or not 0 < x.nbytes <= most:
         return None
     return x.shape, x.dtype, x.device
 

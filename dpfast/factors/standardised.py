@@ -10,8 +10,8 @@ and x̂². Source: Qiao et al., Weight Standardization (2019), eq. 11.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,6 +41,9 @@ _SAME_ENTRIES = {
 def standardised(factor: Factor, value: Tensor, source: Tensor) -> Factor | None:
     """The factor of ``source`` where ``value``, whose ``factor`` is given, is its standardised form and nothing else;
     None where autograd's graph between them says something else, or is not known."""
+    if torch.is_grad_enabled():  # not within a backward pass
+        with torch.no_grad():
+            return standardised(factor, value, source)
     known = source.dtype == value.dtype and value.dtype in (torch.float32, torch.float64)
     if not (known and isinstance(factor, PatchProduct) and factor.num_samples):
         return None
@@ -49,22 +52,24 @@ def standardised(factor: Factor, value: Tensor, source: Tensor) -> Factor | None
         return None
     (to_input, *others), weights = node.next_functions, node._saved_input
     leaf = getattr(_before(to_input[0]), "variable", None)
-    if leaf is not source or any(other is not None for other, _ in others) or source.shape != value.shape:
+    if leaf is not source or source.shape != value.shape:
         return None
+    for other, _ in others:
+        if other is not None:
+            return None
     if weights.shape[:2] != (1, factor.shape[0]) or weights.numel() != source.numel():
         return None
     channels, mean, rstd, gain = source.shape[0], node._saved_result1, node._saved_result2, node._saved_weight
-    with torch.no_grad():
-        scaled = factor.with_scaled_rows(rstd if gain is None else rstd * gain)
-        if gain is None and value.device.type == "cpu" and value.is_contiguous() and not is_traced():
-            with_normal = None
-            if factor.output is not None and not factor.keeps:
-                output, rows = (x.flatten(2).contiguous() for x in (factor.output, scaled.rows))
-                with_normal, _ = sums.sums_of_products(output, rows)
-            found = Standardised(scaled, value.detach().reshape(channels, -1), with_normal=with_normal)
-            if found.is_of(rstd, node._saved_eps):
-                return found
-        return Standardised(scaled, (source.reshape(channels, -1) - mean[:, None]).mul_(rstd[:, None]))
+    scaled = factor.with_scaled_rows(rstd if gain is None else rstd * gain)
+    if gain is None and value.device.type == "cpu" and value.is_contiguous() and not is_traced():
+        with_normal = None
+        if factor.output is not None and not factor.keeps:
+            output, rows = factor.output.flatten(2).contiguous(), scaled.rows.flatten(2).contiguous()
+            with_normal, _ = sums.sums_of_products(output, rows)
+        found = Standardised(scaled, value.detach().reshape(channels, -1), with_normal=with_normal)
+        if found.is_of(rstd, node._saved_eps):
+            return found
+    return Standardised(scaled, (source.reshape(channels, -1) - mean[:, None]).mul_(rstd[:, None]))
 
 
 def is_standardised(value: Tensor) -> bool:
@@ -77,6 +82,39 @@ def _before(node: Any) -> Any:
     while node is not None and node.name() in _SAME_ENTRIES:
         ((node, _),) = node.next_functions
     return node
+
+
+class _Gammas(NamedTuple):
+    """What sums in blocks of so many entries are off, relatively: of ``_applied``'s means, of both moments together, of
+    a mean square, and all that ``_applied`` rounds."""
+
+    of_means: float
+    of_moments: float
+    of_square: float
+    of_all: float
+
+
+@lru_cache(maxsize=1024)
+def _gammas(block: int, dtype: torch.dtype) -> _Gammas:
+    one, two, four = (bounds.gamma(block + more, dtype) for more in (1, 2, 4))
+    return _Gammas(two, one + four, four, 1.01 * (two + bounds.gamma(12, dtype)))
+
+
+class _Sizes(NamedTuple):
+    """Upper bounds.
+
+    Attributes:
+        largest: of every row's mean square of x̂. lean: of the magnitude of every row's mean of it, as computed.
+        reach: of 1 and of ``‖x̂‖ / √D`` of any row.
+        stretch: of ``‖J‖``: 1 where x̂ has mean 0 and mean square 1 or less, up to rounding.
+        rounding: of what ``_applied`` rounds, relative to ``‖h‖``.
+    """
+
+    largest: Any
+    lean: Any
+    reach: Any
+    stretch: Any
+    rounding: Any
 
 
 class Standardised:
@@ -100,13 +138,17 @@ class Standardised:
     ):
         self.factor, self.normal, self.shape, self._with_normal = factor, normal, factor.shape, with_normal
         self._unfinished, self._off = unfinished, off
-        self._block = max(1, sums.sum_block(normal.shape[1]))
+        self._gammas = _gammas(sums.sum_block(normal.shape[1]) or 1, normal.dtype)
+        self._means: tuple[Tensor, Tensor] | None = None
+        self._known: _Sizes | None = None
 
-    @cached_property
+    @property
     def _moments(self) -> tuple[Tensor, Tensor]:
         """Means of x̂² and x̂, (P,) in fp64."""
-        square, mean = _two_sums(self.normal, self.normal.unsqueeze(0)).div_(self.normal.shape[1])[0].unbind()
-        return square, mean
+        if self._means is None:
+            square, mean = _two_sums(self.normal, self.normal.unsqueeze(0)).div_(self.normal.shape[1])[0].unbind()
+            self._means = square, mean
+        return self._means
 
     def is_of(self, rstd: Tensor, eps: float) -> bool:
         """Whether ``normal`` has the moments of x̂, mean 0 and mean square ``1 - eps · rstd²``: it may be x̂ and a number
@@ -130,7 +172,7 @@ class Standardised:
 
     def materialized(self) -> Dense:
         dense: Any = self.factor.materialized()  # of products, which have an error
-        error = self._stretch * dense.error + self._rounding * dense.sq_norm().upper.sqrt()
+        error = self._sizes.stretch * dense.error + self._sizes.rounding * dense.sq_norm().upper.sqrt()
         return Dense(self._applied(dense.values), error=error)
 
     def sq_norm(self) -> SquaredNorm:
@@ -158,8 +200,8 @@ class Standardised:
 
         norm = unfinished_norm(watched())
         with_normal, plain = _added(sums_of, self.normal).unbind(1)
-        far = self.normal.shape[1] ** 0.5 * self._reach
-        relative = far * bounds.gamma(self._block + 2, self.normal.dtype)
+        far = self.normal.shape[1] ** 0.5 * self._sizes.reach
+        relative = far * self._gammas.of_means
         found = self._without_means(norm, plain, with_normal, None, (relative, far * self._underflow(1.0)), error=error)
         return Standardised(InBlocks(held, error, norm._replace(error=error)), self.normal, found, off=self._off)
 
@@ -183,10 +225,10 @@ class Standardised:
             patches_norm, rows_norm = norm.totals[7:].sqrt().unbind()
         else:
             patches_norm, rows_norm = product.norms()
-        positions, width = product.rows.shape[2:].numel(), self.normal.shape[1]
-        relative = width**0.5 * bounds.gamma_matmul(width + positions + 2, self.normal.dtype) * self._reach
+        positions, width, reach = product.rows.shape[2:].numel(), self.normal.shape[1], self._sizes.reach
+        relative = width**0.5 * bounds.gamma_matmul(width + positions + 2, self.normal.dtype) * reach
         with_normal = product.row_products(self.normal) if self._with_normal is None else self._with_normal
-        inputs, lost = (patches_norm * rows_norm, rows_norm), self._reach * self._underflow(width * positions)
+        inputs, lost = (patches_norm * rows_norm, rows_norm), reach * self._underflow(width * positions)
         return self._without_means(norm, product.row_sums(), with_normal, inputs, (relative, lost))
 
     def _without_means(
@@ -205,50 +247,33 @@ class Standardised:
             off: how far M and Q may be, relative to that or to ``‖h‖``, and by underflow.
             error: how far h itself may be off, where ``norm`` does not say it.
         """
-        (square, mean), width, dtype = self._moments, self.normal.shape[1], self.normal.dtype
+        (square, mean), width, sizes = self._moments, self.normal.shape[1], self._sizes
         sq_q = q.square()
         taken = torch.addcmul(m, mean, q, value=-2.0).mul_(m).add_(sq_q, alpha=2.0).addcmul_(sq_q, square, value=-1.0)
         none = taken.new_zeros(taken.shape[0])
         products, of_rows = (None, none) if inputs is None else inputs
-        numbers = (taken.sum(-1).div_(width), m.norm(dim=-1), q.norm(dim=-1), none if error is None else error, of_rows)
-        delta, slop = bounds.gamma(self._block + 1, dtype) + bounds.gamma(self._block + 4, dtype), 1.01 / width
+        of_m, of_q = torch.linalg.vector_norm(m, dim=-1), torch.linalg.vector_norm(q, dim=-1)
+        numbers = (taken.sum(-1).div_(width), of_m, of_q, none if error is None else error, of_rows)
+        slop = 1.01 / width
         terms = StandardisedTerms(
             *off,
-            moments=(self._largest + 1.0) * (delta * slop),
-            sums=(self._largest + self._lean + 2.0) * (2.0 * slop),
-            rounding=self._rounding,
-            stretch=self._stretch,
+            moments=(sizes.largest + 1.0) * (self._gammas.of_moments * slop),
+            sums=(sizes.largest + sizes.lean + 2.0) * (2.0 * slop),
+            rounding=sizes.rounding,
+            stretch=sizes.stretch,
         )
         return UnfinishedStandardised(norm, torch.stack(numbers), products, terms)
 
-    @cached_property
-    def _largest(self) -> Any:
-        """No row's mean square of x̂ is larger."""
-        off, least = bounds.gamma(self._block + 4, self.normal.dtype), smallest_normal(self.normal.dtype)
-        found = self._moments[0].amax() if self._off is None else 1.0 + self._off
-        return found * (1.0 + 2.0 * off) + least
-
-    @cached_property
-    def _lean(self) -> Any:
-        """No row's mean of x̂, as computed, is farther from 0."""
-        return torch.linalg.vector_norm(self._moments[1], torch.inf) if self._off is None else self._off
-
     @property
-    def _reach(self) -> Any:
-        """An upper bound of 1 and of ``‖x̂‖ / √D`` of any row."""
-        return _at_least_one(self._largest**0.5)
-
-    @property
-    def _stretch(self) -> Any:
-        """An upper bound of ``‖J‖``: 1 where x̂ has mean 0 and mean square 1 or less, up to rounding."""
-        return _at_least_one(self._largest + 1.01 * self._lean + (1e-3 - 1.0))
-
-    @property
-    def _rounding(self) -> Any:
-        """What :meth:`_applied` rounds, relative to ``‖h‖``."""
-        dtype = self.normal.dtype
-        gamma = 1.01 * (bounds.gamma(self._block + 2, dtype) + bounds.gamma(12, dtype))
-        return self._largest * gamma + gamma
+    def _sizes(self) -> _Sizes:
+        if self._known is None:
+            off, (square, mean), least = self._off, self._moments, smallest_normal(self.normal.dtype)
+            largest: Any = (square.amax() if off is None else 1.0 + off) * (1.0 + 2.0 * self._gammas.of_square) + least
+            lean: Any = torch.linalg.vector_norm(mean, torch.inf) if off is None else off
+            stretch = _at_least_one(largest + 1.01 * lean + (1e-3 - 1.0))
+            rounding = largest * self._gammas.of_all + self._gammas.of_all
+            self._known = _Sizes(largest, lean, _at_least_one(largest**0.5), stretch, rounding)
+        return self._known
 
     def _underflow(self, terms: float) -> float:
         return terms * self.normal.numel() * smallest_normal(self.normal.dtype)

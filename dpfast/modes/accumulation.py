@@ -75,12 +75,16 @@ def held_by(parameters: Iterable[nn.Parameter]) -> Left | None:
     A gradient keeps its note when something writes to it, as a Trainer does that measures or clips the norm of the
     sum. (Clipping the sum is a projection, which no sample's part can grow by.)
     """
-    return together(left for _, left in _notes(parameters))
+    notes: list[Left] = []
+    for _, left in _notes(parameters):
+        if not notes or left is not notes[-1]:  # a pass leaves one on all of them
+            notes.append(left)
+    return together(notes)
 
 
 def together(notes: Iterable[Left]) -> Left | None:
     """What they say of all gradients that they stand on; None where there is none."""
-    notes = list({id(left): left for left in notes}.values())  # a pass leaves one on all of them
+    notes = list({id(left): left for left in notes}.values())
     if not notes:
         return None
     return Left(

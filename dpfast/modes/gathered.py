@@ -127,7 +127,8 @@ def take_norms(
     without = [e for e in used if e.norm is None]
     traced = is_traced()
     for entry in without:
-        entry.factors = [merge(entry.factors)]
+        if len(entry.factors) != 1:
+            entry.factors = [merge(entry.factors)]
         if traced:
             pin(entry.factors[0])
     factors = [e.factors[0] for e in without]

@@ -63,16 +63,21 @@ def find_in_turn(entries: Sequence[Gathered | None]) -> dict[int, OuterProduct]:
     """By place what is taken so (``cost.in_turn``), and no entry has any longer: of parameters with one use. What has
     waited for its turn in vain is kept."""
     found: dict[int, OuterProduct] = {}
+    alone: list[Gathered] = []
     for i, entry in enumerate(entries):
-        product = may_be_taken_in_turn(entry.factors[0]) if entry is not None and len(entry.factors) == 1 else None
-        if product is not None:
-            found[i] = product
+        if entry is not None and len(entry.factors) == 1 and isinstance(entry.factors[0], (OuterProduct, Reshaped)):
+            alone.append(entry)
+            product = may_be_taken_in_turn(entry.factors[0])
+            if product is not None:
+                found[i] = product
+    if not alone:
+        return {}
     chosen = cost.in_turn([size_of(product) for product in found.values()])
     in_turn = {i: product for (i, product), is_chosen in zip(found.items(), chosen, strict=True) if is_chosen}
     for i in in_turn:
         entries[i].factors.clear()  # type: ignore[union-attr]  # found there
-    for entry in entries:
-        if entry is not None and len(entry.factors) == 1 and waits_for_its_turn(entry.factors[0]):
+    for entry in alone:
+        if entry.factors and waits_for_its_turn(entry.factors[0]):
             entry.factors = [entry.factors[0].kept()]
     return in_turn
 

@@ -32,7 +32,9 @@ class SwappedParameters:
 
     def own(self, parameter: nn.Parameter) -> nn.Parameter:
         """The model's own, which is the parameter itself unless it stands in for one."""
-        found: nn.Parameter = self._own.get(parameter, parameter) if self._own else parameter
+        if not self._homes:  # nearly always: nothing is parted, so nothing stands in
+            return parameter
+        found: nn.Parameter = self._own.get(parameter, parameter)
         return found
 
     def own_all(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:

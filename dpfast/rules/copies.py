@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dpfast.arithmetic import operator
 from dpfast.factors import Dense, Factor
 from dpfast.rules.normalization import group_norm
 from dpfast.taps import Activations, Pieces, find_fault, register_forward
@@ -80,7 +81,10 @@ def group_norm_as_one(input: Tensor, num_groups: int, weight: Tensor | None, bia
     as_one = input.contiguous().view(1, n * channels, *input.shape[2:])  # a copy of part of the channels
     output = F.group_norm(as_one, n * num_groups, weight, bias, eps)
     # No view to autograd, which would copy the gradient three times where an operation in place follows.
-    return torch.ops.aten._unsafe_view.default(output, input.shape)
+    return _unsafe_view(output, input.shape)
+
+
+_unsafe_view = operator(torch.ops.aten._unsafe_view.default)
 
 
 def of_copies(

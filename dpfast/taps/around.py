@@ -26,7 +26,11 @@ def sees_its_own_heads(module: nn.Module) -> bool:
     (Qwen3's ``q_norm``)."""
     tapped = module.__dict__.get("forward")
     forward: Any = getattr(tapped, "before", tapped)
-    return forward is not None and is_around(forward, module) and forward.__qualname__.startswith("ReplicatedWithGradAllReduce.")
+    return (
+        forward is not None
+        and is_around(forward, module)
+        and forward.__qualname__.startswith("ReplicatedWithGradAllReduce.")
+    )
 
 
 def with_inner(forward: Any, inner: Callable[..., Any]) -> Any:

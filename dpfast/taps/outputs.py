@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
+from dpfast.arithmetic import operator
 from dpfast.errors import DpfastError
 
-_unsafe_view = torch.ops.aten._unsafe_view.default  # of the packet, the overload is looked for at each call
+_unsafe_view = operator(torch.ops.aten._unsafe_view.default)
 
 
 def as_no_views(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -9,7 +9,7 @@ from torch import nn
 
 import dpfast
 from dpfast.arithmetic import products
-from dpfast.factors.patch_product import CHAIN, TOGETHER
+from dpfast.factors.ways import CHAIN, TOGETHER
 from dpfast.rules import copies, functional
 from dpfast.taps import Activations, find_rule
 from dpfast.testing import loop_over_samples
@@ -321,7 +321,7 @@ def test_images_whose_squares_underflow():
 def test_long_sums_are_cut():
     layer = nn.Conv2d(4, 6, 3, padding=1)
     product = find_rule(layer)(layer, Activations([torch.randn(1, 4, 47, 40)]), torch.randn(1, 6, 47, 40))[layer.weight]
-    assert product._blocks == 2 and product._block * 40 <= CHAIN
+    assert product._ways.blocks == 2 and product._ways.block * 40 <= CHAIN
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
