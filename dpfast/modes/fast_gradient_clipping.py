@@ -246,7 +246,6 @@ class GradSampleModuleFastGradientClipping(LeavesSums, LastNorms, PerUnit, GradS
         order = step.deferred.order if step.deferred and alone and self._budget is None else None
         if order is not None and self._finish_as_before(step, step.deferred, order):
             return
-        check_own(self._places, step.gathered)
         if step.deferred:
             step.deferred.check_own(self._places)
         deferred = step.deferred.alikes() if step.deferred else []
@@ -254,6 +253,7 @@ class GradSampleModuleFastGradientClipping(LeavesSums, LastNorms, PerUnit, GradS
             step.waiting.take()
         scale = self._scale(step)
         entries = [step.gathered.pop(p, None) for p in self._places]
+        check_own(self._places, step.gathered)  # what is left
         alone = step.first is not None  # no sums cross ranks
         with told_to_all(None if alone else self._over_ranks, self._places):
             check_unwritten(self._places, entries, self._name)

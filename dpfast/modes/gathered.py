@@ -155,24 +155,23 @@ def clipped_totals(
     Args:
         alone: no other ranks' samples or parts are to be added to it.
     """
-    of = dict(zip(places, entries, strict=True))
-    sums: dict[nn.Parameter, Tensor] = {}
+    of = dict(zip(map(id, places), entries, strict=True))  # by numbers: parameters hash by a line of Python
+    sums: dict[int, Tensor] = {}
     for parameters, alike in deferred:
         weights = clipped.coefficients(0, parameters[0].dtype).to(parameters[0].device)
-        sums.update(zip(parameters, alike.weighted_sums(weights), strict=True))
+        sums.update(zip(map(id, parameters), alike.weighted_sums(weights), strict=True))
 
-    for parameters, coefficients in _small(of, places, clipped):
-        factors: list[Any] = [of[p].factors.pop() for p in parameters]  # type: ignore[union-attr]  # they have one
+    for parameters, factors, coefficients in _small(places, entries, clipped):
         # Rounded before it is taken apart: one by one, rounding takes as many calls as there are parameters.
         rounds = alone and all(p.grad is None for p in parameters)
         rounded = partial(added, None, dtype=parameters[0].dtype) if rounds else None
-        sums.update(zip(parameters, weighted_together(factors, coefficients, rounded), strict=True))
+        sums.update(zip(map(id, parameters), weighted_together(factors, coefficients, rounded), strict=True))
 
     def total(p: nn.Parameter) -> Tensor | None:
-        found = sums.pop(p, None)
+        found = sums.pop(id(p), None)
         if found is not None:
             return found
-        entry = of.pop(p)
+        entry = of.pop(id(p))
         if entry is not None and entry.total is None:
             rounds = alone and p.dtype is torch.bfloat16 and p.grad is None
             entry.clip(entry.factors.pop(), clipped.coefficients(places[p], p.dtype), p.dtype if rounds else None)
@@ -182,19 +181,22 @@ def clipped_totals(
 
 
 def _small(
-    of: Mapping[nn.Parameter, Gathered | None], places: Mapping[nn.Parameter, int], clipped: Clipped
-) -> Iterator[tuple[list[nn.Parameter], Tensor]]:
-    """Parameters whose sums are quicker taken in one product than one by one, and the coefficients of that."""
+    places: Iterable[nn.Parameter], entries: Iterable[Gathered | None], clipped: Clipped
+) -> Iterator[tuple[list[nn.Parameter], list[Dense], Tensor]]:
+    """Parameters whose sums are quicker taken in one product than one by one, their factors, which their entries have
+    no longer, and the coefficients of that."""
     if clipped.single.dim() > 1 or is_traced():  # clipped one by one
         return
-    alike: dict[Any, list[nn.Parameter]] = {}
-    for p, entry in of.items():
-        factor = entry.factors[0] if entry is not None and entry.total is None else None
-        if type(factor) is Dense and factor.num_samples and 0 < factor.shape.numel() <= _SMALL:
-            alike.setdefault((p.dtype, factor.values.dtype, factor.values.device), []).append(p)
-    for (dtype, *_), parameters in alike.items():
-        if len(parameters) > 1:
-            yield parameters, clipped.coefficients(0, dtype)
+    alike: dict[Any, list[tuple[nn.Parameter, Gathered]]] = {}
+    for p, entry in zip(places, entries, strict=True):
+        if entry is None or entry.total is not None or type(entry.factors[0]) is not Dense:
+            continue
+        values = entry.factors[0].values
+        if len(values) and 0 < values[0].numel() <= _SMALL:
+            alike.setdefault((p.dtype, values.dtype, values.device), []).append((p, entry))
+    for (dtype, *_), some in alike.items():
+        if len(some) > 1:
+            yield [p for p, _ in some], [e.factors.pop() for _, e in some], clipped.coefficients(0, dtype)  # type: ignore[misc]
 
 
 _SMALL = 2**12

@@ -1,0 +1,71 @@
+"""How many calls of Python and of C one layer more makes of a step: much of what a step of many layers takes."""
+
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import dpfast
+
+
+class GroupNormAct(nn.GroupNorm):
+    """As timm's."""
+
+    def __init__(self):
+        super().__init__(2, 8)
+        self.drop, self.act, self._fast_norm = nn.Identity(), nn.ReLU(inplace=True), False
+
+    def forward(self, x):
+        x = F.group_norm(x, self.num_groups, self.weight, self.bias, self.eps)
+        return self.act(self.drop(x))
+
+
+class StdConv2d(nn.Conv2d):
+    """As timm's."""
+
+    def __init__(self, kernel):
+        super().__init__(8, 8, kernel, padding=kernel // 2, bias=False)
+        self.eps = 1e-6
+
+    def forward(self, x):
+        weight = F.batch_norm(self.weight.reshape(1, 8, -1), None, None, training=True, momentum=0.0, eps=self.eps)
+        return F.conv2d(x, weight.reshape_as(self.weight), None, 1, self.padding)
+
+
+GroupNormAct.__module__, StdConv2d.__module__ = "timm.layers.norm_act", "timm.layers.std_conv"
+
+LAYERS = {
+    "group norm and activation": (GroupNormAct, 600),
+    "standardised weights": (lambda: StdConv2d(3), 740),
+    "standardised weights of pixels": (lambda: StdConv2d(1), 780),
+}
+
+
+def calls_of_a_step(make, layers):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), *(make() for _ in range(layers)), nn.Flatten(), nn.Linear(512, 2))
+    wrapped = dpfast.GradSampleModuleFastGradientClipping(model, max_grad_norm=1.0)
+    x, count = torch.randn(4, 3, 8, 8), 0
+
+    def note(frame, event, argument):
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    for looks in (True, True, False):
+        model.zero_grad()
+        before = sys.getprofile()
+        try:
+            sys.setprofile(before if looks else note)
+            wrapped(x).square().mean().backward()
+        finally:
+            sys.setprofile(before)
+    return count
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_takes_no_more_calls(name):
+    make, most = LAYERS[name]
+    few, many = (calls_of_a_step(make, layers) for layers in (2, 6))
+    assert (many - few) / 4 <= most
