@@ -38,10 +38,13 @@ def group_norm_of_copies(layer: nn.GroupNorm, piece: Pieces, input: Tensor) -> T
     return group_norm_as_one(input, layer.num_groups, weight, bias, layer.eps)
 
 
+_BEHIND = {"drop", "act"}
+
+
 def _is_group_norm(layer: Any) -> bool:
     """Whether that is what its forward computes, and nothing behind it has to be caught. ``fast_group_norm`` rounds to
     autocast's dtype."""
-    if layer._fast_norm:
+    if getattr(layer, "_fast_norm", False) or layer._modules.keys() != _BEHIND:
         return False
     for m in layer._modules.values():
         if m is None or m._modules or m._parameters or find_fault(m) is not None:

@@ -16,15 +16,15 @@ def owned_modules(module: nn.Module, whole: bool | None = None) -> list[nn.Modul
     if not module._modules:  # most layers
         return [module]
     if owns_children(module) if whole is None else whole:
-        return _with_children(module, [])
+        return list(_with_children(module, {}).values())
     return [m for _, m in _owned(module)]
 
 
-def _with_children(module: nn.Module, found: list[nn.Module]) -> list[nn.Module]:
-    """``found`` and the subtree, in the order of ``named_modules``."""
-    found.append(module)
+def _with_children(module: nn.Module, found: dict[int, nn.Module]) -> dict[int, nn.Module]:
+    """``found`` and the subtree, by number, in the order of ``named_modules``."""
+    found[id(module)] = module
     for child in module._modules.values():
-        if child is not None and child not in found:
+        if child is not None and id(child) not in found:
             _with_children(child, found)
     return found
 

@@ -55,6 +55,12 @@ def layer(**options):
     return made
 
 
+def with_function(made):
+    del made.act
+    made.act = torch.tanh
+    return made
+
+
 CASES = {
     "ReLU in place": (layer, (6, 8, 8)),
     "one group": (lambda: layer(groups=1), (6, 7)),
@@ -92,6 +98,7 @@ OTHERS = {
     "an activation with parameters": lambda: layer(act=nn.PReLU(6)),
     "one within others": lambda: layer(act=nn.Sequential(nn.PReLU(6))),
     "in autocast's dtype": lambda: layer(fast=True),
+    "an activation that is no module": lambda: with_function(layer()),
     "a forward of its own": lambda: Twice(6),
 }
 
