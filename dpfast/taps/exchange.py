@@ -27,15 +27,12 @@ from dpfast.taps.met_in_backward import Exchanged, Which, of_others
 from dpfast.taps.picks import NO_ROUTES
 from dpfast.taps.random_numbers import RandomNumbers, same_random_numbers
 from dpfast.taps.same_kernels import same_kernels
-from dpfast.taps.seen import Key, Run
+from dpfast.taps.seen import Key, Run, alike, equal, gradients_alike
 from dpfast.taps.tap import Tap
 from dpfast.taps.told import NOTHING, Told, together
 from dpfast.taps.witness import (
-    alike,
-    equal,
     exchanged,
     first_samples,
-    gradients_alike,
     run_on,
     said_by,
     stand_ins,
@@ -201,7 +198,7 @@ class _Exchange:
                 found[key] = told
         parted = {i: self._parted(i, base, runs, which) for i in range(len(base.outputs))}
         outputs = dict.fromkeys((i for i, dims in parted.items() if dims == []), _MIXED)
-        exchanged, differ = Exchanged(base, runs, which, found, self.size), False
+        exchanged, differ = Exchanged(base, runs, which, base.met | found, self.size), False
         met = [] if wrong or outputs else exchanged.met()
         losses = {i: _IN_LOSS for i in ([] if wrong or met else base.losses) if exchanged.meet_in_loss(i)}
         whole = bool(met or losses)  # to the bit; a kernel without a mask, where nobody is padded, adds up otherwise

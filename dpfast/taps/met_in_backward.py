@@ -10,10 +10,9 @@ from torch import Tensor
 
 from dpfast.taps.fingerprints import are_beyond_rounding, spread_of
 from dpfast.taps.layout import Place, Rows
-from dpfast.taps.seen import Key, Run
+from dpfast.taps.seen import Beside, Grads, Key, Run
 from dpfast.taps.witness import whose_rows
 
-Grads = dict[Key, list[Tensor]]
 Which = list[tuple[int, ...]]
 """The samples that are exchanged in each run."""
 
@@ -51,20 +50,53 @@ class Exchanged(NamedTuple):
         return max((spread_of(x, y) for x, y in pairs if x.dim() == 2 and x.shape == y.shape), default=0.0)
 
     def _met(self, base: Grads, runs: list[Grads], spread: float) -> list[Key]:
-        met = []
+        met: list[Key] = []
+        apart: dict[tuple[Key, int], bool] = {}  # of outputs beside the first, whether they are in some dimension
         for key, grads in base.items():
-            place = self.places.get(key)
-            for number, rows in enumerate(grads) if isinstance(place, (int, Rows)) else ():
-                whose = whose_rows(len(rows), self.size, place, rows.device)  # type: ignore[arg-type]  # as above
-                others = [run.get(key, [])[number : number + 1] for run in runs]
-                if whose is not None and any(
-                    bool((_differ(other[0], rows, spread) & of_others(whose, some)).any())
-                    for other, some in zip(others, self.which, strict=True)
-                    if other and other[0].shape == rows.shape
-                ):
+            others = [run.get(key, []) for run in runs]
+            if isinstance(key, Beside):
+                places = self._places(key)
+                if places:
+                    part = any(not self._meet_at(place, grads, others, spread) for place in places)
+                    apart[key[:2]] = part or apart.get(key[:2], False)
+            else:
+                place = self.places.get(key)
+                if isinstance(place, (int, Rows)) and self._meet_at(place, grads, others, spread):
                     met.append(key)
-                    break
-        return met
+        return met + [key for (key, _), part in apart.items() if not part and key not in met]
+
+    def _places(self, beside: Beside) -> list[int | Rows]:
+        """Where such an output may have its samples, along one dimension: as exchanged ones change it there, and no
+        other row; none where none changes it."""
+        base = self.base.beside[beside]
+        found = [run.beside.get(beside) for run in self.runs]
+        if any(x is None or x.shape != base.shape for x in found):
+            return []
+        changed = [x.ne(base) for x in found if x is not None]
+        if not any(bool(x.any()) for x in changed):
+            return []
+        folded = (Rows(beside.dim, True), Rows(beside.dim, False))
+        places: Sequence[int | Rows] = (beside.dim,) if len(base) == self.size else folded
+        return [place for place in places if not self._any_of_others(place, changed)]
+
+    def _meet_at(self, place: int | Rows, grads: list[Tensor], others: list[list[Tensor]], spread: float) -> bool:
+        """Whether any of these gradients, one for each use, changes with a sample that is not its row's."""
+        for number, rows in enumerate(grads):
+            found = [other[number] if number < len(other) else None for other in others]
+            changed = [None if x is None or x.shape != rows.shape else _differ(x, rows, spread) for x in found]
+            if self._any_of_others(place, changed):
+                return True
+        return False
+
+    def _any_of_others(self, place: int | Rows, changed: Sequence[Tensor | None]) -> bool:
+        """Whether rows have changed that are of no exchanged sample. changed: in each run; None: not known."""
+        for rows, some in zip(changed, self.which, strict=True):
+            if rows is None or not bool(rows.any()):
+                continue
+            whose = whose_rows(len(rows), self.size, place, rows.device)
+            if whose is not None and bool((rows & of_others(whose, some)).any()):
+                return True
+        return False
 
 
 def _differ(rows: Tensor, others: Tensor, spread: float) -> Tensor:

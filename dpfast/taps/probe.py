@@ -4,11 +4,10 @@ model is called with, and again now and then for what the first look did not sho
 
 from __future__ import annotations
 
-import enum
 import sys
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -18,6 +17,7 @@ from dpfast.arithmetic import buffers, in_cuda_graph
 from dpfast.errors import DpfastWarning, InputError, UnsupportedModuleError
 from dpfast.taps.exchange import told_by_exchange
 from dpfast.taps.inputs import Structure
+from dpfast.taps.kinds import alike_by_accident, kind_of
 from dpfast.taps.layout import NOT_RUN, Mixed, Place, Places, Rows, kind_here, note_kind, place_in
 from dpfast.taps.learned import NOTHING, SAMPLES, Found, Learned, learned, with_own
 from dpfast.taps.node import Record
@@ -144,17 +144,13 @@ class Probe:
                     "torch.as_tensor of arrays)"
                 )
             return False
-        # Sizes and numbers do not count: batches and sequences of another length are of the same kind. Which parameters
-        # are trainable does: a frozen one stands in operations as any tensor, and no gradient of it is followed there.
-        kind: tuple[Any, ...] = (trainable, self._modes(receiver.model), *inputs[1])
-        kind += tuple(_modes_named((*inputs[0], *inputs[1].values())))
-        kind += tuple(x.dim() if isinstance(x, Tensor) else x is True or type(x) for x in leaves)
+        kind = kind_of(inputs, leaves, trainable, self._modes(receiver.model))
         dims = [{d for d, s in enumerate(x.shape) if s == n} if isinstance(x, Tensor) else set() for x in leaves]
         if self._asks_no_more:  # its batches may be as long as something else by accident where the other's were not
             known = next((k for k in self.outputs if k[: len(kind)] == kind), None)
             note_kind(receiver, known)
             return False
-        by_accident = _alike_by_accident(leaves, dims)
+        by_accident = alike_by_accident(leaves, dims)
         for some, before in zip(dims, self._dims.get(kind[1:], dims), strict=True):
             some &= before  # what once was not as long as the batch does not follow it
         like, kind = kind[1:], (*kind, *by_accident)
@@ -379,22 +375,3 @@ def _warn_of_lists(receiver: Any, inputs: Any, leaves: Sequence[Any], n: int) ->
         if type(x) is list and len(x) > 1 and x[0] is first is not None and all(isinstance(y, Tensor) for y in x):
             said = _LISTED.format(type(receiver.model).__name__, len(x), receiver.batch_dim, n)
             warnings.warn(said, DpfastWarning, stacklevel=_CALLER)
-
-
-def _modes_named(arguments: Sequence[Any]) -> Iterator[Any]:
-    """By which a forward may go its ways: texts that are arguments, numbers that are a weight of nothing or all, and in
-    dicts these and the keys."""
-    for x in arguments:
-        if isinstance(x, (str, enum.Enum)) or (isinstance(x, (int, float)) and x in (0, 1)):
-            yield type(x), x
-        elif isinstance(x, Mapping):
-            yield from x
-            yield from _modes_named(tuple(x.values()))
-
-
-def _alike_by_accident(leaves: Sequence[Any], dims: Sequence[set[int]]) -> tuple[Any, ...]:
-    """The shapes, numbers and names, where an input is as long as the batch in another dimension too: a forward that
-    goes by these may go another way then, and nobody would see it."""
-    if all(len(some) < 2 for some in dims):
-        return ()
-    return tuple(tuple(x.shape) if isinstance(x, Tensor) else x if isinstance(x, (int, str)) else None for x in leaves)

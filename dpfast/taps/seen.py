@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,23 +14,40 @@ from torch.utils.hooks import RemovableHandle
 from dpfast.taps.fingerprints import Prints
 from dpfast.taps.layout import Rows
 from dpfast.taps.nodes import ends_among, nodes_behind
+from dpfast.taps.passes import in_backward
 from dpfast.taps.picks import Routes
 
 Key = tuple[int, Any]
 """The number of a tap and the rank of its output; None: of pieces."""
 
 
-class Caught(NamedTuple):
-    """A tap's output. Not the tensor, which in most layers nobody else would keep.
+class Beside(NamedTuple):
+    """An output of a tap beside its first (a state, attention's weights), along one of its dimensions.
 
     Attributes:
-        edge: where its gradient comes by. handle: of our hook on it. hooks: all that are on it.
+        of: the tap's key. number: of the output, among those of all its calls.
     """
 
-    key: Key
+    of: Key
+    number: int
+    dim: int
+
+
+class Caught(NamedTuple):
+    """What a tap's output is made of, which the model itself does not get to see. Not the tensor, which in most layers
+    nobody else would keep.
+
+    Attributes:
+        keys: one, or of an output beside the first one for each dimension.
+        edge: where its gradient comes by. handle: of our hook on it.
+    """
+
+    keys: Sequence[Key | Beside]
     edge: GradientEdge
     handle: RemovableHandle
-    hooks: Any
+
+
+Grads = dict[Key | Beside, list[Tensor]]
 
 
 class Run(NamedTuple):
@@ -46,11 +63,13 @@ class Run(NamedTuple):
         outputs: fingerprints of the model's outputs, along every dimension as long as the batch; behind them of what
             its modules keep in attributes (``held``, by their names).
         met: where operations on what has no samples, by their ways, have those that it meets.
+        beside: fingerprints of outputs beside the first, along dimensions that may be the samples'.
         routes: where rows were picked.
-        grads: as calls, of the gradients at the taps' outputs in a backward pass; empty where none ran. losses: the
-            same of each output that has no samples, by the output's number. caught: the taps' outputs, until then.
+        grads: as calls, of the gradients at the taps' outputs in a backward pass, those beside the first and those of
+            operations (``met``) too; empty where none ran. losses: the same of each output that has no samples, by the
+            output's number. caught: the taps' outputs, until then.
             running: not empty while these passes run. given, arrived: what has come in the pass of now, by the number
-            of what was caught, and by its key. failed: why no backward pass ran.
+            of what was caught and its key, and by its key. failed: why no backward pass ran.
         keeps: not empty where it has changed what modules hold.
         counted: of each sequence that is packed, how long samples are, by sample, where the model counts that.
     """
@@ -62,13 +81,14 @@ class Run(NamedTuple):
     packed: list[str]
     reordered: set[Key]
     met: dict[Key, int | Rows]
+    beside: dict[Beside, Tensor]
     routes: list[Routes]
-    grads: dict[Key, list[Tensor]]
-    losses: dict[int, dict[Key, list[Tensor]]]
+    grads: Grads
+    losses: dict[int, Grads]
     caught: list[Caught]
     running: list[bool]
-    given: dict[int, Tensor]
-    arrived: dict[Key, list[Tensor]]
+    given: dict[tuple[int, Key | Beside], Tensor]
+    arrived: Grads
     held: list[str]
     failed: list[Exception]
     keeps: list[bool]
@@ -77,22 +97,26 @@ class Run(NamedTuple):
     @classmethod
     def begun(cls) -> Run:
         """Nothing is noted yet."""
-        return cls({}, {}, [], set(), [], set(), {}, [], {}, {}, [], [], {}, {}, [], [], [], [])
+        return cls({}, {}, [], set(), [], set(), {}, {}, [], {}, {}, [], [], {}, {}, [], [], [], [])
 
-    def note_grad(self, key: Key, prints: Prints, grad: Tensor) -> None:
-        """A hook on a tap's output."""
-        self.arrived.setdefault(key, []).append(prints.of_gradient(grad))
+    def catch(self, prints: Mapping[Key | Beside, Prints], x: Tensor) -> None:
+        """A tap's output as the tap alone has it, to which gradients are to come: behind all hooks of the model's own
+        on what it gets, and on autograd's nodes of that, as these may mix samples."""
+        if in_backward() is not None:  # repeated in a checkpoint, where a pass of its own may follow
+            x.register_hook(functools.partial(self._note_repeated, prints))
+            return
+        handle = x.register_hook(functools.partial(self._note_given, len(self.caught), prints))
+        self.caught.append(Caught(list(prints), get_gradient_edge(x), handle))
 
-    def catch(self, key: Key, prints: Prints, x: Tensor) -> None:
-        """A tap's output, to which gradients are to come."""
-        note = functools.partial(self._note_given, len(self.caught), key, prints)
-        handle = x.register_hook(note)
-        self.caught.append(Caught(key, get_gradient_edge(x), handle, x._backward_hooks))
+    def _note_repeated(self, prints: Mapping[Key | Beside, Prints], grad: Tensor) -> None:
+        for key, some in prints.items():
+            self.arrived.setdefault(key, []).append(some.of_gradient(grad))
 
-    def _note_given(self, number: int, key: Key, prints: Prints, grad: Tensor) -> None:
+    def _note_given(self, number: int, prints: Mapping[Key | Beside, Prints], grad: Tensor) -> None:
         if self.running:  # and no pass of the model's own, within its forward
-            self.given[number] = prints.of_gradient(grad)
-            self.arrived.setdefault(key, []).append(self.given[number])
+            for key, some in prints.items():
+                self.given[number, key] = some.of_gradient(grad)
+                self.arrived.setdefault(key, []).append(self.given[number, key])
 
 
 def backwards(run: Run, outputs: Sequence[Tensor], losses: dict[int, Tensor], to_leaves: bool) -> None:
@@ -105,16 +129,15 @@ def backwards(run: Run, outputs: Sequence[Tensor], losses: dict[int, Tensor], to
     """
     # The cosine, and nothing where there is none.
     own = [x.detach().cos().nan_to_num_(0.0) for x in outputs]
-    passes: list[tuple[int | None, Any, Any]] = [(None, outputs, own)] if outputs else []
-    passes += [(i, [x], [torch.ones_like(x)]) for i, x in losses.items()]
+    with torch.enable_grad():  # something is behind them, as a loss is: else torch's multi_grad_hooks would not run
+        passes: list[tuple[int | None, Any, Any]] = [(None, list(map(_behind, outputs)), own)] if outputs else []
+        passes += [(i, [_behind(x)], [torch.ones_like(x)]) for i, x in losses.items()]
     leaves_some = to_leaves and _in_reentrant_checkpoint([*outputs, *losses.values()])
     # Of these alone are gradients asked for: others are on the way to them, and would all be held until the end.
-    keys, ends = [x.key for x in run.caught], ends_among([x.edge for x in run.caught])
-    for x in run.caught:  # behind hooks of the model's own on the same output, which may mix samples
-        x.hooks[x.handle.id] = x.hooks.pop(x.handle.id)
+    ends = ends_among([x.edge for x in run.caught])
     run.running.append(True)
     try:
-        for i, some, grads in passes if keys or leaves_some else ():
+        for i, some, grads in passes if ends or leaves_some else ():
             again = i != passes[-1][0]
             run.arrived.clear()
             run.given.clear()
@@ -124,8 +147,8 @@ def backwards(run: Run, outputs: Sequence[Tensor], losses: dict[int, Tensor], to
             else:
                 torch.autograd.grad(some, ends, grads, allow_unused=True, retain_graph=again)
                 found = {}
-                for number, key in enumerate(keys):
-                    found.setdefault(key, []).append(run.given.get(number, torch.zeros(0)))
+                for number, key in ((i, key) for i, x in enumerate(run.caught) for key in x.keys):
+                    found.setdefault(key, []).append(run.given.get((number, key), torch.zeros(0)))
             (run.grads if i is None else run.losses.setdefault(i, {})).update(found)
     except Exception as error:  # whatever somebody's functions raise
         run.failed.append(error)
@@ -137,7 +160,37 @@ def backwards(run: Run, outputs: Sequence[Tensor], losses: dict[int, Tensor], to
         noted.clear()
 
 
+def _behind(x: Tensor) -> Tensor:
+    return x.view_as(x)
+
+
 def _in_reentrant_checkpoint(outputs: Sequence[Tensor]) -> bool:
     """Whether some of what was computed was, whose gradients ``torch.autograd.grad`` does not give."""
     nodes = nodes_behind(x.grad_fn for x in outputs)
     return any(type(node).__name__ == "CheckpointFunctionBackward" for node in nodes)
+
+
+def equal(x: Any, y: Any) -> bool:
+    if isinstance(x, Tensor) and isinstance(y, Tensor):
+        return torch.equal(x, y)
+    return type(x) is type(y) and bool(x == y)
+
+
+def alike(one: Run, two: Run) -> bool:
+    """Whether two forward passes gave the same."""
+    return _are_same(one.calls, two.calls) and all(
+        x.keys() == y.keys() and all(equal(x[d], y[d]) for d in x)
+        for x, y in zip(one.outputs, two.outputs, strict=True)
+    )
+
+
+def gradients_alike(one: Run, two: Run) -> bool:
+    """Whether their backward passes did."""
+    losses = all(_are_same(grads, two.losses.get(i, {})) for i, grads in one.losses.items())
+    return losses and _are_same(one.grads, two.grads)
+
+
+def _are_same(one: Mapping[Any, list[Any]], two: Mapping[Any, list[Any]]) -> bool:
+    return one.keys() == two.keys() and all(
+        len(x) == len(two[key]) and all(map(equal, x, two[key])) for key, x in one.items()
+    )

@@ -7,7 +7,6 @@ are zeros have other numbers in the copy, and each tap's output is given noise, 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -29,11 +28,10 @@ from dpfast.taps.lengths import Lengths
 from dpfast.taps.meetings import AtMeetings
 from dpfast.taps.owned import owned_modules
 from dpfast.taps.packed import packed_in, rows_of, shapes_taken, with_data
-from dpfast.taps.passes import in_backward
 from dpfast.taps.picks import Picks
 from dpfast.taps.registry import find_by_row, find_forward, find_rule
-from dpfast.taps.seen import Key, Run, backwards
-from dpfast.taps.shared import Operation
+from dpfast.taps.seen import Beside, Key, Run, backwards
+from dpfast.taps.shared import Operation, Shared
 from dpfast.taps.tap import Tap
 from dpfast.taps.unsharded import copied_whole, whole_stand_in
 
@@ -95,17 +93,40 @@ class Witness(AtMeetings):
         output = self.without_samples(output)
         with torch._C.DisableTorchFunction():  # nobody is to follow what is done here
             noted = self._noted(args, kwargs, output)
-        if noted is None:
-            return output
-        key, prints, x, noise = noted
-        # In the noise's memory, where it is no view, to which autograd would note more.
-        noisy = x if noise is None else x + noise if noise._is_view() else noise.add_(x)
-        if noisy.requires_grad and in_backward() is None:
-            with torch._C.DisableTorchFunction():
-                self.seen.catch(key, prints, noisy)
-        elif noisy.requires_grad:
-            noisy.register_hook(functools.partial(self.seen.note_grad, key, prints))
-        return _replaced(output, x, noisy) if prints.packed is None else with_data(output, x, noisy)
+            if noted is None or not self.noisy:
+                return output
+            key, prints, x, noise = noted
+            beside = self._beside(key, prints, x, output)
+            if x.requires_grad:
+                self.seen.catch({key: prints}, x)
+        # What the model gets has nodes of its own, which its hooks are on. In the noise's memory, where that is no
+        # view, to which autograd would note more.
+        noisy = x.view_as(x) if noise is None else x + noise if noise._is_view() else noise.add_(x)
+        output = _replaced(output, x, noisy) if prints.packed is None else with_data(output, x, noisy)
+        for other in beside:
+            output = _replaced(output, other, other.view_as(other))
+        return output
+
+    def _beside(self, key: Key, prints: Prints, first: Tensor, output: Any) -> list[Tensor]:
+        """The module's outputs beside the first that gradients are caught of: those with samples in some dimension."""
+        found: dict[int, Tensor] = {id(first): first}
+        for x in tensors_in(output):
+            if id(x) in found or isinstance(x, Shared) or not (x.is_floating_point() and x.requires_grad):
+                continue
+            own = [d for d, s in enumerate(x.shape) if s == self.size]
+            own = own or [d for d, s in enumerate(x.shape) if s and s % self.size == 0]
+            if not own or x.grad_fn is None:
+                continue
+            found[id(x)] = x
+            number = len(self.seen.beside)
+            orders = [prints.order if x.shape[d] == self.size else None for d in own]
+            along: dict[Key | Beside, Prints] = {}
+            for d, order in zip(own, orders, strict=True):
+                where = Beside(key, number, d)
+                along[where] = Prints(d, order, self.whole)
+                self.seen.beside[where] = along[where].of(x)
+            self.seen.catch(along, x)
+        return list(found.values())[1:]
 
     def _ran(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the module's forward gives, in a noisy run on parameters without their history, as in a step, where it
@@ -163,8 +184,12 @@ class Witness(AtMeetings):
         seed = self.seen.order.setdefault(key, len(self.seen.order))
         calls = self.seen.calls.setdefault(key, [])
         calls.append(prints.of(output))
-        noise = self._noise_for(output, where, hash((seed, len(calls))), prints) if self.noisy else None
-        return output if noise is None else output + noise
+        if not self.noisy:
+            return output
+        if output.requires_grad:
+            self.seen.catch({key: prints}, output)
+        noise = self._noise_for(output, where, hash((seed, len(calls))), prints)
+        return output.view_as(output) if noise is None else output + noise
 
     def _order(self, dim: int) -> Tensor | None:
         """The numbers of the samples' rows, where samples are picked whole, each once, in another order."""
@@ -353,29 +378,3 @@ def _replaced(output: Any, x: Tensor, by: Tensor) -> Any:
         return by
     leaves, structure = tree_flatten(output)
     return tree_unflatten([by if y is x else y for y in leaves], structure)
-
-
-def equal(x: Any, y: Any) -> bool:
-    if isinstance(x, Tensor) and isinstance(y, Tensor):
-        return torch.equal(x, y)
-    return type(x) is type(y) and bool(x == y)
-
-
-def alike(one: Run, two: Run) -> bool:
-    """Whether two forward passes gave the same."""
-    return _are_same(one.calls, two.calls) and all(
-        x.keys() == y.keys() and all(equal(x[d], y[d]) for d in x)
-        for x, y in zip(one.outputs, two.outputs, strict=True)
-    )
-
-
-def gradients_alike(one: Run, two: Run) -> bool:
-    """Whether their backward passes did."""
-    losses = all(_are_same(grads, two.losses.get(i, {})) for i, grads in one.losses.items())
-    return losses and _are_same(one.grads, two.grads)
-
-
-def _are_same(one: Mapping[Key, list[Any]], two: Mapping[Key, list[Any]]) -> bool:
-    return one.keys() == two.keys() and all(
-        len(x) == len(two[key]) and all(map(equal, x, two[key])) for key, x in one.items()
-    )

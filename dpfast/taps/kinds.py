@@ -1,0 +1,49 @@
+"""Kinds of input: a model that is called with another may go another way, so each is looked at for itself."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Mapping, Sequence, Set
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def kind_of(inputs: Any, leaves: Sequence[Any], trainable: bytes, modes: bytes) -> tuple[Any, ...]:
+    """Of what a model is called with.
+
+    Sizes and numbers do not count: batches and sequences of another length are of the same kind. Which parameters are
+    trainable does: a frozen one stands in operations as any tensor, and no gradient of it is followed there.
+
+    Args:
+        inputs: (args, kwargs). leaves: what is in them. trainable: which of the model's parameters are. modes: which of
+            its modules are in training.
+    """
+    kind: tuple[Any, ...] = (trainable, modes, *_autocasts(), *inputs[1])
+    kind += tuple(_modes_named((*inputs[0], *inputs[1].values())))
+    return kind + tuple(x.dim() if isinstance(x, Tensor) else x is True or type(x) for x in leaves)
+
+
+def _autocasts() -> tuple[bool, bool]:
+    """On which devices autocast is on: a forward may go its way by it, and makes other nodes."""
+    return torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+
+
+def _modes_named(arguments: Sequence[Any]) -> Iterator[Any]:
+    """By which a forward may go its ways: texts that are arguments, numbers that are a weight of nothing or all, and in
+    dicts these and the keys."""
+    for x in arguments:
+        if isinstance(x, (str, enum.Enum)) or (isinstance(x, (int, float)) and x in (0, 1)):
+            yield type(x), x
+        elif isinstance(x, Mapping):
+            yield from x
+            yield from _modes_named(tuple(x.values()))
+
+
+def alike_by_accident(leaves: Sequence[Any], dims: Sequence[Set[int]]) -> tuple[Any, ...]:
+    """The shapes, numbers and names, where an input is as long as the batch in another dimension too: a forward that
+    goes by these may go another way then, and nobody would see it."""
+    if all(len(some) < 2 for some in dims):
+        return ()
+    return tuple(tuple(x.shape) if isinstance(x, Tensor) else x if isinstance(x, (int, str)) else None for x in leaves)
