@@ -139,7 +139,8 @@ def attended(
     scores = (q * math.sqrt(1.0 / q.shape[-1])) @ k.mT
     weights = torch.softmax(scores if mask is None else scores + mask, dim=-1)
     weights = F.dropout(weights, dropout) if dropout > 0.0 else weights
-    return (weights @ v).transpose(1, 2).flatten(2), weights
+    # Apart from what attends, as torch's are: a hook on what the layer gives is none on that.
+    return (weights @ v).transpose(1, 2).flatten(2), weights.view_as(weights)
 
 
 # --- the pieces and their gradients ---

@@ -29,7 +29,7 @@ from dpfast.taps.registry import find_by_row, find_forward
 from dpfast.taps.same_kernels import same_kernels
 from dpfast.taps.seen import Key
 from dpfast.taps.tap import Tap
-from dpfast.taps.witness import copied, stand_ins
+from dpfast.taps.witness import copied, replaced, stand_ins
 
 _SAME = 0.02
 """How far, in norm, a layer's rows may be from those of its tokens in another order: rounding, in 16 bits too."""
@@ -305,6 +305,7 @@ class _Witness(OfCopy):
         self.seen.calls.setdefault(key, []).append(None if rows is None else fingerprints(rows, 0).cpu())
         if outputs[0].requires_grad and picked_here() is None:
             self.seen.caught.append((key, places.get(key), outputs[0]))
+            output = replaced(output, outputs[0], outputs[0].view_as(outputs[0]))  # hooks on its node run before
         if rows is not None and rowwise and not self._is_rowwise(forward, args, kwargs, places.get(key), rows):
             self.seen.not_rowwise.add(key)
         if rows is not None and mask is not None and key in inert and isinstance(output, Tensor):

@@ -102,9 +102,9 @@ class Witness(AtMeetings):
         # What the model gets has nodes of its own, which its hooks are on. In the noise's memory, where that is no
         # view, to which autograd would note more.
         noisy = x.view_as(x) if noise is None else x + noise if noise._is_view() else noise.add_(x)
-        output = _replaced(output, x, noisy) if prints.packed is None else with_data(output, x, noisy)
+        output = replaced(output, x, noisy) if prints.packed is None else with_data(output, x, noisy)
         for other in beside:
-            output = _replaced(output, other, other.view_as(other))
+            output = replaced(output, other, other.view_as(other))
         return output
 
     def _beside(self, key: Key, prints: Prints, first: Tensor, output: Any) -> list[Tensor]:
@@ -140,7 +140,7 @@ class Witness(AtMeetings):
             output = forward(*args, **kwargs)
         for x in tensors_in(output):
             if x.is_floating_point() and not x.requires_grad:  # of inputs that are data
-                output = _replaced(output, x, x + torch.zeros((), dtype=x.dtype, device=x.device, requires_grad=True))
+                output = replaced(output, x, x + torch.zeros((), dtype=x.dtype, device=x.device, requires_grad=True))
         return output
 
     def _noted(
@@ -372,7 +372,7 @@ def noise_like(like: Tensor, seed: int) -> Tensor:
     return noise
 
 
-def _replaced(output: Any, x: Tensor, by: Tensor) -> Any:
+def replaced(output: Any, x: Tensor, by: Tensor) -> Any:
     """A module's output with another tensor in the place of one."""
     if output is x:
         return by

@@ -357,17 +357,27 @@ class Norm(nn.LayerNorm):
         return super().forward(x)
 
 
+class OnTheNode(nn.Embedding):
+    def __call__(self, x):
+        y = super().__call__(x)
+        if y.requires_grad:
+            y.grad_fn.register_prehook(lambda grads: (grads[0] - grads[0].mean(1, keepdim=True),))
+        return y
+
+
 class MeetsInBackward(Packed):
     def forward(self, tokens, positions):
         return _AsLongAsOne.apply(super().forward(tokens, positions))
 
 
-@pytest.mark.parametrize("where", ["output", "hook"])
+@pytest.mark.parametrize("where", ["output", "hook", "node"])
 def test_documents_that_meet_in_the_backward_pass_alone_are_refused(where):
     """As gradients that are normalised row by row."""
     model, (batch, _) = (MeetsInBackward() if where == "output" else Packed()), packed()
     if where == "hook":
         model.norm = Norm(12)
+    if where == "node":  # of the first layer, behind which there is no other
+        model.positions = OnTheNode(*model.positions.weight.shape)
     message = r"\w+ \(.*the gradient at a token's row .* units meet in the backward pass"
     module = Module(model, loss_reduction="sum")
     with pytest.raises(UnsupportedModuleError, match=message):
