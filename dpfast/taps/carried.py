@@ -20,26 +20,29 @@ from dpfast.taps.seen import Key, Run
 from dpfast.taps.tap import Tap
 from dpfast.taps.witness import Witness, copied
 
+_NEXT = 2  # passes in which it may show: what is kept may wait for one before it is used
+
 
 def carried(
     model: nn.Module,
     taps: Sequence[Tap],
     structure: Any,
     leaves: Sequence[Any],
-    exchanged: Sequence[Any],
+    exchanged: Sequence[Sequence[Any]],
     places: dict[Key, Place],
     size: int,
     stand_ins: dict[int, Any],
     again: Callable[[], None],
 ) -> list[str]:
-    """The names of buffers and attributes that differ with one sample of the pass before, where the next pass on the
-    same samples does too; none where it does not, or where nothing is kept.
+    """The names of buffers and attributes that differ with samples of a pass, where one of the next two, on the same
+    samples, does too; none where it does not, or where nothing is kept.
 
     Args:
-        leaves: the inputs, of ``size`` samples. exchanged: with one exchanged. Others: as ``witness.run_on``'s.
+        leaves: the inputs, of ``size`` samples. exchanged: with some of them exchanged, and with others.
+            Others: as ``witness.run_on``'s.
     """
 
-    def two_passes(first: Sequence[Any]) -> tuple[dict[str, Any], list[Any]] | None:
+    def passes(first: Sequence[Any]) -> tuple[dict[str, Any], list[Any]] | None:
         copy, own = copied(model, taps, stand_ins)
         witnesses = [Witness.of(tap, i, Run.begun(), places, size) for i, tap in enumerate(own)]
 
@@ -57,16 +60,21 @@ def carried(
         now = kept.held(copy)
         if kept.are_same(before, now):
             return None
-        return {name: x.clone() if isinstance(x, Tensor) else x for name, (x, _) in now.items()}, forward(leaves)
+        kept_by_it = {name: x.clone() if isinstance(x, Tensor) else x for name, (x, _) in now.items()}
+        return kept_by_it, [y for _ in range(_NEXT) for y in forward(leaves)]
 
-    one = two_passes(leaves)
-    other = None if one is None else two_passes(exchanged)
-    if one is None or other is None or _same(one[1], other[1]):
+    one = passes(leaves)
+    if one is None:
         return []
-    repeated = two_passes(leaves)
-    if repeated is None or not _same(one[1], repeated[1]):
-        return []
-    return [name for name, x in one[0].items() if not _same([x], [other[0].get(name)])] or ["what it keeps"]
+    for some in exchanged:
+        other = passes(some)
+        if other is None or _same(one[1], other[1]):
+            continue
+        repeated = passes(leaves)
+        if repeated is None or not _same(one[1], repeated[1]):
+            return []
+        return [name for name, x in one[0].items() if not _same([x], [other[0].get(name)])] or ["what it keeps"]
+    return []
 
 
 def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from dpfast.taps.copied_hooks import hang_up_copies
 from dpfast.taps.detached import DetachableParameters
 from dpfast.taps.followed import Picked
 from dpfast.taps.inputs import stands_alone, tensors_in
@@ -31,11 +32,14 @@ _COMPILED = "_compiled_call_impl"  # which modules leave out
 _STATES = [getattr(cls, "__getstate__", None) for cls in (object, nn.Module)]
 
 
-def copy_of(model: nn.Module, taps: Sequence[Tap], memo: dict[int, Any]) -> tuple[nn.Module, list[Tap]]:
+def copy_of(
+    model: nn.Module, taps: Sequence[Tap], memo: dict[int, Any], *, hooks: bool = False
+) -> tuple[nn.Module, list[Tap]]:
     """The model and its taps, as ``copy.deepcopy`` copies them.
 
     Args:
         memo: what stands in the copy for what in the model, by ids.
+        hooks: with copies of what forward hooks hold.
     """
     modules = list(model.modules())
     if not all(map(_is_plain, modules)):
@@ -44,6 +48,8 @@ def copy_of(model: nn.Module, taps: Sequence[Tap], memo: dict[int, Any]) -> tupl
         for p, gradient in gradients:  # where a DDP's copy has put views of its own buckets (gradient_as_bucket_view)
             p.grad = gradient
         drop_hooks(copied)
+        if hooks:
+            hang_up_copies(model, memo)
         return copied, copies
     forwards = [x for m in modules if type(x := m.__dict__.get("forward")) is TappedForward]
     shells = [x for x in (*modules, *forwards, *taps) if id(x) not in memo]
@@ -55,6 +61,8 @@ def copy_of(model: nn.Module, taps: Sequence[Tap], memo: dict[int, Any]) -> tupl
         else:
             vars(memo[id(x)]).update(state)
     drop_hooks(memo[id(model)])
+    if hooks:
+        hang_up_copies(model, memo)
     return memo[id(model)], [memo[id(tap)] for tap in taps]
 
 
@@ -77,6 +85,8 @@ def _copied(name: str, value: Any, memo: dict[int, Any]) -> Any:
         return value
     if name in _HOOKS and not value:
         return kind()
+    if name in ("_forward_pre_hooks", "_forward_hooks"):  # see drop_hooks
+        return kind(value)
     if kind in (dict, DetachableParameters) and name in ("_parameters", "_modules"):
         return kind({k: None if x is None else copy.deepcopy(x, memo) for k, x in value.items()})
     if isinstance(value, _NEVER_COPIED):
@@ -99,9 +109,9 @@ def _without_graph(x: Tensor) -> Tensor:
 
 
 def drop_hooks(model: nn.Module) -> None:
-    """Of a copy: hooks are not copied with what they hold. Plain functions that hold nothing stay, but not those that
-    have made the model's input, which comes as they left it. Hugging Face's models hang up theirs again, which collect
-    what they give (router logits, hidden states)."""
+    """Of a copy, with which hooks are not copied (but see ``copied_hooks``). Plain functions that hold nothing stay,
+    but not those that have made the model's input, which comes as they left it. Hugging Face's models hang up theirs
+    again, which collect what they give (router logits, hidden states)."""
     for module in model.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             has_run = module is model and hooks is module._forward_pre_hooks

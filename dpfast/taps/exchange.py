@@ -257,10 +257,12 @@ class _Exchange:
         """What of a sample changes the forward after its own; not asked where something is wrong already."""
         if told.is_wrong or told.why is not None or not self.keeps:
             return ()
-        pair = (self._batch((), self.size), self._batch((0,), self.size))
+        # All of them: what is kept may be the largest, or the last sample's. One at least stays, so in two halves.
+        halves = (tuple(range(self.size - 1)), (self.size - 1,))
+        batches = (self._batch((), self.size), [self._batch(some, self.size) for some in halves])
         try:
             return carried(
-                self.model, self.taps, self.structure, *pair, self.places, self.size, self.others, self.again
+                self.model, self.taps, self.structure, *batches, self.places, self.size, self.others, self.again
             )
         except Exception:  # what it kept may fit no batch of this size
             return ()

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 WITHOUT_TENSORS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
-_INERT = (*WITHOUT_TENSORS, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, enum.Enum)
+INERT = (*WITHOUT_TENSORS, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, enum.Enum)
 _DEPTH = 3
 
 
@@ -87,25 +87,26 @@ def stands_alone(x: Any, depth: int = _DEPTH) -> bool:
         return True
     known = x.__globals__
     cells = [cell.cell_contents for cell in x.__closure__ or () if cell != types.CellType()]
-    named = [known[name] for name in _names(x.__code__) if name in known]
+    named = [known[name] for name in names_in(x.__code__) if name in known]
     held = [*cells, *named, *(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
     return all(
-        isinstance(y, _INERT)
-        and not _is_a_method(y)
+        isinstance(y, INERT)
+        and not is_a_method(y)
         and (depth > 0 or type(y) is not type(x))
         and stands_alone(y, depth - 1)
         for y in held
     )
 
 
-def _is_a_method(x: Any) -> bool:
+def is_a_method(x: Any) -> bool:
     """Of an object, as ``kept.append``, and not of a module or type."""
     owner = getattr(x, "__self__", None) if isinstance(x, types.BuiltinFunctionType) else None
     return not isinstance(owner, (types.ModuleType, type, type(None)))
 
 
-def _names(code: types.CodeType) -> list[str]:
-    inner = [name for x in code.co_consts if isinstance(x, types.CodeType) for name in _names(x)]
+def names_in(code: types.CodeType) -> list[str]:
+    """All that it may ask for by name."""
+    inner = [name for x in code.co_consts if isinstance(x, types.CodeType) for name in names_in(x)]
     return [*code.co_names, *inner]
 
 

@@ -16,7 +16,7 @@ _FUNCTIONS = (types.ModuleType, types.FunctionType, types.MethodType, TappedForw
 _HOLD_NOTHING = (Tap, type, str, bytes, *_FUNCTIONS)
 
 Held = dict[str, tuple[Any, int]]
-"""Tensors and numbers by names, and the tensors' versions."""
+"""Tensors, numbers and hashes of arrays by names, and the tensors' versions."""
 
 
 def held(model: nn.Module) -> Held:
@@ -45,17 +45,28 @@ def _parts(path: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple[
     if isinstance(value, (Tensor, int, float)):
         yield path, value
         return
+    if hasattr(value, "tobytes"):  # NumPy's arrays and numbers
+        yield path, hash(value.tobytes())
+        return
     if isinstance(value, _HOLD_NOTHING) or id(value) in seen or not depth:
         return
     seen.add(id(value))
     if isinstance(value, (list, tuple, collections.deque)):
         inner = [(f"{path}[{i}]", x) for i, x in enumerate(value)]
+    elif isinstance(value, (set, frozenset)):
+        inner = [(f"{path}{{{i}}}", x) for i, x in enumerate(value)]
     elif isinstance(value, dict):
         inner = [(f"{path}[{key!r}]", x) for key, x in value.items()]
     else:
-        inner = [(f"{path}.{key}", x) for key, x in getattr(value, "__dict__", {}).items()]
+        slots = [name for cls in type(value).__mro__ for name in _names(vars(cls).get("__slots__", ()))]
+        own = {**{name: getattr(value, name, None) for name in slots}, **getattr(value, "__dict__", {})}
+        inner = [(f"{path}.{key}", x) for key, x in own.items()]
     for name, x in inner:
         yield from _parts(name, x, seen, depth - 1)
+
+
+def _names(slots: Any) -> Sequence[str]:
+    return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
 def differentiable(model: nn.Module, outputs: Sequence[Any]) -> dict[str, Tensor]:

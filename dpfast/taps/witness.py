@@ -303,12 +303,12 @@ def copied(
     model: nn.Module, taps: Sequence[Tap], stand_ins: dict[int, Any] | None = None
 ) -> tuple[nn.Module, list[Tap]]:
     """The model with its taps, on the same parameters but for those that something stands in for; buffers and all that
-    a forward may keep are its own."""
+    a forward, or its hooks, may keep are its own."""
     memo: dict[int, Any] = without_graphs(model) | {id(p): p for p in model.parameters()} | (stand_ins or {})
     memo[id(taps[0].taps)] = nobody = Nobody()
     nobody.picks_rows, nobody.batch_dim = taps[0].taps.picks_rows, taps[0].taps.batch_dim
     with copied_whole(model, memo):
-        return copy_of(model, taps, memo)
+        return copy_of(model, taps, memo, hooks=True)
 
 
 def stand_ins(model: nn.Module) -> dict[int, Any]:
