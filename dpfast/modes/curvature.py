@@ -20,6 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from dpfast.arithmetic import is_traced
 from dpfast.errors import DpfastWarning, UnsupportedModuleError
+from dpfast.modes.ranked import ranked_samples
 from dpfast.taps import is_of_tap, nodes_behind, noise_like, said_by
 
 _MARK = "dpfast_outputs"  # in the metadata of autograd's nodes, which live as long as their graph
@@ -31,6 +32,11 @@ _MEET = (
 )
 
 
+_RANKED = (
+    "samples meet in the loss, behind the model's outputs: {} ranks the samples of the batch, so whether a sample has "
+    "a gradient there depends on the others (hard examples, the largest loss, a median), and clipping bounds nothing; "
+    "take the mean or sum of all samples' losses, or choose by each sample's own (a fixed threshold)"
+)
 _NOT_SEEN = (
     "whether samples meet in the loss, behind the model's outputs, cannot be seen: it has no second derivatives, {}. "
     "That it is a sum or mean of samples' own losses is taken on trust: if it is not so, clipping bounds nothing "
@@ -94,14 +100,15 @@ def check_apart(losses: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Non
     Args:
         grads: what their gradients start from; ones where it is not given.
     """
-    nodes = [x for x in nodes_behind((loss.grad_fn for loss in losses), _is_behind_outputs) if _MARK in x.metadata]
-    marked: dict[Any, dict[int, _Output]] = {node: node.metadata.pop(_MARK) for node in nodes}
+    nodes = list(nodes_behind((loss.grad_fn for loss in losses), _is_behind_outputs))
+    marked: dict[Any, dict[int, _Output]] = {x: x.metadata.pop(_MARK) for x in nodes if _MARK in x.metadata}
     if not marked or is_traced():
         return
     if len(marked) > 1:  # the way from one to another is the model's own
         behind = {node for one in marked for node in nodes_behind(x for x, _ in one.next_functions)}
         marked = {node: outputs for node, outputs in marked.items() if node not in behind}
     outputs = {GradientEdge(node, number): x for node, some in marked.items() for number, x in some.items()}
+    _check_ranks(nodes, outputs)
     try:
         with _hooks_off(outputs.values()), torch.enable_grad():
             met = _met(losses, grads, outputs)
@@ -110,6 +117,18 @@ def check_apart(losses: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Non
         return
     if met is not None:
         raise UnsupportedModuleError(_MEET.format(*met))
+
+
+def _check_ranks(nodes: Sequence[Any], outputs: dict[GradientEdge, _Output]) -> None:
+    n = next(iter(outputs.values())).n if outputs else 0
+    dims = {edge: x.dims for edge, x in outputs.items() if x.n == n}
+    try:
+        with _hooks_off(outputs.values()):
+            name = ranked_samples(nodes, dims, _half(n))
+    except Exception:  # of what has no gradients, the look at second derivatives says why
+        return
+    if name is not None:
+        raise UnsupportedModuleError(_RANKED.format(name))
 
 
 @contextmanager

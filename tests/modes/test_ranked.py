@@ -1,0 +1,80 @@
+"""Losses that choose samples by their ranks in the batch, behind the model's outputs."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import dpfast
+from dpfast.errors import UnsupportedModuleError
+from dpfast.testing import loop_over_samples, norms_of, relative_error
+
+N, D, T = 4, 5, 4
+
+
+def network(outputs):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(D, 7), nn.Tanh(), nn.Linear(7, outputs))
+
+
+def own(y):
+    return y.flatten(1).square().sum(1)
+
+
+def cross_entropies(y):
+    return F.cross_entropy(y, torch.arange(len(y)), reduction="none")
+
+
+RANK = {
+    "topk": lambda y: own(y).topk(2)[0].mean(),
+    "kthvalue": lambda y: own(y).kthvalue(2)[0],
+    "max": lambda y: own(y).max(),
+    "min": lambda y: own(y)[:, None].min(0)[0].sum(),
+    "amax": lambda y: own(y).amax(),
+    "sort": lambda y: own(y).sort(descending=True)[0][:2].sum(),
+    "sort, by a quantile": lambda y: torch.quantile(own(y), 0.5),
+    "median": lambda y: own(y).median(),
+    "max, of outputs": lambda y: y.max(0)[0].sum(),
+    "topk, of cross entropies": lambda y: cross_entropies(y).topk(2)[0].mean(),
+}
+RANK_CLASSES = {
+    "largest class": lambda y: y.max(1)[0].square().sum(),
+    "largest classes": lambda y: y.topk(2, -1)[0].square().sum(),
+    "sorted classes": lambda y: (y.sort(1)[0] * torch.arange(y.shape[1])).square().sum(),
+    "in a loop": lambda y: sum(row.topk(2)[0].square().sum() + row.max() ** 2 for row in y),
+    "the better of two": lambda y: torch.stack([own(y), own(y - 1.0)]).min(0)[0].sum(),
+}
+
+
+def wrapped(model):
+    return dpfast.GradSampleModuleFastGradientClipping(model, loss_reduction="sum")
+
+
+@pytest.mark.parametrize("name", RANK)
+def test_samples_that_are_ranked_are_refused(name):
+    model = network(N)  # as many classes as samples
+    with pytest.raises(UnsupportedModuleError, match=f"{name.partition(',')[0]} ranks the samples of the batch"):
+        RANK[name](wrapped(model)(torch.randn(N, D))).backward()
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", RANK_CLASSES)
+def test_each_samples_own_ranks_are_right(name):
+    model, x = network(N), torch.randn(N, D)
+    exact = norms_of(loop_over_samples(model, lambda m, x: RANK_CLASSES[name](m(x)), x))
+    private = wrapped(model)
+    RANK_CLASSES[name](private(x)).backward()
+    assert relative_error(private.get_norm_sample(), exact) <= 1e-5
+
+
+def test_ranks_over_time_are_each_samples_own():
+    """As long as the batch."""
+    model, x = network(3), torch.randn(N, T, D)
+
+    def loss(y):
+        return (y.max(1)[0].square() + y.sort(1)[0][:, :2].sum(1)).sum() + y.amax(dim=(1, 2)).square().sum()
+
+    exact = norms_of(loop_over_samples(model, lambda m, x: loss(m(x)), x))
+    private = wrapped(model)
+    loss(private(x)).backward()
+    assert relative_error(private.get_norm_sample(), exact) <= 1e-5
