@@ -23,8 +23,9 @@ from dpfast.taps.carried import carried
 from dpfast.taps.layout import NO_SAMPLES, Mixed, Place, Rows
 from dpfast.taps.length_look import LengthLook
 from dpfast.taps.lengths import not_exchanged
-from dpfast.taps.met_in_backward import Exchanged, Which, of_others
+from dpfast.taps.met_in_backward import Exchanged, Which
 from dpfast.taps.picks import NO_ROUTES
+from dpfast.taps.places_told import OTHER_ORDER, parted_told, place_told
 from dpfast.taps.random_numbers import RandomNumbers, same_random_numbers
 from dpfast.taps.same_kernels import same_kernels
 from dpfast.taps.seen import Key, Run, alike, equal, gradients_alike
@@ -51,10 +52,6 @@ _IN_LOSS = (
 )
 
 _MIXED = "each of its entries depends on several samples (similarities of all pairs, in-batch negatives)"
-_OTHER_ORDER = (
-    "its samples stand in another order than in the model's input, and not by x[order] with an order that the inputs "
-    "give, which is followed (pack_padded_sequence sorts by itself, and is followed, with enforce_sorted=False)"
-)
 _FAILS = "with a sample in another one's place it fails, {}"
 _NO_BACKWARD = "more than one backward pass through it fails, {}"
 _DIFFERS = "two runs on the same samples differ (random numbers of a generator of its own?)"
@@ -101,7 +98,7 @@ def told_by_exchange(
                         exchange, told = exchange.beside_the_longest(told, noisy, at_once)
                     carried = exchange.carried(told)
                     told = exchange.with_lengths(told)._replace(noise=None if noisy else without)
-                    places = told.places | dict.fromkeys(exchange.reordered, _OTHER_ORDER)  # where it is not followed
+                    places = told.places | dict.fromkeys(exchange.reordered, OTHER_ORDER)  # where it is not followed
                     return told._replace(places=places, routes=exchange.routes, carried=carried)
             except Exception as error:  # whatever a model raises that wants its batch, or its values, otherwise
                 # Its words alone: it would keep its callers' frames, and with them the step's graph.
@@ -187,16 +184,16 @@ class _Exchange:
                 continue
             if key in self.also_alone:
                 calls = [some and [x for x in some if isinstance(x, Tensor)] for some in calls]
-            told = self._place(place, calls[0], calls[1:], which)
+            told = place_told(self.size, place, calls[0], calls[1:], which)
             if isinstance(told, str):
                 wrong.append(key)
             found[key] = told
         for key, place in base.met.items():  # noted if it is wrong: shapes have told where it is
-            told = self._place(place, base.calls[key], [run.calls.get(key) for run in runs], which)
+            told = place_told(self.size, place, base.calls[key], [run.calls.get(key) for run in runs], which)
             if isinstance(told, str):
                 wrong.append(key)
                 found[key] = told
-        parted = {i: self._parted(i, base, runs, which) for i in range(len(base.outputs))}
+        parted = {i: parted_told(i, base, runs, which) for i in range(len(base.outputs))}
         outputs = dict.fromkeys((i for i, dims in parted.items() if dims == []), _MIXED)
         exchanged, differ = Exchanged(base, runs, which, base.met | found, self.size), False
         met = [] if wrong or outputs else exchanged.met()
@@ -326,63 +323,6 @@ class _Exchange:
                 if others and i not in lengths:
                     leaves[i] = exchanged(leaves[i], dim, others)
         return leaves
-
-    def _place(self, place: Place, base: Any, runs: list[Any], which: Which) -> Place:
-        """The place that the runs tell, or what is wrong with it."""
-        if base is None or any(run is None or len(run) != len(base) for run in runs):
-            return "whether it runs depends on the data of the batch"
-        found: Place = place
-        for call, *others in zip(base, *runs, strict=True):
-            if any(type(x) is not type(call) or (isinstance(x, Tensor) and x.shape != call.shape) for x in others):
-                return "how many rows it has depends on the data of the batch"
-            if not isinstance(call, Tensor):
-                return f"its output {call} has no samples in dimension {place if isinstance(place, int) else 0}"
-            told = self._of_call(place, [x != call for x in others], which)
-            if isinstance(told, str):
-                return told
-            if isinstance(found, Rows) and isinstance(told, Rows) and told.together is not None:
-                if found.together not in (None, told.together):
-                    return "its samples are folded into rows in different orders at different uses"
-                found = told
-        return found
-
-    def _of_call(self, place: Place, changed: list[Tensor], which: Which) -> Place:
-        rows = torch.arange(len(changed[0]), device=changed[0].device)
-        k = len(rows) // self.size
-        orders = {True: rows // max(k, 1), False: rows % self.size}
-        fits = [
-            together
-            for together, whose in orders.items()
-            if not any(bool((c & of_others(whose, some)).any()) for c, some in zip(changed, which, strict=True))
-        ]
-        if fits:
-            if not isinstance(place, Rows) or len(fits) == 2:
-                return place
-            return Rows(place.dim, fits[0])
-        if bool((torch.stack(changed).sum(0) > 1).any()) or not isinstance(place, Rows):
-            once = bool((torch.stack(changed).sum(0) <= 1).all())
-            few = all(int(c.sum()) <= len(some) for c, some in zip(changed, which, strict=True))
-            if not isinstance(place, Rows) and once and few:
-                return _OTHER_ORDER
-            return Mixed("a row of its output changes with a sample that is not its own")
-        return "its samples are folded into rows in an order that is neither sample by sample nor over and over"
-
-    def _parted(self, i: int, base: Run, runs: list[Run], which: Which) -> list[int] | None:
-        """The dimensions of an output of the model, as long as the batch, in which its entries are the samples' own;
-        None where that cannot be told."""
-        if not base.outputs[i] or any(len(run.outputs) != len(base.outputs) for run in runs):
-            return None
-        dims = []
-        for d, prints in base.outputs[i].items():
-            others = [run.outputs[i][d] for run in runs if d in run.outputs[i]]
-            if len(others) < len(runs):
-                return None
-            number = torch.arange(len(prints), device=prints.device)
-            if not any(
-                bool(((x != prints) & of_others(number, some)).any()) for x, some in zip(others, which, strict=True)
-            ):
-                dims.append(d)
-        return dims
 
     def _of_batch(self, outputs: dict[int, str], base: Run, noisy: bool) -> dict[int, str]:
         """Those whose dimensions follow the batch, and are not as long by accident."""
