@@ -1,4 +1,4 @@
-"""Which tensors depend on the model's inputs, in one forward pass on fake tensors, and where samples are mixed.
+"""Which tensors depend on the model's inputs, in one forward pass, and where samples are mixed.
 
 A tensor whose shape does not follow the batch may have been made of its samples all the same (their mean). What a layer
 makes of such a one is no sample's and not without samples either.
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpfast.taps.inputs import tensors_in
@@ -33,7 +34,8 @@ class Dependence(TorchDispatchMode):
         self, inputs: Sequence[Tensor], samples: Sequence[Tensor], size: int, note: Callable[[list[Tensor]], None]
     ):
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self._of_inputs: dict[int, Any] = {}  # memory, kept, so that no other gets the number of one
+        # By memory: as long as there is a weak reference, no other has its number.
+        self._of_inputs: dict[int, StorageWeakRef] = {}
         self._of_samples: set[int] = set()
         self._size, self._note = size, note
         self.mixed = 0
@@ -49,7 +51,7 @@ class Dependence(TorchDispatchMode):
 
     def _add(self, x: Tensor, of_samples: bool) -> None:
         storage = x.untyped_storage()
-        self._of_inputs[storage._cdata] = storage
+        self._of_inputs[storage._cdata] = StorageWeakRef(storage)
         if of_samples:
             self._of_samples.add(storage._cdata)
 

@@ -59,6 +59,7 @@ _GRADIENTS_DIFFER = (
     "the gradients of two runs on the same samples differ, and what its forward passes give does not (a kernel that "
     "adds up in another order each time?)"
 )
+_STILL_TOLD = (None, _GRADIENTS_DIFFER)
 
 _MOST_DRAWS = 12
 """Times that other random numbers are tried: of layers that each batch drops with a probability of one half, one in
@@ -134,6 +135,7 @@ class _Exchange:
         self.lengths: set[int | None] = set()
         self.counted: list[list[int]] = []
         self.stays = 0
+        self.by_lengths: tuple[dict[int | str, str], str | None] | None = None
         self.keeps = False
         self.draws = 0
         self.reordered: set[Key] = set()
@@ -265,39 +267,49 @@ class _Exchange:
             return ()
 
     def _counted_by(self, base: Run) -> list[list[int]]:
-        """How long samples are in all that is packed, where that differs, and changes with those that are exchanged."""
-        if not self.lengths - {None} - not_exchanged(self.lengths, self.leaves, self.dims):
-            return []
-        return [some for some in base.counted if len(some) == self.size and min(some) < max(some)]
+        """How long samples may be, where that differs, and changes with those that are exchanged; of what has the same
+        sample for its longest, one."""
+        held = not_exchanged(self.lengths, self.leaves, self.dims)
+        counts = [x.by_sample for x in base.counted if x.inputs - held and len(x.by_sample) == self.size]
+        return list({_longest(some): some for some in reversed(counts) if min(some) < max(some)}.values())
 
     def beside_the_longest(self, told: Told, noisy: bool, at_once: bool) -> tuple[_Exchange, Told]:
-        """The same with the longest sample in one more place, where it stays: what is padded to it is as long in all
-        runs. The first answer where something is wrong in these, too."""
-        longest = self.counted[0].index(max(self.counted[0]))
-        leaves = [with_one_more(x, dim, self.size, longest) for x, dim in zip(self.leaves, self.dims, strict=True)]
+        """The same with the longest sample in one more place, where it stays: what is cut or padded to it is as long in
+        all runs. The first answer where something is wrong in these, too, or where it cannot be told what the longest
+        one itself does to others."""
+        leaves = self.leaves
+        for number, longest in enumerate(map(_longest, self.counted)):
+            leaves = [
+                with_one_more(x, dim, self.size + number, longest) for x, dim in zip(leaves, self.dims, strict=True)
+            ]
         beside = _Exchange(
             *(self.model, self.taps, leaves, self.structure, self.dims, self.ways),
-            *(self.size + 1, self.others, self.again),
+            *(self.size + len(self.counted), self.others, self.again),
         )
-        beside.stays = 1
-        again = beside.all_told(noisy, at_once)
-        return (self, told) if again.is_wrong else (beside, again)
+        beside.stays = len(self.counted)
+        try:
+            again = beside.all_told(noisy, at_once)
+            right = not again.is_wrong and again.why in _STILL_TOLD and beside.with_lengths(again).lengths is None
+        except Exception:  # whatever a model raises that takes no more samples: what is known is wrong stays so
+            right = False
+        return (beside, again) if right else (self, told)
 
     def with_lengths(self, told: Told) -> Told:
         """And what other lengths of packed sequences do, which were not exchanged."""
         held = not_exchanged(self.lengths, self.leaves, self.dims) | (self.lengths & {None})
         counted = self.counted if self.stays else []
-        if not (held or counted) or told.is_wrong or told.why not in (None, _GRADIENTS_DIFFER):
+        if not (held or counted) or told.is_wrong or told.why not in _STILL_TOLD:
             return told
-        look = LengthLook(
-            *(self.model, self.taps, self.leaves, self.structure, self.dims, self.size, self.again),
-            lengths=held,
-            counted=counted,
-            packed=sorted(told.packed),
-            parted=told.parted or {},
-            others=self.others,
-        )
-        outputs, why = look.told()
+        if self.by_lengths is None:
+            self.by_lengths = LengthLook(
+                *(self.model, self.taps, self.leaves, self.structure, self.dims, self.size, self.again),
+                lengths=held,
+                counted=counted,
+                packed=sorted(told.packed),
+                parted=told.parted or {},
+                others=self.others,
+            ).told()
+        outputs, why = self.by_lengths
         return told._replace(outputs=outputs, lengths=why)
 
     def _run(self, others: tuple[int, ...], noisy: bool, size: int | None = None, *, whole: bool = False) -> Run:
@@ -333,6 +345,11 @@ class _Exchange:
         return {
             i: m for i, m in outputs.items() if i < len(other.outputs) and set(base.outputs[i]) & set(other.outputs[i])
         }
+
+
+def _longest(counts: list[int]) -> int:
+    """The number of the sample."""
+    return counts.index(max(counts))
 
 
 def _is_odd(place: Place) -> bool:

@@ -73,7 +73,7 @@ def calls_in_forward(
     size: int,
 ) -> list[list[tuple[Any, Call | bool]]]:
     """What each tap's module takes and gives in one forward, each time that it runs, with the rank of its output; what
-    operations on what has no samples give, with their way; and what came of it (``_Probe.told``).
+    operations on what has no samples give, with their way; and what came of it (``ShapeTap.told``).
 
     Args:
         left: what is made; given by the decorator.
@@ -90,7 +90,7 @@ def calls_in_forward(
         samples = [x for x, dim in zip(inputs, dims, strict=True) if isinstance(x, Tensor) and dim is not None]
         left.note((*tensors, *model.buffers()))
         dependence = Dependence(tensors, samples, size, left.note)
-        probes = [_Probe.of(tap, size, dependence) for tap in taps]
+        probes = [ShapeTap.of(tap, size, dependence) for tap in taps]
         args, kwargs = structure.unflatten(inputs)
         with dependence:
             model(*args, **kwargs)
@@ -102,7 +102,7 @@ def _of_size(x: Tensor, dim: int | None, size: int) -> Tensor:
     return torch.empty(shape, dtype=x.dtype, device=x.device)
 
 
-class _Probe(Tap):
+class ShapeTap(Tap):
     """The tap of a copy, which notes shapes, and lets what has no samples go as it would go in earnest."""
 
     size: int
@@ -112,7 +112,7 @@ class _Probe(Tap):
     asked: bool  # whether its own forward has asked for a parameter
 
     @classmethod
-    def of(cls, tap: Tap, size: int, dependence: Dependence) -> _Probe:
+    def of(cls, tap: Tap, size: int, dependence: Dependence) -> ShapeTap:
         tap.__class__ = cls
         assert isinstance(tap, cls)
         tap.size, tap.dependence, tap.calls, tap.fine, tap.asked = size, dependence, [], {}, False
@@ -211,7 +211,7 @@ def _note(operation: Operation, fine: bool, where: str = "") -> None:
     """Of the parameters and layers that what goes into the operation comes of."""
     for source in (source for x in operation.shared for source in x.sources):
         probe = source.tap
-        assert isinstance(probe, _Probe)
+        assert isinstance(probe, ShapeTap)
         if source.key[0] == where or not where:
             probe.fine[source.key] = fine and probe.fine.get(source.key, True)
 

@@ -17,10 +17,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dpfast.taps.exchange import told_by_exchange
 from dpfast.taps.fake_run import Values, calls_in_forward, fake_parameters, nothing_left_behind
+from dpfast.taps.in_turns import calls_in_turns, told_apart
 from dpfast.taps.inputs import Structure, may_be_given_again, stands_alone
-from dpfast.taps.layout import ELSEWHERE, SEVERAL, Call, Mixed, Place, place_of, place_of_result
+from dpfast.taps.layout import NO_SAMPLES, Call, Mixed, Place, Rows, place_of, place_of_result
 from dpfast.taps.random_numbers import same_random_numbers
-from dpfast.taps.tap import OWN, Tap
+from dpfast.taps.tap import ALONE, OWN, Tap
 from dpfast.taps.told import NOTHING as TOLD_NOTHING
 from dpfast.taps.told import Told
 from dpfast.taps.witness import first_samples, run_on, said_by
@@ -207,22 +208,27 @@ def _found_on_data(
     sizes: list[int],
     failed: list[Exception],
 ) -> list[Seen]:
-    """The same from the samples themselves. Where another dimension follows these too, as of what is padded to the
-    longest of them, the larger batch is the smaller one's samples in turns, in which none is longer."""
+    """The same from the samples themselves. Where a few of them run over and over, in which none is longer, that tells
+    more: a dimension may be as long as the longest of them, and not as long as the batch."""
     try:
         first, second = (_calls_on_data(model, taps, leaves, structure, dims, size) for size in sizes)
         seen = _compared(taps, first, second, sizes)
     except Exception as error:  # as above
         failed.append(error)
         return []
-    several = [key for key, place in seen.places.items() if str(place).startswith((SEVERAL, ELSEWHERE))]
-    if several:
-        few = [first_samples(x, dim, sizes[0]) for x, dim in zip(leaves, dims, strict=True)]
-        try:
-            alike = _compared(taps, first, _calls_on_data(model, taps, few, structure, dims, sizes[1]), sizes).places
-        except Exception:  # of a model that wants them sorted: what is known is wrong stays so
-            return [seen]
-        seen.places.update({key: alike[key] for key in several if isinstance(alike.get(key), int)})
+    inside = {size for x in (*model.parameters(), *model.buffers(), *leaves) for size in getattr(x, "shape", ())}
+    shapes = (x for calls in first for _, call in calls for some in call for x in some)
+    inside |= {part for x in shapes for size in x for part in (size, size // sizes[0])}
+    turns = told_apart(inside)
+    try:
+        one, two = (calls_in_turns(model, taps, leaves, structure, dims, sizes[0], size) for size in turns)
+        alike = _compared(taps, one, two, turns).places
+    except Exception:  # of a model that wants them sorted, or takes no stand-ins: what is known is wrong stays so
+        return [seen]
+    for key, place in alike.items():
+        alone = place == NO_SAMPLES and alike.get((key[0], (ALONE, key[1]))) == 0
+        if isinstance(key[1], tuple) or isinstance(place, (int, Rows)) or alone:
+            seen.places[key] = place
     return [seen]
 
 

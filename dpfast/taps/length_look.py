@@ -9,6 +9,7 @@ samples, a loss, what changes with one sample in the place of another must not d
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -31,6 +32,12 @@ _CHANGES = (
     "takes packed sequences, does not leave padding out (pad_packed_sequence without total_length pads to the longest, "
     "and a mean, maximum, softmax or convolution over time takes more or less of it then): divide by the sample's own "
     "length, mask, pick by the lengths, or give total_length=, the same number for every batch (docs/layouts.md)"
+)
+_CUT = (
+    "a sample's gradient in it changes with how long the longest sequence of the batch is, or with what is in it: the "
+    "model cuts or pads all to that (x[:, :lengths.max()]) and does not leave padding out (a mean, maximum, softmax or "
+    "convolution over time takes more or less of it then): divide by the sample's own length, mask, pick by the "
+    "lengths, or cut and pad to one length, the same for every batch (docs/layouts.md)"
 )
 _FROM_ELSEWHERE = "they come of no input"
 _NOT_FINITE = "gradients of its outputs are not finite"
@@ -118,7 +125,8 @@ class LengthLook:
                 except Exception as error:  # whatever a model raises that wants longer samples
                     failed = failed or _FAILS.format(said_by(error))
                     continue
-                found.update(dict.fromkeys(wrong, _CHANGES.format(", ".join(self.packed))))
+                message = _CHANGES.format(", ".join(self.packed)) if self.packed else _CUT
+                found.update(dict.fromkeys(wrong, message))
                 break
             why = why or failed
         return found, why
@@ -214,10 +222,13 @@ def _slots(lengths: Sequence[int]) -> Iterator[tuple[Slot, Slot, Slot, Slot]]:
 
 
 def _samples(lengths: Sequence[int]) -> Iterator[tuple[Slot, Slot, Slot, Slot]]:
-    """The same of samples as they are."""
-    for long, mate, one, other in _slots(lengths):
-        if lengths[mate.sample] == mate.length and lengths[one.sample] == one.length:
-            yield long, mate, one, other if lengths[other.sample] == other.length else one
+    """The same of samples as they are; of those that have a length at all, where there are some."""
+    order = sorted(range(len(lengths)), key=lambda j: (lengths[j] <= 0, lengths[j]))
+    slots = [Slot(j, lengths[j]) for j in order]
+    long = slots[order.index(lengths.index(max(lengths)))]
+    shorter = [slot for slot in slots if slot.length < long.length]
+    for one, other in itertools.pairwise([*shorter, shorter[0]]):
+        yield long, one, one, other
 
 
 def _cut(x: Tensor, slots: Sequence[Slot], most: int) -> None:

@@ -1,10 +1,11 @@
 """Which of a model's inputs say how long its packed sequences are: other lengths make other shapes, so these are not
-exchanged. Followed from the inputs, through whatever is made of them, to where sequences are packed."""
+exchanged. Followed from the inputs, through whatever is made of them, to where sequences are packed. Likewise which
+whole numbers, one a sample, a forward has one taken out of: the longest, most likely, to which it cuts or pads all."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +14,18 @@ from torch.overrides import TorchFunctionMode
 
 from dpfast.taps.followed import PACK
 from dpfast.taps.inputs import tensors_in
+
+
+class Counts(NamedTuple):
+    """Whole numbers, one a sample, that may say how long samples are.
+
+    Attributes:
+        inputs: the numbers of the inputs that they come of. by_sample: themselves.
+    """
+
+    inputs: frozenset[int]
+    by_sample: list[int]
+
 
 READ = ("item", "tolist", "numpy", "__int__", "__index__")
 """Names of what takes numbers out of a tensor."""
@@ -39,7 +52,8 @@ class Lengths(TorchFunctionMode):
 
     Attributes:
         found: the numbers of the inputs; None among them: of some sequences, not equally long, no input says it.
-        counted: by sample, where the forward has made them of its inputs.
+        counted: those of what is packed, where the forward has them or has made them of its inputs, and others of
+            which it has taken one.
     """
 
     def __init__(self, inputs: Sequence[Any]):
@@ -49,12 +63,14 @@ class Lengths(TorchFunctionMode):
         self._read: frozenset[int] = frozenset()
         self.found: frozenset[int | None] = frozenset()
         self._counts: list[Tensor] = []  # whole numbers, one dimension of them
-        self.counted: list[list[int]] = []
+        self.counted: list[Counts] = []
         for i, x in enumerate(inputs):
             if isinstance(x, Tensor):
                 self._set(x, frozenset((i,)))
 
     def _set(self, x: Tensor, inputs: frozenset[int]) -> None:
+        if x.dim() == 1 and x.dtype in _WHOLE_NUMBERS:
+            self._counts.append(x)
         if x.layout is torch.strided:  # others have no memory of their own that could be asked for
             storage = x.untyped_storage()
             self._of[storage._cdata] = StorageWeakRef(storage), inputs
@@ -74,7 +90,7 @@ class Lengths(TorchFunctionMode):
             self.found |= inputs
             lengths = sorted(args[1].tolist())
             counts = (x.tolist() for x in self._counts if len(x) == len(lengths))
-            self.counted += [next((some for some in counts if sorted(some) == lengths), [])]
+            self.counted += [Counts(inputs, next((some for some in counts if sorted(some) == lengths), []))]
             if not inputs and bool((args[1] != args[1][:1]).any()):
                 self.found |= {None}
         elif made or name in READ:
@@ -82,6 +98,13 @@ class Lengths(TorchFunctionMode):
             self._read |= inputs if name in READ else frozenset()
             for x in made if inputs else ():
                 self._set(x, inputs)
-                if x.dim() == 1 and x.dtype in (torch.int64, torch.int32):
-                    self._counts.append(x)
+            if name in READ or any(x.dim() == 0 and x.dtype in _WHOLE_NUMBERS for x in made):
+                self.counted += [
+                    Counts(self._made_of(x), x.tolist())
+                    for x in tensors_in((args, kwargs))
+                    if any(x is some for some in self._counts)
+                ]
         return result
+
+
+_WHOLE_NUMBERS = (torch.int64, torch.int32)

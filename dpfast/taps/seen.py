@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dpfast.taps.fingerprints import Prints
 from dpfast.taps.layout import Rows
+from dpfast.taps.lengths import Counts
 from dpfast.taps.nodes import ends_among, nodes_behind
 from dpfast.taps.passes import in_backward
 from dpfast.taps.picks import Routes
@@ -71,7 +72,7 @@ class Run(NamedTuple):
             running: not empty while these passes run. given, arrived: what has come in the pass of now, by the number
             of what was caught and its key, and by its key. failed: why no backward pass ran.
         keeps: not empty where it has changed what modules hold.
-        counted: of each sequence that is packed, how long samples are, by sample, where the model counts that.
+        counted: how long samples may be (:class:`~dpfast.taps.lengths.Counts`).
     """
 
     calls: dict[Key, list[Any]]
@@ -92,7 +93,7 @@ class Run(NamedTuple):
     held: list[str]
     failed: list[Exception]
     keeps: list[bool]
-    counted: list[list[int]]
+    counted: list[Counts]
 
     @classmethod
     def begun(cls) -> Run:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dpfast
 from dpfast.errors import InputError, UnsupportedModuleError
-from dpfast.taps.fake_run import _Probe
+from dpfast.taps.fake_run import ShapeTap
 from dpfast.testing import clipped_sum, loop_over_samples, norms_of, relative_error
 
 T, D, C = 5, 6, 0.3
@@ -254,8 +254,8 @@ def test_frozen_it_does_no_harm(make):
 def runs(monkeypatch):
     """How often a layer has run on fake tensors."""
     count = []
-    run = _Probe.run
-    monkeypatch.setattr(_Probe, "run", lambda self, *args: count.append(self.layer) or run(self, *args))
+    run = ShapeTap.run
+    monkeypatch.setattr(ShapeTap, "run", lambda self, *args: count.append(self.layer) or run(self, *args))
     return count
 
 

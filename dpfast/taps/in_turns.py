@@ -1,0 +1,57 @@
+"""One forward pass of a copy on a few samples over and over, of a model that does not run on fake tensors.
+
+What is padded or cut to the longest of them is as long for any number of them then: what differs between two such runs
+follows the batch, and not who is in it. What has no samples goes as it would go in earnest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpfast.taps.dependence import Dependence
+from dpfast.taps.fake_run import ShapeTap
+from dpfast.taps.gathered import following_model
+from dpfast.taps.layout import Call
+from dpfast.taps.random_numbers import same_random_numbers
+from dpfast.taps.tap import Tap
+from dpfast.taps.witness import copied, first_samples
+
+_SIZES = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37)
+
+
+def told_apart(sizes: Iterable[int]) -> list[int]:
+    """Two numbers of samples of which none of these sizes is a multiple; fewer where there are none."""
+    found = {size for size in sizes if size}
+    return [p for p in _SIZES if all(size % p for size in found)][:2]
+
+
+def calls_in_turns(
+    model: nn.Module,
+    taps: Sequence[Tap],
+    leaves: Sequence[Any],
+    structure: Any,
+    dims: Sequence[int | None],
+    few: int,
+    size: int,
+) -> list[list[tuple[Any, Call | bool]]]:
+    """As ``fake_run.calls_in_forward``, of a forward on so ``few`` of the samples, in turns.
+
+    Args:
+        leaves, structure: the inputs, flattened. dims: of each, that of its samples. size: so many run.
+    """
+    with same_random_numbers():
+        some = [first_samples(first_samples(x, d, few), d, size) for x, d in zip(leaves, dims, strict=True)]
+        inputs = [x.clone() if isinstance(x, Tensor) else x for x in some]
+        tensors = [x for x in inputs if isinstance(x, Tensor)]
+        samples = [x for x, dim in zip(inputs, dims, strict=True) if isinstance(x, Tensor) and dim is not None]
+        dependence = Dependence(tensors, samples, size, lambda _: None)
+        model, copies = copied(model, taps)
+        probes = [ShapeTap.of(tap, size, dependence) for tap in copies]
+        args, kwargs = structure.unflatten(inputs)
+        with following_model(copies[0].taps, model, inputs), torch.no_grad(), dependence:
+            model(*args, **kwargs)
+        return [probe.told() for probe in probes]
