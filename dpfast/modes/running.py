@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
@@ -20,6 +21,10 @@ def storage(x: Tensor) -> int:
         return x.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):  # a tensor subclass without storage of its own
         return id(x)
+
+
+def _laid_out(x: Tensor) -> Any:
+    return (x.shape, x.stride()) if x.layout is torch.strided else ()
 
 
 def num_samples(leaves: Iterable[Any], dim: int) -> int | None:
@@ -52,7 +57,16 @@ class Running(threading.local):
 
     def __init__(self) -> None:
         self.passes: dict[int, list[Pass]] = {}
-        self.inputs: set[int] = set()
+        self.inputs: dict[int, Any] = {}  # of the model that was last called, by their memory: how they are laid out
+
+    def note_inputs(self, tensors: Iterable[Tensor]) -> None:
+        """A model is being called with these."""
+        self.inputs = {storage(x): _laid_out(x) for x in tensors}
+
+    def is_input(self, x: Tensor, *, whole: bool) -> bool:
+        """Whether it is one of them, or with ``whole`` False a view of one."""
+        found = self.inputs.get(storage(x))
+        return found is not None and (not whole or found == _laid_out(x))
 
     def here(self, model: object) -> Pass | None:
         """That of the model which runs in this thread, where it is none that a backward pass repeats."""

@@ -22,7 +22,7 @@ from dpfast.modes.answers import check_answer
 from dpfast.modes.deferred import Deferred
 from dpfast.modes.escaped_gradients import Guards
 from dpfast.modes.mixed_losses import expect_loss, note_forward, refuse_mixed
-from dpfast.modes.running import Pass, num_samples, running, storage
+from dpfast.modes.running import Pass, num_samples, running
 from dpfast.modes.scalar_loss import check_losses
 from dpfast.modes.second_pass import FirstPass, Output, SecondPass, check_ordinary
 from dpfast.modes.steps import Mode, Step, Steps, check_same_mask, check_valid, own_copy
@@ -194,7 +194,7 @@ class TappedModel:
         units = units_of_forward(self)
         if units is not None and self.enabled and torch.is_grad_enabled():
             units.look(self._documents, (args, kwargs))
-        running.inputs = {storage(x) for x in tensors}
+        running.note_inputs(tensors)
         running.push(self, size, units_here(self), own_copy(self.valid), self._steps.graph())
         follow_model(self, self.model, leaves)
         if self.valid is not None and size is not None:
@@ -238,9 +238,9 @@ class TappedModel:
             return step.units, step.valid
         return units_here(self), None if here is None else here.valid
 
-    def is_input(self, x: Tensor) -> bool:
-        """Whether ``x`` is, or is a view of, a tensor that the model was last called with in this thread."""
-        return storage(x) in running.inputs
+    def is_input(self, x: Tensor, *, whole: bool = False) -> bool:
+        """Whether ``x`` is a tensor that the model was last called with in this thread, or a view if not ``whole``."""
+        return running.is_input(x, whole=whole)
 
     def samples_are_bags(self, indices: Tensor, offsets: Tensor, bags: int) -> None:
         """All bags of an EmbeddingBag in one row: the batch is the bags, where the model was called with their

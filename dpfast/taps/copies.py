@@ -143,6 +143,8 @@ class OfCopy(Tap):
         x, *others = args or (None,)
         if not isinstance(x, Tensor) or others or kwargs or picked.numbers is None or picked.of is None or x.dim() > 2:
             return self._as_picked(picked, forward, args, kwargs)
+        if picked.numbers.shape == x.shape:  # entries, of tokens for a table
+            return self._as_picked(picked, forward, args, kwargs)
         numbers = picked.numbers.flatten()
         every = x.new_zeros(picked.of.shape.numel(), x.shape[-1])
         every[numbers] = x.reshape(-1, x.shape[-1])

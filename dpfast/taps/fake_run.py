@@ -222,7 +222,7 @@ class Nobody:
     active = inserts = picks_rows = False
     batch_dim = 0
 
-    def is_input(self, x: Tensor) -> bool:
+    def is_input(self, x: Tensor, *, whole: bool = False) -> bool:
         return True  # what a 1-D input is is found out here, and no value is looked at
 
 

@@ -134,17 +134,22 @@ class Following(TorchFunctionMode):
     """Follows rows in one forward of a module: of its input, and of what layers give within it.
 
     Args:
-        layer: the module, as errors name it. inputs: of which the first tensor of numbers, (..., D), is followed.
-        place: of the samples in that, where it is known already.
+        layer: the module, as errors name it. inputs: of which the first tensor of numbers, (..., D), is followed, and
+            each of whole numbers, entry by entry (tokens, for a table). place: of the samples in one of them; None: it
+            is known once the module's forward has ended.
     """
 
-    def __init__(self, layer: str, inputs: Any, place: Place = None):
+    def __init__(self, layer: str, inputs: Any, place: Callable[[Tensor], Place]):
         super().__init__()
         x = next((x for x in inputs if isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 1), None)
-        self.source = Source(layer, (0,) if x is None else x.shape[:-1], place)
+        self.source = Source(layer, (0,) if x is None else x.shape[:-1], None if x is None else place(x))
         self._seen: dict[int, tuple[Tensor, int, Picked]] = {}
         if x is not None:
             self._note(x, Picked(self.source.numbers(x.device), (), self.source))
+        for x in inputs:
+            if isinstance(x, Tensor) and x.dtype in (torch.int64, torch.int32) and x.dim():
+                entries = Source(layer, x.shape, place(x))
+                self._note(x, Picked(entries.numbers(x.device), (), entries))
 
     def _note(self, x: Tensor, picked: Picked) -> None:
         self._seen[id(x)] = x, x._version, picked  # held, or another might have its id
@@ -165,6 +170,10 @@ class Following(TorchFunctionMode):
             for x in output if isinstance(output, tuple) and not isinstance(output, PackedSequence) else (output,):
                 if isinstance(x, PackedSequence):
                     self._note(x.data, Picked(numbers[rows_of(x)], picked.by, picked.of))
+                    continue
+                for state in x if isinstance(x, tuple) else (x,):  # (layers, N, D), in the order of its samples
+                    if isinstance(state, Tensor) and state.dim() == 3 and state.shape[1] == len(numbers):
+                        self._note(state, Picked(numbers[:, 0].expand(state.shape[:2]), picked.by, picked.of))
         elif isinstance(output, Tensor) and numbers is not None and output.shape[:-1] == numbers.shape:
             self._note(output, picked)
 
@@ -187,7 +196,11 @@ class Following(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in _ROW_BY_ROW:
-            sources = [picked for x in args if isinstance(x, Tensor) and (picked := self.picked(x)) is not None]
+            sources = [
+                picked
+                for x in args
+                if isinstance(x, Tensor) and x.is_floating_point() and (picked := self.picked(x)) is not None
+            ]
             result = func(*args, **(kwargs or {}))
             if sources and isinstance(result, Tensor):
                 self._note_row_by_row(result, sources)
@@ -201,10 +214,11 @@ class Following(TorchFunctionMode):
             if not kwargs and self._is_put_back(source, *args[1:]):
                 self._note(args[0] if result is None else result, source)
             return result
-        found = _KEEP[func](source.numbers, result, *args[1:], **(kwargs or {}))
+        last = args[0].shape[source.numbers.dim() :]  # none of entries
+        found = _KEEP[func](source.numbers, result, *args[1:], **(kwargs or {})) if last or func in _PICK else None
         parts = [(result, found)] if isinstance(result, Tensor) else zip(result, found or (), strict=False)
         for x, numbers in parts:
-            if numbers is not None and (*numbers.shape, args[0].shape[-1]) == x.shape:
+            if numbers is not None and (*numbers.shape, *last) == x.shape:
                 self._note(x, Picked(numbers, (*source.by, args[-1]) if func in _PICK else source.by, source.of))
         return result
 
@@ -233,6 +247,8 @@ class Following(TorchFunctionMode):
         found = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]
         if in_expert:
             self.source.place = "it is in an expert itself"
+        elif self.source.place is not None:
+            return
         elif not found or found[0].shape[:-1] != self.source.shape:
             self.source.place = f"its output {tuple(found[0].shape) if found else ''} has other rows"
         else:

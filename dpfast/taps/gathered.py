@@ -17,6 +17,7 @@ from dpfast.taps.followed import Following, Picked
 from dpfast.taps.layout import Place
 from dpfast.taps.node import TappedLayer
 from dpfast.taps.packed import packed_in
+from dpfast.taps.passes import in_backward
 
 
 def experts_of(module: nn.Module) -> list[nn.Module]:
@@ -43,9 +44,9 @@ _here = _Here()
 
 
 @contextmanager
-def following(layer: str, inputs: Any) -> Iterator[Following]:
-    """Rows are followed within a module's forward."""
-    with Following(layer, inputs) as mode:
+def following(layer: str, inputs: Any, place: Callable[[Tensor], Place]) -> Iterator[Following]:
+    """Rows are followed within a module's forward; ``place`` says where samples are in an input of it."""
+    with Following(layer, inputs, place) as mode:
         _here.following.append(mode)
         try:
             yield mode
@@ -57,7 +58,7 @@ def follow_model(taps: Any, model: nn.Module, inputs: Any) -> None:
     """The same in the model's own forward, from its hooks, where that has been seen to pick rows."""
     if taps.picks_rows:
         end_model(taps)
-        mode = _here.models[id(taps)] = Following(type(model).__name__, inputs, taps.batch_dim)
+        mode = _here.models[id(taps)] = Following(type(model).__name__, inputs, lambda _: taps.batch_dim)
         mode.__enter__()  # type: ignore[no-untyped-call]  # torch's
         _here.following.append(mode)
 
@@ -160,13 +161,17 @@ class RoutedLayer(TappedLayer):
         if not self.sends:
             output = self.caught(forward, args, kwargs)
         else:
-            with following(self.layer, (*args, *kwargs.values())) as rows:
+            with following(self.layer, (*args, *kwargs.values()), self._place_of_input) as rows:
                 output = self.caught(forward, args, kwargs)
                 rows.ended(output, self.known_place, in_expert=bool(_here.picked))
         if _here.following and not _here.picked:
             for outer in _here.following:
                 outer.gave(self.layer, output, self.known_place)
         return output
+
+    def _place_of_input(self, x: Tensor) -> Place:
+        """Of the samples in what the module is called with, where that is an input of the model; None: not known."""
+        return self.taps.batch_dim if in_backward() is None and self.taps.is_input(x, whole=True) else None
 
     def run_picked(
         self, picked: Picked, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

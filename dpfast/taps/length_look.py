@@ -137,21 +137,22 @@ class LengthLook:
         """Outputs that change with the lengths in that input, and why that cannot be told.
 
         Args:
-            long: the longest sample; ``mate`` stands in its place. one, other: shorter ones, the first over and over.
+            long: the longest sample; ``mate`` stands in its place, second. one, other: shorter ones, the first over
+                and over, before and behind it: sorted by length, one of these goes to another place with it.
         """
-        rest = [one] * (self.size - 1)
-        among, alone = (self._run(i, [first, *rest]) for first in (long, mate))
+        rest = [one] * (self.size - 2)
+        among, alone = (self._run(i, [one, first, *rest]) for first in (long, mate))
         if among.found.keys() != alone.found.keys():
             return [], _OTHERS
         dims = {key: self._dim(key, x) for key, x in among.found.items()}
         changes = {key: self._change(key, among, alone, d) for key, d in dims.items() if d is not None}
         losses = [key for key, d in dims.items() if d is None]
         if losses:
-            others = [self._run(i, [first, other, *rest[1:]]) for first in (long, mate)]
+            others = [self._run(i, [other, first, *rest]) for first in (long, mate)]
             changes |= {key: self._change_of_loss(key, (among, alone), others) for key in losses}
         wrong = [key for key, change in changes.items() if change]
         if wrong:
-            repeated = self._run(i, [long, *rest])
+            repeated = self._run(i, [one, long, *rest])
             if any(self._change(key, among, repeated, dims[key]) is not False for key in wrong):
                 return [], _DIFFERS
         return wrong, _NOT_FINITE if None in changes.values() else None
@@ -162,15 +163,19 @@ class LengthLook:
         return known[0] if known else next((d for d, s in enumerate(x.shape) if s == self.size), None)
 
     def _change(self, i: int | str, one: Outputs, two: Outputs, dim: int | None) -> bool | None:
-        """Whether the last sample's gradients differ; of an output without samples, all together. None: they are not
-        finite."""
-        rows = [run.found[i] if dim is None else run.found[i].select(dim, self.size - 1) for run in (one, two)]
+        """Whether the first sample's gradients differ, or the last one's; of an output without samples, all together.
+        None: they are not finite."""
+        samples = (0,) if dim is None else sorted({0, self.size - 1})
+        changes = [self._change_of(i, (one, two), dim, j) for j in samples]
+        return True if True in changes else None if None in changes else False
+
+    def _change_of(self, i: int | str, runs: Sequence[Outputs], dim: int | None, j: int) -> bool | None:
+        rows = [run.found[i] if dim is None else run.found[i].select(dim, j) for run in runs]
         if rows[0].dim() != rows[1].dim():
             return True
         # What one of them alone has is padding: who makes a loss of it leaves that out.
         box = tuple(slice(min(sizes)) for sizes in zip(rows[0].shape, rows[1].shape, strict=True))
-        loss = dim is None
-        grads = [_gradients(x[box], run.parameters, loss=loss) for x, run in zip(rows, (one, two), strict=True)]
+        grads = [_gradients(x[box], run.parameters, loss=dim is None) for x, run in zip(rows, runs, strict=True)]
         return _differ(grads, [1.0, -1.0], rows[0].dtype)
 
     def _change_of_loss(self, i: int | str, runs: Sequence[Outputs], others: Sequence[Outputs]) -> bool | None:

@@ -49,8 +49,8 @@ class Receiver(Protocol):
         """Whose each of these samples is, where several may be one's (None: each its own), and which of them are no
         padding, (N,) bool (None: all)."""
 
-    def is_input(self, x: Tensor) -> bool:
-        """Whether ``x`` is, or is a view of, a tensor that the model was called with."""
+    def is_input(self, x: Tensor, *, whole: bool = False) -> bool:
+        """Whether ``x`` is a tensor that the model was called with, or a view of one where not the ``whole`` counts."""
 
     def samples_are_bags(self, indices: Tensor, offsets: Tensor, bags: int) -> None:
         """Where the model was called with ``offsets``, and with one of the two first, its batch is the bags."""
