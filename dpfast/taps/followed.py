@@ -139,7 +139,7 @@ class Following(TorchFunctionMode):
             is known once the module's forward has ended.
     """
 
-    def __init__(self, layer: str, inputs: Any, place: Callable[[Tensor], Place]):
+    def __init__(self, layer: str, inputs: Any, place: Callable[[Tensor], Place] = lambda x: None):
         super().__init__()
         x = next((x for x in inputs if isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 1), None)
         self.source = Source(layer, (0,) if x is None else x.shape[:-1], None if x is None else place(x))

@@ -58,8 +58,9 @@ class RandomNumbers:
 
 
 class SameAtEverySize(TorchDispatchMode):
-    """Within it tensors of random numbers hold one number, of other shapes the same one, and dropout drops nothing: how
-    many others are drawn changes nothing. Not so what Python and NumPy draw, permutations and picks.
+    """Within it tensors of random numbers hold one number, of other shapes the same one, dropout drops nothing, and of
+    weighted choices (``torch.multinomial``) those with a weight are taken that stand last: how many others are drawn
+    changes nothing, and who may take what is padding does. Not so what Python and NumPy draw, and permutations.
 
     Args:
         again: has random numbers start again.
@@ -75,16 +76,27 @@ class SameAtEverySize(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         self.again()
         result = func(*args, **(kwargs or {}))
+        if name == "multinomial":
+            return result.copy_(_last_with_a_weight(args[0], result.shape[-1]))
         if name == "native_dropout":
             x, p, train = args
             return (x / (1 - p) if train is not False and p < 1 else result[0]), result[1].fill_(p < 1)
         return result if not result.numel() else result.fill_(1 if "bernoulli" in name else result.view(-1)[0])
 
 
+def _last_with_a_weight(weights: Tensor, number: int) -> Tensor:
+    """So many choices, each once as long as there are others, the heavier and later ones first."""
+    order = (weights * torch.arange(1, weights.shape[-1] + 1, device=weights.device)).argsort(
+        dim=-1, descending=True, stable=True
+    )
+    possible = (weights > 0).sum(-1, keepdim=True).clamp(min=1)
+    return order.gather(-1, torch.arange(number, device=order.device) % possible)
+
+
 _DRAWS = frozenset(
     (
         *("bernoulli", "native_dropout", "rand", "randn", "randint", "normal", "uniform", "random", "exponential"),
-        *("log_normal", "geometric", "cauchy", "poisson"),
+        *("log_normal", "geometric", "cauchy", "poisson", "multinomial"),
     )
 )
 

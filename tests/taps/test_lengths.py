@@ -186,6 +186,27 @@ def test_random_numbers_are_no_lengths():
     refused("one pass", Model(dropped_mean, num_layers=2, dropout=0.5), by_sample, *batch())
 
 
+def picked_by_weight(own):
+    """Some of the sample's own positions, or of all."""
+
+    def way(model, out, state, lengths, classes):
+        x = model.mid(padded(model, out))
+        weights = valid(x, lengths)[..., 0].double() if own else torch.ones(x.shape[:2])
+        once = torch.multinomial(weights, 1)
+        often = torch.multinomial(weights, 12, replacement=True)
+        return model.head(x.gather(1, torch.cat([once, often], 1)[..., None].expand(-1, -1, D)).mean(1))
+
+    return way
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_positions_that_are_picked_by_weight(seed):
+    inputs = batch()
+    torch.manual_seed(seed)
+    by_sample(one_pass(Model(picked_by_weight(own=True))), *inputs).sum().backward()
+    refused("one pass", Model(picked_by_weight(own=False)), by_sample, *inputs)
+
+
 # --- what cannot be told ---
 
 
