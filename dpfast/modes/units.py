@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from dpfast.distributed import part_of
 from dpfast.errors import DpfastError, InputError, StateError, UnsupportedModuleError
 from dpfast.factors import Factor, Runs, RunsInGraph, by_unit, folded
 from dpfast.modes.answers import answer_of
+from dpfast.modes.unit_rows import as_tokens
 from dpfast.rules import functorch
 from dpfast.taps import (
     Activations,
@@ -27,7 +28,6 @@ from dpfast.taps import (
     batch_in_front,
     in_backward,
     taps_suspended,
-    tokens_in,
     unfolded,
 )
 
@@ -59,6 +59,8 @@ class Units:
         self.runs: Runs | RunsInGraph = runs
         self.used, self.clipped = False, False
         self._told: Told | None = None
+        self._look_at_new: Callable[[], Told] | None = None  # at the forward that runs
+        self._unseen = False
 
     @property
     def of_tokens(self) -> bool:
@@ -86,6 +88,11 @@ class Units:
         """A forward pass of the model begins: where units are of tokens, it is to be known whose rows are whose."""
         if self.of_tokens and self.ids.numel():
             self._told = documents.look(inputs, self.ids)
+            self._look_at_new, self._unseen = partial(documents.look_at_new, inputs, self.ids), False
+
+    def ran(self, tap: Any, rank: int | None) -> None:
+        """A tap has run in the model's forward pass, on rows that were picked."""
+        self._unseen = self._unseen or (self._told is not None and (id(tap), rank) not in self._told.layers)
 
     def start(self, batch_size: int | None, valid: Tensor | None, outputs: Sequence[Any] = ()) -> dict[int | str, str]:
         """The forward pass has come to its outputs. Returns what is wrong with them, by number.
@@ -104,6 +111,9 @@ class Units:
                 "the first tensor of the model's input has samples"
             )
         self.used = True
+        if self._unseen and self._look_at_new is not None:
+            self._told = self._look_at_new()
+        self._look_at_new, self._unseen = None, False
         if self._told is None:
             return {}
         for number in self._told.of_nobody:
@@ -330,7 +340,7 @@ def factors_of(
         module, activations, backprops = part.module, part.activations, part.backprops
     picked = record.picked
     if units is not None and units.of_tokens:
-        activations, backprops = _as_tokens(record, activations, backprops, place, units)
+        activations, backprops = as_tokens(record, activations, backprops, place, units)
         if not record.as_is:
             rule = functorch.functorch if force_functorch or rule is None else rule
     elif not record.as_is:
@@ -364,35 +374,3 @@ def factors_of(
         )
     except DpfastError as error:
         raise type(error)(f"{tap.layer}: {error}") from error
-
-
-def _as_tokens(
-    record: Record, activations: Activations, backprops: Any, place: int | Rows, units: Units
-) -> tuple[Activations, Any]:
-    """What the layer saw with a row for each token, (R, ...), in the place of samples.
-
-    Raises:
-        UnsupportedModuleError: its rows cannot be traced to units.
-    """
-
-    def rows(x: Tensor) -> Tensor:
-        found = tokens_in(x, place, units.shape)
-        if found is None:
-            raise UnsupportedModuleError(
-                f"{record.tap.layer}: {tuple(x.shape)} has no row for each of ids {units.ids.shape}"
-            )
-        return found
-
-    why = units.untraced(record, backprops)
-    if why is not None:
-        raise UnsupportedModuleError(
-            f"{record.tap.layer}: whose its rows are cannot be told: {why}. Freeze it, or give ids (N,) and each unit "
-            "samples of its own (a document a row, padded)"
-        )
-    if record.as_is:
-        return activations, backprops
-    if record.picked is not None:
-        return batch_in_front(activations, backprops, place)
-    activations = activations.map(rows)
-    activations.batch_dim = 0
-    return activations, tuple(map(rows, backprops))

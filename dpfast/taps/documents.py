@@ -22,7 +22,7 @@ _LONGER = 2
 
 
 _ON_TRUST = "that units do not meet in this batch either, as they did not before, is taken on trust: {}"
-_CALLER = 9  # frames from the warning to who called the model
+_CALLER = 10  # frames from the warning to who called the model
 
 
 class _Looked:
@@ -60,20 +60,35 @@ class Documents:
             UnsupportedModuleError: units meet in a layer.
         """
         receiver: Any = self._receiver()
-        rows = ids.movedim(receiver.batch_dim, 0).flatten(1)
-        somebodys, last = rows >= 0, rows.amax(1, keepdim=True)
-        several = bool((rows.where(somebodys, last) < last).any())
-        shown = tuple(shows(x, ids, receiver.batch_dim) for x in leaves_of(inputs) if isinstance(x, Tensor))
-        key = (kind_here(receiver), several, bool(somebodys.all()), shown)
-        looked, length = self._looked.get(key), rows.shape[1]
+        key, length = self._key(inputs, ids), ids.movedim(receiver.batch_dim, 0).flatten(1).shape[1]
+        looked = self._looked.get(key)
         if looked is None:
             self._looked[key] = looked = _Looked(DocumentLook(receiver, self._taps, inputs, ids).told(), length)
             return looked.told
         looked.forwards += 1
         if looks_again_at(looked.forwards) or length >= _LONGER * looked.longest:
             looked.longest = max(looked.longest, length)
-            try:
-                looked.told = looked.told.joined(DocumentLook(receiver, self._taps, inputs, ids).told())
-            except InputError as error:  # a batch that tells nothing says nothing of the model
-                warnings.warn(_ON_TRUST.format(error), DpfastWarning, stacklevel=_CALLER)
+            self._look_again(looked, inputs, ids)
         return looked.told
+
+    def look_at_new(self, inputs: Any, ids: Tensor) -> Told:
+        """The same, of a forward pass that has ended, in which something has run that no look has seen: an expert to
+        which no token came before. What does not run now either stays unknown."""
+        looked = self._looked[self._key(inputs, ids)]
+        self._look_again(looked, inputs, ids)
+        return looked.told
+
+    def _look_again(self, looked: _Looked, inputs: Any, ids: Tensor) -> None:
+        try:
+            looked.told = looked.told.joined(DocumentLook(self._receiver(), self._taps, inputs, ids).told())
+        except InputError as error:  # a batch that tells nothing says nothing of the model
+            warnings.warn(_ON_TRUST.format(error), DpfastWarning, stacklevel=_CALLER)
+
+    def _key(self, inputs: Any, ids: Tensor) -> Any:
+        """What is looked at by itself: a kind of inputs, and what they show of where units end."""
+        receiver: Any = self._receiver()
+        rows = ids.movedim(receiver.batch_dim, 0).flatten(1)
+        somebodys, last = rows >= 0, rows.amax(1, keepdim=True)
+        several = bool((rows.where(somebodys, last) < last).any())
+        shown = tuple(shows(x, ids, receiver.batch_dim) for x in leaves_of(inputs) if isinstance(x, Tensor))
+        return kind_here(receiver), several, bool(somebodys.all()), shown

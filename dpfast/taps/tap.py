@@ -331,7 +331,10 @@ class Tap(RoutedLayer):
         """Where the record's samples are, and that its parameters are used."""
         record.picked = picked_here()
         if record.picked is not None:
-            record.place = record.picked.place(self.known(None if output is None else output.dim()))
+            rank = None if output is None else output.dim()
+            record.place = record.picked.place(self.known(rank))
+            if getattr(self.taps.whose()[0], "of_tokens", False) and record.created_in is None:
+                self.taps.whose()[0].ran(self, rank)
         else:
             record.place = self.batch_dim if expanded else self._place(output, record)
         if record.created_in is None:  # a forward that is repeated in a backward pass has been counted
