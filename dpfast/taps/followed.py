@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from dpfast.errors import UnsupportedModuleError
 from dpfast.factors import Runs
 from dpfast.taps.layout import Mixed, Place, Rows, tokens_in
-from dpfast.taps.packed import in_samples, rows_of
+from dpfast.taps.packed import in_samples, rows_of, tensors_of_packed
 
 
 class Source:
@@ -163,6 +163,13 @@ class Following(TorchFunctionMode):
             source = Source(layer, output.shape[:-1], known)
             self._note(output, Picked(source.numbers(output.device), (), source))
 
+    def gave_packed(self, packed: PackedSequence, output: Any) -> None:
+        """A layer has given that of a packed sequence, whose rows stand where those stood."""
+        rows = self.picked(packed.data)
+        for x in tensors_of_packed(output):
+            if rows is not None and rows.numbers is not None and x.shape[:-1] == rows.numbers.shape:
+                self._note(x, rows)
+
     def gave_rows(self, output: Any, picked: Picked) -> None:
         """A layer has given that of picked rows, one of each."""
         numbers = picked.numbers
@@ -188,7 +195,7 @@ class Following(TorchFunctionMode):
         found = self.picked(x.data)
         if found is None or found.numbers is None:
             return None
-        by = tuple(index for index in found.by if index is not x.sorted_indices)
+        by = tuple(index for index in found.by if index is not x.sorted_indices and index is not PACK)
         if not by:
             return None
         numbers = in_samples(x, found.numbers + 1) - 1
@@ -215,11 +222,12 @@ class Following(TorchFunctionMode):
                 self._note(args[0] if result is None else result, source)
             return result
         last = args[0].shape[source.numbers.dim() :]  # none of entries
-        found = _KEEP[func](source.numbers, result, *args[1:], **(kwargs or {})) if last or func in _PICK else None
+        found = _KEEP[func](source.numbers, result, *args[1:], **(kwargs or {})) if last or func in _ENTRIES else None
         parts = [(result, found)] if isinstance(result, Tensor) else zip(result, found or (), strict=False)
         for x, numbers in parts:
             if numbers is not None and (*numbers.shape, *last) == x.shape:
-                self._note(x, Picked(numbers, (*source.by, args[-1]) if func in _PICK else source.by, source.of))
+                by = args[-1] if func in _PICK else PACK
+                self._note(x, Picked(numbers, (*source.by, by) if func in _ENTRIES else source.by, source.of))
         return result
 
     def _is_put_back(self, to: Picked, index: Any, rows: Any) -> bool:
@@ -311,6 +319,7 @@ _PICK: dict[Any, Callable[..., Any]] = {
     Tensor.repeat_interleave: _repeated,
     torch.repeat_interleave: _repeated,
 }
+_ENTRIES = frozenset((*_PICK, PACK))  # what rows are picked by, whole numbers too
 _PUT = frozenset((Tensor.__setitem__, Tensor.masked_scatter, Tensor.masked_scatter_, torch.masked_scatter))
 _VIEWS = ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous", "clone", "to", "type_as")
 _KEEP = _PICK | {

@@ -165,8 +165,12 @@ class RoutedLayer(TappedLayer):
                 output = self.caught(forward, args, kwargs)
                 rows.ended(output, self.known_place, in_expert=bool(_here.picked))
         if _here.following and not _here.picked:
+            packed = packed_in((*args, *kwargs.values()))
             for outer in _here.following:
-                outer.gave(self.layer, output, self.known_place)
+                if packed is None:
+                    outer.gave(self.layer, output, self.known_place)
+                else:
+                    outer.gave_packed(packed, output)
         return output
 
     def _place_of_input(self, x: Tensor) -> Place:

@@ -17,6 +17,12 @@ def packed_in(inputs: Iterable[Any]) -> PackedSequence | None:
     return next((x for x in inputs if isinstance(x, PackedSequence)), None)
 
 
+def tensors_of_packed(output: Any) -> list[Tensor]:
+    """The rows of the packed sequences in what a module gives."""
+    parts = output if isinstance(output, tuple) and not isinstance(output, PackedSequence) else (output,)
+    return [x.data for x in parts if isinstance(x, PackedSequence)]
+
+
 def in_samples(packed: PackedSequence, data: Tensor) -> Tensor:
     """What is laid out as the sequence's rows (R, ...), by samples: (N, T, ...), zeros where one has ended. These are
     in the order that they had before torch sorted them, if it did."""

@@ -73,6 +73,9 @@ class Picks(WithoutGradients):
         self.model, self.size = model, size
         # By memory: as long as there is a weak reference, no other has its number.
         self._marks: dict[int, tuple[StorageWeakRef, _Mark]] = {}
+        self._of_one: dict[
+            int, Tensor
+        ] = {}  # of one sample each, as x[i] and x.unbind() give it; views, of little memory
         self._running: list[str] = [""]
         self._ran: set[str] = set()
         self._receiver: tuple[str, _Mark] | None = None  # that runs, and of the rows that it got
@@ -173,6 +176,8 @@ class Picks(WithoutGradients):
         marks = [mark for x in took if (mark := self._mark(x)) is not None]
         if marks:
             self._read |= name in READ
+            if self._parts_samples(name, args):
+                self._of_one.update({id(x): x for x in made})
             mark = self._of_result(func, name, args, kwargs, marks, result)
             for x in made:
                 self._set(x, mark)
@@ -198,7 +203,7 @@ class Picks(WithoutGradients):
         x = args[0] if args else None
         if func is F.embedding:
             return len(args) > 1 and self._mark(args[1]) is not None
-        if not isinstance(x, Tensor) or self._mark(x) is None:
+        if not isinstance(x, Tensor) or self._mark(x) is None or id(x) in self._of_one:
             return False
         if name == "__getitem__":
             parts = [_part_of(args[1], d, x.dim()) for d in self._dims(x)]
@@ -210,6 +215,12 @@ class Picks(WithoutGradients):
             dims = {r % max(1, x.dim()) for r in rest if isinstance(r, int)}
             return bool(dims & set(self._dims(x))) and any(map(self._is_data, rest))
         return name == "masked_select"
+
+    def _parts_samples(self, name: str, args: Any) -> bool:
+        """Whether that parts samples, which stand in the first dimension and may not stand in another."""
+        x, *rest = args or (None,)
+        by_one = (name == "unbind" and rest in ([], [0])) or (name == "__getitem__" and type(rest[0]) is int)
+        return by_one and isinstance(x, Tensor) and x.shape[:1] == (self.size,) and self.size not in x.shape[1:]
 
     def _dims(self, x: Tensor) -> list[int]:
         """Where samples may be."""
