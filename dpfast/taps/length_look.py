@@ -9,8 +9,7 @@ samples, a loss, what changes with one sample in the place of another must not d
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -56,6 +55,10 @@ class Slot(NamedTuple):
     sample: int
     length: int
     cut: bool = False
+
+
+Slots = tuple[Slot, Slot, Slot, Slot]
+"""The longest, what stands in its place, and two others (:meth:`LengthLook._wrong`)."""
 
 
 class Outputs(NamedTuple):
@@ -113,23 +116,30 @@ class LengthLook:
         why = _FROM_ELSEWHERE if None in self.lengths else None
         own = [(i, self.leaves[i].tolist()) for i in sorted(i for i in self.lengths if i is not None)]
         for i, lengths in (*own, *((None, some) for some in self.counted)):
-            failed: str | None = None
-            for slots in _slots(lengths) if i is not None else _samples(lengths):
-                try:
-                    with torch.enable_grad():
-                        wrong, failed = self._wrong(i, *slots)
-                        if wrong and any(lengths[slot.sample] != slot.length for slot in slots[2:]):
-                            # Masks and targets may say otherwise than the lengths that such a sample was given.
-                            cut, _ = self._wrong(i, *(slot._replace(cut=True) for slot in slots))
-                            wrong = [key for key in wrong if key in cut]
-                except Exception as error:  # whatever a model raises that wants longer samples
-                    failed = failed or _FAILS.format(said_by(error))
-                    continue
+            for ways in [_slots(lengths)] if i is not None else _samples(lengths):
+                wrong, failed = self._wrong_in_one_of(i, lengths, ways)
                 message = _CHANGES.format(", ".join(self.packed)) if self.packed else _CUT
                 found.update(dict.fromkeys(wrong, message))
-                break
-            why = why or failed
+                why = why or failed
         return found, why
+
+    def _wrong_in_one_of(
+        self, i: int | None, lengths: Sequence[int], ways: Iterable[Slots]
+    ) -> tuple[list[int | str], str | None]:
+        """As :meth:`_wrong`, of the first of these that the model takes."""
+        failed: str | None = None
+        for slots in ways:
+            try:
+                with torch.enable_grad():
+                    wrong, failed = self._wrong(i, *slots)
+                    if wrong and any(lengths[slot.sample] != slot.length for slot in slots[2:]):
+                        # Masks and targets may say otherwise than the lengths that such a sample was given.
+                        cut, _ = self._wrong(i, *(slot._replace(cut=True) for slot in slots))
+                        wrong = [key for key in wrong if key in cut]
+                return wrong, failed
+            except Exception as error:  # whatever a model raises that wants longer samples
+                failed = failed or _FAILS.format(said_by(error))
+        return [], failed
 
     def _wrong(
         self, i: int | None, long: Slot, mate: Slot, one: Slot, other: Slot
@@ -213,7 +223,7 @@ class LengthLook:
         return Outputs(real, [p for p in model.parameters() if p.requires_grad])
 
 
-def _slots(lengths: Sequence[int]) -> Iterator[tuple[Slot, Slot, Slot, Slot]]:
+def _slots(lengths: Sequence[int]) -> Iterator[Slots]:
     """The longest sample, what stands in its place, one of the shortest and another that is shorter: samples as they
     are, or where there are too few, others cut short. In the longest one's place stands the shortest, or where a model
     cannot take all so short, the longest one cut short."""
@@ -226,14 +236,15 @@ def _slots(lengths: Sequence[int]) -> Iterator[tuple[Slot, Slot, Slot, Slot]]:
         yield long, one if length == own else Slot(long.sample, length), one, other
 
 
-def _samples(lengths: Sequence[int]) -> Iterator[tuple[Slot, Slot, Slot, Slot]]:
-    """The same of samples as they are; of those that have a length at all, where there are some."""
-    order = sorted(range(len(lengths)), key=lambda j: (lengths[j] <= 0, lengths[j]))
-    slots = [Slot(j, lengths[j]) for j in order]
-    long = slots[order.index(lengths.index(max(lengths)))]
-    shorter = [slot for slot in slots if slot.length < long.length]
-    for one, other in itertools.pairwise([*shorter, shorter[0]]):
-        yield long, one, one, other
+def _samples(lengths: Sequence[int]) -> Iterator[list[Slots]]:
+    """The same of samples as they are, for each but the longest: which of them sees that one may depend on its own
+    length. In its place stands the like, or where the model takes no so short ones, the next longest."""
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    first = lengths.index(max(lengths))
+    long, rest = Slot(first, lengths[first]), [Slot(j, lengths[j]) for j in order if j != first]
+    second = next((slot for slot in reversed(rest) if slot.length < long.length), rest[0])
+    for one, other in zip(rest, [*rest[1:], rest[0]], strict=True):
+        yield [(long, mate, one, other) for mate in dict.fromkeys((one, second))]
 
 
 def _cut(x: Tensor, slots: Sequence[Slot], most: int) -> None:
