@@ -103,6 +103,19 @@ def check_clipped(params: Sequence[nn.Parameter], left: Left | None) -> None:
             "opacus.optimizers.DPOptimizer, which clips p.grad_sample; or wrap the model in "
             "GradSampleModuleFastGradientClipping"
         )
+    if left is None and (ordinary := [p for p in not_noted(params) if not _is_known(p)]):
+        raise StateError(
+            f"p.grad of {len(ordinary)} of the {len(params)} parameters, one {tuple(ordinary[0].shape)}, is of no "
+            "private backward pass, or was put in the place of what one has left: nobody has clipped it. Wrap the "
+            "model that has these parameters in GradSampleModuleFastGradientClipping; who clips by other code takes "
+            "Opacus's DPOptimizerFastGradientClipping, which adds noise to any sum"
+        )
+
+
+def _is_known(p: nn.Parameter) -> bool:
+    """Whether an unnoted gradient is of Opacus's ghost clipping, which leaves the norms that it clips by, or is what the
+    last step has released, which Opacus refuses."""
+    return hasattr(p, "_norm_sample") or hasattr(getattr(p, "summed_grad", None), "_processed")
 
 
 def check_one(modules: frozenset[int]) -> None:

@@ -76,8 +76,8 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
 
     Raises:
         StateError: ``step()`` where no parameter has a gradient, where a frozen one has one (it would be released
-            without noise), where gradients are not clipped (of a GradSampleModule; of a backward pass after
-            ``disable_hooks()`` or ``remove_hooks()``; of some parameters beside clipped sums of others), where several
+            without noise), where gradients are not clipped (of a model that is not wrapped; of a GradSampleModule; of a
+            backward pass after ``disable_hooks()`` or ``remove_hooks()``; beside clipped sums of others), where several
             wrapped modules have left them, where they are sums over ranks and there is no ``secret``, or where they are
             still this rank's alone (``no_sync``; the module called past its DistributedDataParallel), or clipped to
             more than ``max_grad_norm``; ``step()`` of the wrapped ``optimizer`` on sums that have no noise; a copy.

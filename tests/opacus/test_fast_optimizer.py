@@ -7,6 +7,7 @@ import opacus
 import pytest
 import torch
 from opacus.optimizers import DPOptimizerFastGradientClipping
+from opacus_cases import clipped_by_hand
 from torch import nn
 
 import dpfast
@@ -16,8 +17,7 @@ from dpfast.opacus import DPOptimizerFast, OnePassOptimizer, noise
 
 def model_with_gradients(dtype=torch.float32, width=5):
     model = nn.Linear(width, 7).to(dtype)
-    for p in model.parameters():
-        p.grad = torch.randn(p.shape).to(dtype)
+    clipped_by_hand(model.parameters(), [torch.randn(p.shape).to(dtype) for p in model.parameters()], 2.0)
     return model
 
 
@@ -38,8 +38,7 @@ LOW = pytest.param(torch.bfloat16, marks=pytest.mark.skipif(opacus.__version__ <
 def test_same_steps_as_opacus_to_the_bit(reduction, sigma, secure, dtype):
     theirs = model_with_gradients(dtype)
     ours = copy.deepcopy(theirs)
-    for p, q in zip(theirs.parameters(), ours.parameters(), strict=True):
-        q.grad = p.grad.clone()
+    clipped_by_hand(ours.parameters(), [p.grad.clone() for p in theirs.parameters()], 2.0)
     options = {"loss_reduction": reduction, "secure_mode": secure}
     optimizer_of(DPOptimizerFastGradientClipping, theirs, sigma, **options).step()
     optimizer_of(DPOptimizerFast, ours, sigma, **options).step()
@@ -60,8 +59,7 @@ def test_same_steps_whatever_the_layout(name):
             model.weight = nn.Parameter(model.weight.detach().t())
         else:
             model = nn.ParameterDict({"scale": nn.Parameter(torch.tensor(1.0))})
-        for p in model.parameters():
-            p.grad = torch.randn_like(p)
+        clipped_by_hand(model.parameters(), [torch.randn_like(p) for p in model.parameters()], 2.0)
         optimizer_of(cls, model, sigma=1.0).step()
         models.append(model)
     for p, q in zip(*(model.parameters() for model in models), strict=True):
@@ -71,8 +69,7 @@ def test_same_steps_whatever_the_layout(name):
 @pytest.mark.parametrize("secure", [False, True])
 def test_mean_and_variance_of_the_noise(secure):
     model = nn.Linear(500, 400)
-    for p in model.parameters():
-        p.grad = torch.full_like(p, 3.0)
+    clipped_by_hand(model.parameters(), [torch.full_like(p, 3.0) for p in model.parameters()], 2.0)
     optimizer_of(DPOptimizerFast, model, sigma=1.5, loss_reduction="sum", secure_mode=secure).pre_step()
     noise = model.weight.grad - 3.0
     n, std = noise.numel(), 1.5 * 2.0
@@ -85,8 +82,7 @@ def test_the_generator_decides_the_noise():
     runs = []
     for seed in (1, 1, 2):
         own = copy.deepcopy(model)
-        for p, q in zip(model.parameters(), own.parameters(), strict=True):
-            q.grad = p.grad.clone()
+        clipped_by_hand(own.parameters(), [p.grad.clone() for p in model.parameters()], 2.0)
         optimizer_of(DPOptimizerFast, own, sigma=1.0, seed=seed).pre_step()
         runs.append(own.weight.grad)
     assert torch.equal(runs[0], runs[1]) and not torch.equal(runs[0], runs[2])
@@ -99,8 +95,7 @@ def test_skipped_steps_add_up_without_noise():
     optimizer.signal_skip_step(True)
     optimizer.step()
     optimizer.zero_grad()
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
+    clipped_by_hand(model.parameters(), [torch.ones_like(p) for p in model.parameters()], 2.0)
     optimizer.signal_skip_step(False)
     optimizer.pre_step()
     assert torch.equal(model.weight.grad, first + 1.0)
@@ -131,8 +126,7 @@ def test_a_parameter_that_was_frozen_when_gradients_were_cleared():
     optimizer = optimizer_of(DPOptimizerFast, model, sigma=0.0, loss_reduction="sum")
     optimizer.zero_grad()
     model.weight.requires_grad_(True)
-    for p in model.parameters():
-        p.grad = torch.full_like(p, 3.0)
+    clipped_by_hand(model.parameters(), [torch.full_like(p, 3.0) for p in model.parameters()], 2.0)
     optimizer.pre_step()
     assert all((p.grad == 3.0).all() for p in model.parameters())
 
@@ -158,6 +152,7 @@ def test_a_gradient_is_taken_once():
         for p in model.parameters():
             grad = torch.ones_like(p) if not skip else p.grad
             p.grad = grad if p.grad is None or skip else p.grad + grad
+        clipped_by_hand(model.parameters(), [p.grad for p in model.parameters()], 2.0)
         optimizer.pre_step()
     assert torch.equal(model.weight.grad, first + 1.0)
 

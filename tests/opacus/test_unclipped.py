@@ -1,5 +1,7 @@
 """Optimizers that add noise to clipped sums: what is in p.grad must be one."""
 
+import copy
+
 import opacus
 import pytest
 import torch
@@ -45,6 +47,30 @@ def test_sums_beside_grad_sample(cls):
     with pytest.raises(StateError, match="nobody has clipped"):
         optimizer.step()
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("why", ["not wrapped", "a copy is", "replaced"])
+def test_sums_of_a_model_that_nobody_has_wrapped(why):
+    """A sample would be released as it is, and the noise is for C."""
+    model, x, y = opacus_example("mlp")
+    optimizer = fast_optimizer(model)
+    before = [p.detach().clone() for p in model.parameters()]
+    if why != "not wrapped":
+        of_module = copy.deepcopy(model) if why == "a copy is" else model
+        module = dpfast.GradSampleModuleFastGradientClipping(of_module, max_grad_norm=C)
+        losses(module, x, y).mean().backward()
+        module.zero_grad()
+    losses(model, x, y).mean().backward()
+    if why == "replaced":
+        for p in model.parameters():
+            p.grad = 100 * p.grad
+    with pytest.raises(StateError, match=r"of the 6 parameters, one \(.*nobody has clipped it"):
+        optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    optimizer.zero_grad()
+    for p in model.parameters():  # an empty batch
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
 
 
 @pytest.mark.parametrize("when", ["before the forward", "before the backward", "after a private pass", "and one more"])
