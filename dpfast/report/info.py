@@ -29,7 +29,7 @@ def info() -> dict[str, str]:
         report[str(device)] = f"{name}: backend {backend}, because {why}"
     report["products on a CPU"] = product_report()
     report["norms on a CPU"] = cost.norm_report()
-    report["layers with a rule"] = ", ".join(sorted(cls.__name__ for cls in registry.RULES))
+    report["layers with a rule"] = ", ".join(sorted(cls.__name__ for cls in registry.classes_with_rules()))
     report["other layers"] = "torch.func (vmap over samples)"
     return report
 

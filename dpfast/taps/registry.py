@@ -309,6 +309,11 @@ def registered(cls: type[nn.Module]) -> tuple[Any, ...]:
     return _registrations[0], len(RULES), RULES.get(cls), cls.forward
 
 
+def classes_with_rules() -> list[type[nn.Module]]:
+    """Classes that have a rule of their own, or a forward of pieces that have; not those known by their full name."""
+    return [cls for cls in dict.fromkeys((*RULES, *_FORWARDS)) if isinstance(cls, type)]
+
+
 def find_likeness(rule: Rule, module: nn.Module) -> Hashable:
     """What the rule looks at of the module, where it takes several as one; None where it does not."""
     alike = _ALIKE.get(rule)

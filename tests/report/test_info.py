@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+from dpfast import info
+
 
 def test_info_command_says_which_backend_and_why():
     out = subprocess.check_output([sys.executable, "-m", "dpfast", "info"], text=True)
@@ -11,6 +13,11 @@ def test_info_command_says_which_backend_and_why():
     assert "backend" in out
     assert "because" in out
     assert "oneDNN may use" in out
+
+
+def test_layers_of_several_pieces_are_among_those_with_a_rule():
+    """Recurrent layers and attention have a forward of pieces in the place of a rule, and are not left to torch.func."""
+    assert {"Linear", "LSTM", "GRU", "RNN", "MultiheadAttention"} <= set(info()["layers with a rule"].split(", "))
 
 
 def test_info_command_says_where_nothing_is_measured_of_the_instructions():
