@@ -113,8 +113,8 @@ def check_clipped(params: Sequence[nn.Parameter], left: Left | None) -> None:
 
 
 def _is_known(p: nn.Parameter) -> bool:
-    """Whether an unnoted gradient is of Opacus's ghost clipping, which leaves the norms that it clips by, or is what the
-    last step has released, which Opacus refuses."""
+    """Whether an unnoted gradient is of Opacus's ghost clipping, which leaves the norms that it clips by, or is what
+    the last step has released, which Opacus refuses."""
     return hasattr(p, "_norm_sample") or hasattr(getattr(p, "summed_grad", None), "_processed")
 
 

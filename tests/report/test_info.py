@@ -16,7 +16,7 @@ def test_info_command_says_which_backend_and_why():
 
 
 def test_layers_of_several_pieces_are_among_those_with_a_rule():
-    """Recurrent layers and attention have a forward of pieces in the place of a rule, and are not left to torch.func."""
+    """Recurrent layers and attention have a forward of pieces, not a rule, and are not left to torch.func."""
     assert {"Linear", "LSTM", "GRU", "RNN", "MultiheadAttention"} <= set(info()["layers with a rule"].split(", "))
 
 
