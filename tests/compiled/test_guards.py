@@ -6,7 +6,7 @@ import gc
 import pytest
 import torch
 import torch.nn.functional as F
-from small_steps import Mlp, Transformer, check, mlp_batch, square_losses, token_batch, token_losses
+from small_steps import Mlp, Transformer, check, exact_step, mlp_batch, square_losses, token_batch, token_losses
 from torch import nn
 
 import dpfast
@@ -72,6 +72,20 @@ def test_another_number_of_threads_is_captured_again():
             assert len(step._graphs) == graphs
     finally:
         torch.set_num_threads(before)
+
+
+def test_another_dtype_while_there_are_zeros_in_p_grad():
+    """They are views of one block, whose types torch.compile found to differ: it took gradients of parameters along."""
+    net = Mlp()
+    step = compiled(net)
+    step(*mlp_batch(5))
+    net.zero_grad(set_to_none=False)
+    net.double()
+    batch = tuple(x.double() for x in mlp_batch(5))
+    exact, _ = exact_step(net, square_losses, batch, step.max_grad_norm)
+    step(*batch)
+    for name, p in net.named_parameters():
+        assert p.grad.dtype == torch.float64 and relative_error(p.grad, exact[name]) < 1e-5, name
 
 
 def test_the_model_in_another_layout_or_dtype():
