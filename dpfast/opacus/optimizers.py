@@ -72,7 +72,8 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
 
     Args:
         secret: the ranks' :class:`dpfast.distributed.SharedSecret`, from which noise is drawn in the place of
-            ``generator``. Others: as Opacus's class.
+            ``generator``. expected_batch_size: of one backward pass; a step of several divides by their number too
+            (those of ``signal_skip_step`` are parts of one). Others: as Opacus's class.
 
     Raises:
         StateError: ``step()`` where no parameter has a gradient, where a frozen one has one (it would be released
