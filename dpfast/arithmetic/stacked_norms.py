@@ -170,7 +170,7 @@ class NormsOfLayers:
                 norms.append(torch.stack([sums.norm_of_rows(rows) for rows in row_norms]))
         norm = torch.stack(norms, dim=1) if len(norms) > 1 else norms[0].unsqueeze(1)
         value = norm.square()
-        upper = torch.addcmul(self._least, value, self._relative).sqrt_().add_(self._errors[:, samples]).square_()
+        upper = _scaled(value, self._relative, self._least).sqrt_().add_(self._errors[:, samples]).square_()
         return SquaredNorm(value, upper.mul_(self._slop))
 
 
