@@ -324,6 +324,9 @@ class CompiledStep:
             next(iter(self._graphs.values())).check_model(own)
         key = self._key(own, whole, tensors)
         found = self._graphs.get(key)
+        if found is not None and found.counts and self.norm_clipper is not None:  # it has min(1, C / norm) in it
+            key = key, "asks the clipper"
+            found = self._graphs.get(key)
         several = len(whole.tensors[0]) > 1
         # The model was first seen with too few samples to tell whose rows are whose, or losses with one.
         if found is None or not found.settled or (several and not found.apart):
@@ -348,12 +351,8 @@ class CompiledStep:
             tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices),
             (reduced_products(), reduced_convolutions(), torch.are_deterministic_algorithms_enabled()),
             torch.get_num_threads(),
-            self._kind_of_clipper(),
+            (self._mode._clipper().is_per_layer, clips_one_by_one(self._mode._clipper())),
         )
-
-    def _kind_of_clipper(self) -> Hashable:
-        clipper = self._mode.norm_clipper
-        return None if clipper is None else (clipper.is_per_layer, clips_one_by_one(clipper))
 
     def _limit(self, device: torch.device) -> Tensor:
         """C, () fp64."""
