@@ -162,7 +162,7 @@ class Graph:
 
     def _compiled_for(self, inputs: list[Tensor]) -> Callable[..., Sequence[Tensor]]:
         """What the backend makes of it, asked as torch.compile asks it. Without torch.compile, which would trace the
-        graph once more, take minutes for a large one, and stand before each run of it: what it would look at then,
+        graph once more and stand before each run of it: what it would look at then,
         tensor by tensor, the key of the step's captures says already."""
         say = self._backend == "inductor"
         if say:
