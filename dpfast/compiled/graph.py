@@ -205,7 +205,7 @@ def _compiled(graph: Any, backend: Any, inputs: list[Tensor]) -> Callable[..., S
     with tracing(TracingContext(fakes)):
         compile_: Any = lookup_backend(backend) if isinstance(backend, str) else backend
         found: Callable[..., Sequence[Tensor]] = compile_(
-            graph, [fakes.from_tensor(x, static_shapes=True) for x in inputs]
+            graph, [fakes.from_tensor(x.detach(), static_shapes=True) for x in inputs]  # of p.grad it knows nothing
         )
     return found
 

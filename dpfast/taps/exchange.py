@@ -297,19 +297,20 @@ class _Exchange:
     def with_lengths(self, told: Told) -> Told:
         """And what other lengths of packed sequences do, which were not exchanged."""
         held = not_exchanged(self.lengths, self.leaves, self.dims) | (self.lengths & {None})
-        counted = self.counted if self.stays else []
-        if not (held or counted) or told.is_wrong or told.why not in _STILL_TOLD:
+        if not (held or self.counted) or told.is_wrong or told.why not in _STILL_TOLD:
             return told
         if self.by_lengths is None:
             self.by_lengths = LengthLook(
                 *(self.model, self.taps, self.leaves, self.structure, self.dims, self.size, self.again),
                 lengths=held,
-                counted=counted,
+                counted=self.counted,
                 packed=sorted(told.packed),
                 parted=told.parted or {},
                 others=self.others,
             ).told()
         outputs, why = self.by_lengths
+        if not (held or self.stays):  # nothing was wrong with the longest in its place or out of it: no more is asked
+            why = None
         return told._replace(outputs=outputs, lengths=why)
 
     def _run(self, others: tuple[int, ...], noisy: bool, size: int | None = None, *, whole: bool = False) -> Run:

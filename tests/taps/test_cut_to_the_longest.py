@@ -191,6 +191,11 @@ def test_what_leaves_padding_out(way, order):
     assert_right(plain, *(x[order] for x in batch()))
 
 
+def test_what_the_first_samples_do_not_show():
+    """Three of which none is so long; with all of them the longest is not among those that are exchanged."""
+    refused(Model(seen_by_long_ones), CHANGES, *(x[FOURTH] for x in batch()))
+
+
 @pytest.mark.parametrize("cut", [cut for cut in CUTS if cut != "what the table gave"])
 def test_other_ways_to_cut(cut):
     assert_right(Model(attention, CUTS[cut]), *batch())
@@ -298,4 +303,4 @@ def test_a_sample_of_no_length():
         return model.head((model.mid(x) * valid(x, lengths)).sum(1) / lengths[:, None].clamp(min=1))
 
     assert_right(Model(way), tokens, lengths, classes)
-    refused(Model(mean), CHANGES, tokens, lengths, classes)
+    refused(Model(mean), f"{CHANGES}|{MIXED}", tokens, lengths, classes)  # its own mean, alone, is no number
