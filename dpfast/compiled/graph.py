@@ -204,8 +204,9 @@ def _compiled(graph: Any, backend: Any, inputs: list[Tensor]) -> Callable[..., S
     fakes = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
     with tracing(TracingContext(fakes)):
         compile_: Any = lookup_backend(backend) if isinstance(backend, str) else backend
+        # Detached, because a parameter's gradient may be of another dtype, and is no matter here.
         found: Callable[..., Sequence[Tensor]] = compile_(
-            graph, [fakes.from_tensor(x.detach(), static_shapes=True) for x in inputs]  # of p.grad it knows nothing
+            graph, [fakes.from_tensor(x.detach(), static_shapes=True) for x in inputs]
         )
     return found
 
