@@ -166,6 +166,7 @@ class UnitsInGraph(Units):
         self.ids, self.num_units, self.per_unit = ids, num_units, "sum"
         self.shape, self.runs = ids.shape, RunsInGraph(ids, num_units)
         self.used, self.clipped, self._told = False, False, None
+        self._look_at_new, self._unseen = None, False
 
 
 def _cleared(tokens: Tensor, grad: Tensor) -> Tensor:

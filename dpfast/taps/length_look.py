@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -128,13 +129,14 @@ class LengthLook:
     ) -> tuple[list[int | str], str | None]:
         """As :meth:`_wrong`, of the first of these that the model takes."""
         failed: str | None = None
-        for slots in ways:
+        # Second, so that others go to another place where a model sorts them; first where it wants them sorted.
+        for slots, place in product(ways, (1, 0)):
             try:
                 with torch.enable_grad():
-                    wrong, failed = self._wrong(i, *slots)
+                    wrong, failed = self._wrong(i, place, *slots)
                     if wrong and any(lengths[slot.sample] != slot.length for slot in slots[2:]):
                         # Masks and targets may say otherwise than the lengths that such a sample was given.
-                        cut, _ = self._wrong(i, *(slot._replace(cut=True) for slot in slots))
+                        cut, _ = self._wrong(i, place, *(slot._replace(cut=True) for slot in slots))
                         wrong = [key for key in wrong if key in cut]
                 return wrong, failed
             except Exception as error:  # whatever a model raises that wants longer samples
@@ -142,28 +144,35 @@ class LengthLook:
         return [], failed
 
     def _wrong(
-        self, i: int | None, long: Slot, mate: Slot, one: Slot, other: Slot
+        self, i: int | None, place: int, long: Slot, mate: Slot, one: Slot, other: Slot
     ) -> tuple[list[int | str], str | None]:
         """Outputs that change with the lengths in that input, and why that cannot be told.
 
         Args:
-            long: the longest sample; ``mate`` stands in its place, second. one, other: shorter ones, the first over
-                and over, before and behind it: sorted by length, one of these goes to another place with it.
+            place: the longest one's, 0 or 1.
+            long: the longest sample; ``mate`` stands in its place. one, other: shorter ones, the first over and over,
+                behind it and, where there is room, before it: sorted by length, one goes to another place with it.
         """
-        rest = [one] * (self.size - 2)
-        among, alone = (self._run(i, [one, first, *rest]) for first in (long, mate))
+
+        def run(in_place: Slot, beside: Slot) -> Outputs:
+            some = [beside, *[one] * (self.size - 2)]
+            some.insert(place, in_place)
+            return self._run(i, some)
+
+        samples = (1 - place, self.size - 1)
+        among, alone = (run(first, one) for first in (long, mate))
         if among.found.keys() != alone.found.keys():
             return [], _OTHERS
         dims = {key: self._dim(key, x) for key, x in among.found.items()}
-        changes = {key: self._change(key, among, alone, d) for key, d in dims.items() if d is not None}
+        changes = {key: self._change(key, among, alone, d, samples) for key, d in dims.items() if d is not None}
         losses = [key for key, d in dims.items() if d is None]
         if losses:
-            others = [self._run(i, [other, first, *rest]) for first in (long, mate)]
+            others = [run(first, other) for first in (long, mate)]
             changes |= {key: self._change_of_loss(key, (among, alone), others) for key in losses}
         wrong = [key for key, change in changes.items() if change]
         if wrong:
-            repeated = self._run(i, [one, long, *rest])
-            if any(self._change(key, among, repeated, dims[key]) is not False for key in wrong):
+            repeated = run(long, one)
+            if any(self._change(key, among, repeated, dims[key], samples) is not False for key in wrong):
                 return [], _DIFFERS
         return wrong, _NOT_FINITE if None in changes.values() else None
 
@@ -172,11 +181,10 @@ class LengthLook:
         known = self.parted.get(i) if isinstance(i, int) else None
         return known[0] if known else next((d for d, s in enumerate(x.shape) if s == self.size), None)
 
-    def _change(self, i: int | str, one: Outputs, two: Outputs, dim: int | None) -> bool | None:
-        """Whether the first sample's gradients differ, or the last one's; of an output without samples, all together.
-        None: they are not finite."""
-        samples = (0,) if dim is None else sorted({0, self.size - 1})
-        changes = [self._change_of(i, (one, two), dim, j) for j in samples]
+    def _change(self, i: int | str, one: Outputs, two: Outputs, dim: int | None, samples: Sequence[int]) -> bool | None:
+        """Whether the gradients of one of these samples differ; of an output without samples, all together. None: they
+        are not finite."""
+        changes = [self._change_of(i, (one, two), dim, j) for j in (samples[:1] if dim is None else samples)]
         return True if True in changes else None if None in changes else False
 
     def _change_of(self, i: int | str, runs: Sequence[Outputs], dim: int | None, j: int) -> bool | None:
