@@ -26,6 +26,8 @@ def masked_mean(x, lengths):
 class Model(nn.Module):
     """An embedding, a packed layer and, as ``way`` says, what follows it."""
 
+    enforce_sorted = False
+
     def __init__(self, way, cell=nn.GRU, batch_first=True, **options):
         super().__init__()
         self.table, self.rnn = nn.Embedding(20, D), cell(D, D, batch_first=batch_first, **options)
@@ -38,10 +40,8 @@ class Model(nn.Module):
 
     def forward(self, tokens, lengths, classes=None):
         x = self.table(tokens)
-        packed = pack_padded_sequence(
-            x if self.batch_first else x.transpose(0, 1), lengths.cpu(), self.batch_first, enforce_sorted=False
-        )
-        out, state = self.rnn(packed)
+        x = x if self.batch_first else x.transpose(0, 1)
+        out, state = self.rnn(pack_padded_sequence(x, lengths.cpu(), self.batch_first, self.enforce_sorted))
         return self.way(self, out, state, lengths, classes)
 
 

@@ -113,6 +113,26 @@ def test_other_layers_and_layouts_that_depend_on_the_longest(cell):
     refused("one pass", plain, by_sample, *batch())
 
 
+class Sorted(Model):
+    """Wants the longest first, as pack_padded_sequence does where nobody says otherwise."""
+
+    enforce_sorted = True
+
+
+LONGEST_FIRST = LENGTHS.argsort(descending=True)
+
+
+@pytest.mark.parametrize("way", ["states", "mean of its own", "tokens of all"])
+def test_sequences_that_are_sorted(way):
+    assert_right(Sorted(RIGHT[way]), *(x[LONGEST_FIRST] for x in batch()))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("way", ["mean", *[way for way in WRONG if way != "mean"][:3]])
+def test_sequences_that_are_sorted_and_depend_on_the_longest(way, mode):
+    refused(mode, Sorted(WRONG[way]), by_sample, *(x[LONGEST_FIRST] for x in batch()))
+
+
 def test_a_gate_that_is_zeros_hides_nothing():
     plain = Model(behind_a_gate)
     plain.gate = nn.Linear(D, 3)
