@@ -225,10 +225,19 @@ def _found_on_data(
         alike = _compared(taps, one, two, turns).places
     except Exception:  # of a model that wants them sorted, or takes no stand-ins: what is known is wrong stays so
         return [seen]
+    run, anew = {i for i, rank in alike if isinstance(rank, int)}, set()
     for key, place in alike.items():
         alone = place == NO_SAMPLES and alike.get((key[0], (ALONE, key[1]))) == 0
-        if isinstance(key[1], tuple) or isinstance(place, (int, Rows)) or alone:
+        if isinstance(key[1], int) and (isinstance(place, (int, Rows)) or alone):
+            if seen.places.get(key) != place:
+                anew.add(key[0])
             seen.places[key] = place
+    # What follows of layers without samples. Where rows go by the data (experts), of those alone that this has shown to
+    # be such: the others are right as they were.
+    of_ranks = [place for (_, rank), place in alike.items() if isinstance(rank, int)]
+    by_shapes = not any(isinstance(place, str) and place != NO_SAMPLES for place in of_ranks)
+    ways = {key: place for key, place in alike.items() if not isinstance(key[1], int)}
+    seen.places.update({k: place for k, place in ways.items() if by_shapes or k[0] in anew or k[0] not in run})
     return [seen]
 
 
