@@ -19,7 +19,7 @@ class _Here(threading.local):
 
 
 _here = _Here()
-_in_dynamo = torch.compiler.is_dynamo_compiling
+_is_compiling = torch.compiler.is_compiling
 
 
 @contextmanager
@@ -34,8 +34,7 @@ def capturing() -> Iterator[None]:
 
 def is_traced() -> bool:
     """Whether a graph is being made of what runs."""
-    # As torch.compiler.is_compiling(), in one call less: it is asked several times a layer.
-    return _here.capturing or torch.compiler._is_compiling_flag or _in_dynamo()
+    return _here.capturing or _is_compiling()
 
 
 def operator(overload: Any) -> Any:
