@@ -12,7 +12,6 @@ from dpfast.factors import KernelRecipe, outer_product
 from dpfast.modes import deferred, tapped_model
 from dpfast.testing import clipped_sum, loop_over_samples, relative_error
 
-pytestmark = pytest.mark.on_cpu
 N, T, D = 2, 2, 8
 LONG = 8  # positions from which gradients are kept
 C = 0.5
