@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor, nn
 
 from dpfast.arithmetic import exact_arithmetic, exact_convolutions, leave_pins_to_inductor
+from dpfast.compiled.replay import Replay
 from dpfast.errors import BackendError, StateError
 from dpfast.taps import looks_again_at
 
@@ -113,6 +114,7 @@ class Graph:
         self._taken = f"{len(captured.graph.graph.nodes)} operations captured in {time.perf_counter() - start:.1f} s"
         self._captured: Any = captured.graph  # until it is compiled
         self._compiled: Callable[..., Sequence[Tensor]] | None = None
+        self._replay: Replay | None = None  # on a GPU
 
     def is_looked_at_again(self) -> bool:
         """Whether one more batch is one to look at, for what the first did not show."""
@@ -156,6 +158,8 @@ class Graph:
         # Under the switches that its operations were captured under, which a graph does not hold: autocast's roundings
         # are operations in it, and would be taken again, of norms and sums too.
         with exact_convolutions(), exact_arithmetic():
+            if self._replay is not None:
+                return self._replay(state, inputs)
             if self._compiled is not None:
                 return self._compiled(*state, *inputs)
             return self._compiled_for([*state, *inputs])(*state, *inputs)
@@ -190,6 +194,9 @@ class Graph:
         if say:
             print(f"{time.perf_counter() - start:.1f} s", file=sys.stderr)
         self._compiled, self._captured = compiled, None
+        # A replay runs no Python, so clippers are not asked in one: it has C, and makes its factors itself.
+        if say and self.counts and len(devices := {x.device for x in inputs}) == 1 and devices.pop().type == "cuda":
+            self._replay = Replay(compiled)
         return compiled
 
 

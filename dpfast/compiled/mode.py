@@ -2,8 +2,8 @@
 
 Norms become factors in the graph where samples are clipped to C, by the eager step's code, in fp64; what a compiler
 might take for no rounding (Inductor drops one to fp32 that is undone again) rounds nothing there, because the bits that
-fp32 has no room for are cut off before (``arithmetic.towards_zero``). Other clippers, units, and sums that are rounded
-to bf16 have one opaque operation, which runs the eager step's code when the graph runs.
+fp32 has no room for are cut off before (``arithmetic.towards_zero``). Other clippers and units have one opaque
+operation, which runs the eager step's code when the graph runs.
 """
 
 from __future__ import annotations
@@ -144,9 +144,9 @@ class GraphMode(GradSampleModuleFastGradientClipping):
             valid = of.new_ones(self.num_units, dtype=torch.bool)
         if found and not self._clipper().is_per_layer:
             total = _total(list(found.values()))
-            rounds = any(map(rounding, self._places))  # sums in bf16, where they are left
-            if self._norm_clipper is None and self.num_units is None and not rounds:
-                clipped = clip_to(self.limit, total, 1.0, valid=valid.to(total.value.device))
+            if self._norm_clipper is None and self.num_units is None:
+                excess = max(map(rounding, self._places))
+                clipped = clip_to(self.limit, total, 1.0, excess=excess, valid=valid.to(total.value.device))
                 in_memory = {"weights": pinned(clipped.weights), "single": pinned(clipped.single)}
                 self.clipped, self.counts = clipped._replace(**in_memory), True
                 return self.clipped

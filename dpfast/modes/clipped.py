@@ -93,18 +93,27 @@ def clip(
 
 
 def clip_to(
-    limit: float | Tensor, norm: SquaredNorm, scale: float | Tensor, *, added: int = 1, valid: Tensor | None = None
+    limit: float | Tensor,
+    norm: SquaredNorm,
+    scale: float | Tensor,
+    *,
+    added: int = 1,
+    excess: float = 0.0,
+    valid: Tensor | None = None,
 ) -> Clipped:
-    """:func:`clip` by a ``ConstantFlatClipper`` of this limit, the same bits, where sums are rounded in fp32 or fp64.
+    """:func:`clip` by a ``ConstantFlatClipper`` of this limit, the same bits.
 
     Args:
         limit: in a graph, which is given it, a tensor () fp64.
         norm: of so many parameters, whose squares were ``added`` one after another.
+        excess: by how much, relatively, a parameter's sum may come out too large.
     """
     value, upper = _valid(norm.value, valid), _valid(norm.upper, valid)
     as_they_are = isinstance(scale, float) and scale == 1.0
     upper = upper * (scale**2 * (1.0 + (added + 8) * 2.0**-53))
     measured = upper.sqrt()
+    if excess:
+        measured = measured * (1.0 + excess)
     factors = _valid(constant_factors(limit, measured), valid)
     if as_they_are:
         single = towards_zero(factors, torch.float32)
