@@ -6,7 +6,8 @@
 
 A step is zero_grad, forward, backward and clipping, without noise or optimizer. Legs take turns in one process on one
 thread, step by step: the figure is the median over rounds of CPU time, and of (leg / compiled plain) within a round.
-The compiled private step's sums are compared with a loop over samples in fp64 first.
+The compiled private step's sums are compared with a loop over samples in fp64 first. On a GPU (`--part compiled` of
+benchmarks/gpu.py) both compiled steps are CUDA graphs, and it is the time that passes.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ from collections.abc import Callable
 
 import torch
 from rows import RESULTS, Rows, environment
+from step import exact_gradient, largest_error
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 from workloads import WORKLOADS, Gpt, Workload, language_losses
 
 import dpfast
+from dpfast.compiled.replay import Replay
 from dpfast.testing import loop_over_samples, norms_of, relative_error
 
 ROUNDS, WARM_UP = 30, 3
@@ -43,6 +46,7 @@ def _toy() -> Workload:
 
 
 MODELS = {"toy": _toy(), **{name: WORKLOADS[name] for name in ("mlp", "lora", "gpt")}}
+ON_GPU = {name: WORKLOADS[name] for name in ("gpt2-1024", "llama-1b")}
 
 
 def compiled_plain(model: nn.Module, workload: Workload, batch: tuple[Tensor, ...]) -> Callable[[], None]:
@@ -60,11 +64,15 @@ def compiled_plain(model: nn.Module, workload: Workload, batch: tuple[Tensor, ..
     graph = torch.compile(
         make_fx(gradients, tracing_mode="fake", _allow_non_fake_inputs=True)(list(parameters), *batch)
     )
+    number = len(parameters)
+    replay = Replay(lambda *given: graph(list(given[:number]), *given[number:]))
 
     def step() -> None:
         model.zero_grad()
         with torch.no_grad():
-            for p, gradient in zip(trainable, graph(list(parameters), *batch), strict=True):
+            on_gpu = workload.device == "cuda"
+            found = replay(parameters, batch) if on_gpu else graph(list(parameters), *batch)
+            for p, gradient in zip(trainable, found, strict=True):
                 p.grad = gradient
 
     return step
@@ -73,7 +81,7 @@ def compiled_plain(model: nn.Module, workload: Workload, batch: tuple[Tensor, ..
 def legs(workload: Workload) -> dict[str, Callable[[], None]]:
     """By name, the compiled plain step first."""
     torch.manual_seed(0)
-    model, batch = workload.build(), workload.batch()
+    model, batch = workload.build().to(device=workload.device, dtype=workload.dtype), workload.batch()
     plain, eager, compiled = (copy.deepcopy(model) for _ in range(3))
     wrapped = dpfast.GradSampleModuleFastGradientClipping(eager, max_grad_norm=1.0)
     private = dpfast.compile_step(compiled, workload.losses, max_grad_norm=1.0, batch_size=len(batch[0]))
@@ -90,6 +98,16 @@ def legs(workload: Workload) -> dict[str, Callable[[], None]]:
         compiled.zero_grad()
         private(*batch)
 
+    (_check_in_16_bits if workload.device == "cuda" else _check)(workload, model, private, compiled, batch)
+    return {
+        "plain, compiled": compiled_plain(copy.deepcopy(model), workload, batch),
+        "dpfast, compiled": run_private,
+        "plain": run_plain,
+        "dpfast one-pass": run_eager,
+    }
+
+
+def _check(workload: Workload, model: nn.Module, private: Callable, compiled: nn.Module, batch: tuple) -> None:
     few = tuple(x[: workload.check_samples] for x in batch)
     exact = loop_over_samples(model, lambda *given: workload.losses(*given).sum(), *few)
     private(*few)
@@ -101,12 +119,27 @@ def legs(workload: Workload) -> dict[str, Callable[[], None]]:
         assert found is not None
         error = relative_error(found, torch.tensordot(factors, gradients, 1))
         assert error <= TOLERANCE, f"{workload.name}: {name} is off by {error:.1e}"
-    return {
-        "plain, compiled": compiled_plain(copy.deepcopy(model), workload, batch),
-        "dpfast, compiled": run_private,
-        "plain": run_plain,
-        "dpfast one-pass": run_eager,
-    }
+
+
+def _check_in_16_bits(
+    workload: Workload, model: nn.Module, private: Callable, compiled: nn.Module, batch: tuple
+) -> None:
+    exact, allowed = exact_gradient(workload, model, batch)
+    private(*(x[: workload.check_samples] for x in batch))
+    error = largest_error({name: p.grad for name, p in compiled.named_parameters() if p.grad is not None}, exact)
+    assert error <= allowed, f"{workload.name} is off by {error:.1e}, where {allowed:.1e} is allowed"
+
+
+def _seconds(step: Callable[[], None], device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
+    start = time.process_time()
+    step()
+    return time.process_time() - start
 
 
 def measure(workload: Workload, rounds: int) -> list[dict]:
@@ -114,10 +147,9 @@ def measure(workload: Workload, rounds: int) -> list[dict]:
     all_legs = legs(workload)
     for i in range(WARM_UP + rounds):
         for name, step in all_legs.items():
-            start = time.process_time()
-            step()
+            seconds = _seconds(step, workload.device)
             if i >= WARM_UP:
-                times.setdefault(name, []).append(time.process_time() - start)
+                times.setdefault(name, []).append(seconds)
     base = times["plain, compiled"]
     return [
         {

@@ -4,10 +4,10 @@
     python benchmarks/gpu.py --part kernels --budget-seconds 460 --out FOLDER
 
 Parts, in the order in which one call takes them: the kernels' tests on the device; the kernels on layers of GPT-2 and
-the 1B Llama against cuBLAS; the private steps of both against the plain ones; then the whole kernel table and all
-steps; the kernels under compute-sanitizer, where it is installed; the device's measured ceilings; the search for better
-tiles. A part writes a row the moment it is measured, skips what this commit has a row of, and stops by itself when its
-time is used: run it again for the rest. Any GPU will do: a row says which one it is of.
+the 1B Llama against cuBLAS; the private steps of both against the plain ones, then both compiled; the whole kernel table
+and all steps; the kernels under compute-sanitizer, where it is installed; the device's measured ceilings; the search for
+better tiles. A part writes a row the moment it is measured, skips what this commit has a row of, and stops by itself when
+its time is used: run it again for the rest. Any GPU will do: a row says which one it is of.
 Needs torch, Triton, pytest, hypothesis and rich; Opacus's legs only where Opacus is installed. No network.
 Where the sources came without their history, DPFAST_COMMIT says which commit they are.
 """
@@ -29,7 +29,7 @@ import torch
 from legs import GRAPHED_LEGS
 from rows import RESULTS, ROOT, DeviceLost, Rows, environment
 
-PARTS = ("tests", "first-kernels", "first-steps", "kernels", "steps", "sanitize", "ceilings", "tiles")
+PARTS = ("tests", "first-kernels", "first-steps", "compiled", "kernels", "steps", "sanitize", "ceilings", "tiles")
 SHARE = {"tests": 0.3, "first-kernels": 0.5}  # of the time that is left, for parts that others must not wait for
 FIRST_LAYERS = ("GPT-2 ", "Llama-3.2-1B ")
 FIRST_CONTENDERS = ("dpfast", "cuBLAS", "torch")
@@ -201,6 +201,17 @@ def steps(rows: Rows, device: str, left: Left, first: bool = False) -> int:
     return 0
 
 
+def compiled(rows: Rows, device: str, left: Left) -> int:
+    import compiled as steps_as_graphs
+
+    for workload in steps_as_graphs.ON_GPU.values():
+        if workload.device == device and left() > 0 and not rows.has(workload=workload.name):
+            for row in steps_as_graphs.measure(workload, steps_as_graphs.ROUNDS):
+                rows.add(**row)
+                print(f"{row['title']} | {row['leg']} | {row['ms']:.2f} ms, {row['ratio']:.3f}", flush=True)
+    return 0
+
+
 def tiles(rows: Rows, device: str, left: Left) -> int:
     import tile_search
 
@@ -217,6 +228,7 @@ RUNNERS = {
     "ceilings": ceilings,
     "first-kernels": partial(kernels, first=True),
     "first-steps": partial(steps, first=True),
+    "compiled": compiled,
     "kernels": kernels,
     "steps": steps,
     "tiles": tiles,

@@ -159,7 +159,7 @@ def gradient_errors(workload: Workload, legs: list[str]) -> dict[str, dict]:
     def known() -> dict[str, dict]:
         torch.manual_seed(0)
         model, batch = _model(workload), workload.batch()
-        exact, allowed = _exact_gradient(workload, model, batch)
+        exact, allowed = exact_gradient(workload, model, batch)
         return {leg: _checked(workload, leg, model, batch, exact, allowed) for leg in legs}
 
     return in_fork(known)
@@ -200,7 +200,7 @@ def measure(workload: Workload, legs: list[str], rounds: int, memory: bool) -> l
     torch.manual_seed(0)
     try:
         model, batch = _model(workload), workload.batch()
-        exact, allowed = _exact_gradient(workload, model, batch)
+        exact, allowed = exact_gradient(workload, model, batch)
     except Exception as error:
         return [{**row, "note": reason(error)} for row in rows.values()]
     for leg in legs:
@@ -239,7 +239,7 @@ def _model(workload: Workload) -> torch.nn.Module:
     return workload.build().to(device=workload.device, dtype=workload.dtype)
 
 
-def _exact_gradient(workload: Workload, model: torch.nn.Module, batch: tuple) -> tuple[dict[str, torch.Tensor], float]:
+def exact_gradient(workload: Workload, model: torch.nn.Module, batch: tuple) -> tuple[dict[str, torch.Tensor], float]:
     """Σ_n c_n g_n of the first samples, in fp64, and the relative error that a leg may have."""
     few = [x[: workload.check_samples] for x in batch]
 
@@ -250,7 +250,7 @@ def _exact_gradient(workload: Workload, model: torch.nn.Module, batch: tuple) ->
     exact, allowed = total(torch.float64), TOLERANCE[workload.dtype]
     if workload.dtype == torch.bfloat16 or workload.rounds_itself:
         rounded = total(workload.dtype)
-        allowed = max(allowed, 2 * _largest_error(rounded, exact))
+        allowed = max(allowed, 2 * largest_error(rounded, exact))
     return exact, allowed
 
 
@@ -260,10 +260,10 @@ def _gradient_error(workload: Workload, leg: str, model: torch.nn.Module, batch:
     few = [x[: workload.check_samples] for x in batch]
     build(leg, own, workload, 0.0)(*few)
     n = len(batch[0])  # the optimizer divided by it
-    return _largest_error({name: p.grad * n for name, p in own.named_parameters() if p.requires_grad}, exact)
+    return largest_error({name: p.grad * n for name, p in own.named_parameters() if p.requires_grad}, exact)
 
 
-def _largest_error(gradients: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> float:
+def largest_error(gradients: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> float:
     """Of any parameter's gradient, relative to it, or to a millionth of all where that is larger: some are exactly zero
     (the biases of an attention's keys)."""
     least = 1e-6 * math.hypot(*(float(g.double().norm()) for g in exact.values()))
