@@ -4,10 +4,10 @@
     python benchmarks/gpu.py --part kernels --budget-seconds 460 --out FOLDER
 
 Parts, in the order in which one call takes them: the kernels' tests on the device; the kernels on layers of GPT-2 and
-the 1B Llama against cuBLAS; the private steps of both against the plain ones, then both compiled; the whole kernel table
-and all steps; the kernels under compute-sanitizer, where it is installed; the device's measured ceilings; the search for
-better tiles. A part writes a row the moment it is measured, skips what this commit has a row of, and stops by itself when
-its time is used: run it again for the rest. Any GPU will do: a row says which one it is of.
+the 1B Llama against cuBLAS; the private steps of both against the plain ones, then both compiled; the whole kernel
+table and all steps; the kernels under compute-sanitizer, where it is installed; the device's measured ceilings; the
+search for better tiles. A part writes a row the moment it is measured, skips what this commit has a row of, and stops
+by itself when its time is used: run it again for the rest. Any GPU will do: a row says which one it is of.
 Needs torch, Triton, pytest, hypothesis and rich; Opacus's legs only where Opacus is installed. No network.
 Where the sources came without their history, DPFAST_COMMIT says which commit they are.
 """
