@@ -169,8 +169,10 @@ class UnitsInGraph(Units):
         self._look_at_new, self._unseen = None, False
 
 
-def _cleared(tokens: Tensor, grad: Tensor) -> Tensor:
+def _cleared(tokens: Tensor, grad: Tensor | None) -> Tensor | None:
     """A gradient, (N, T, ...) or (N·T, ...), with zeros at some tokens."""
+    if grad is None:  # it came to another output of the same operation
+        return None
     rows = grad.reshape(len(tokens), -1)
     return rows.masked_fill(tokens.unsqueeze(1), 0.0).view(grad.shape)
 

@@ -109,12 +109,14 @@ class Run(NamedTuple):
         handle = x.register_hook(functools.partial(self._note_given, len(self.caught), prints))
         self.caught.append(Caught(list(prints), get_gradient_edge(x), handle))
 
-    def _note_repeated(self, prints: Mapping[Key | Beside, Prints], grad: Tensor) -> None:
-        for key, some in prints.items():
+    def _note_repeated(self, prints: Mapping[Key | Beside, Prints], grad: Tensor | None) -> None:
+        for key, some in prints.items() if grad is not None else ():  # None: as of :meth:`_note_given`
             self.arrived.setdefault(key, []).append(some.of_gradient(grad))
 
-    def _note_given(self, number: int, prints: Mapping[Key | Beside, Prints], grad: Tensor) -> None:
-        if self.running:  # and no pass of the model's own, within its forward
+    def _note_given(self, number: int, prints: Mapping[Key | Beside, Prints], grad: Tensor | None) -> None:
+        """Of an operation with several outputs (cuDNN's recurrent layers, a chunk) autograd calls the hooks of all when
+        a gradient comes to one: those of the others with None, as where a function behind gives none."""
+        if self.running and grad is not None:  # and no pass of the model's own, within its forward
             for key, some in prints.items():
                 self.given[number, key] = some.of_gradient(grad)
                 self.arrived.setdefault(key, []).append(self.given[number, key])

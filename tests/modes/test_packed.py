@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import assert_gradients
-from packed_cases import LENGTHS, VOCABULARY, Packed, T, by_document, losses_of, packed
+from packed_cases import LENGTHS, VOCABULARY, NobodySees, Packed, T, by_document, losses_of, packed
 from torch import nn
 
 from dpfast import GradSampleModuleFastGradientClipping as Module
@@ -269,16 +269,6 @@ def test_units_that_only_nobodys_tokens_part_are_several():
         step(module, (tokens, positions, two, labels), 4)
 
 
-class NobodySees(Packed):
-    """Nobody's tokens see all, as where a mask may have no row without an entry."""
-
-    def forward(self, tokens, documents):
-        q, k, v = self.qkv(self.norm(self.tokens(tokens))).chunk(3, dim=-1)
-        mask = (documents[:, None, :] == documents[:, :, None]) | (documents[:, :, None] < 0)
-        x = self.out(F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
-        return self.head(x.flatten(0, 1)).view(*tokens.shape, -1) if self.folds else self.head(x)
-
-
 @pytest.mark.parametrize("folds", [False, True])
 def test_a_loss_of_nobodys_tokens_brings_nothing_from_one_unit_to_another(folds):
     torch.manual_seed(0)
@@ -296,6 +286,25 @@ def test_a_loss_of_nobodys_tokens_brings_nothing_from_one_unit_to_another(folds)
     assert torch.equal(everything[0].upper[0], everything[1].upper[0])
     assert not torch.equal(everything[0].upper[1], everything[1].upper[1])
     assert torch.equal(everything[0].upper, norms(tokens, lambda losses, units: units.sums(losses).sum()).upper)
+
+
+def test_one_of_two_outputs_in_which_nobodys_tokens_see_all():
+    """Hooks of the other are called where both are of one operation."""
+
+    class Halves(NobodySees):
+        def forward(self, tokens, documents):
+            halves = super().forward(tokens, documents).chunk(2, -1)
+            return [x.clone() for x in halves] if self.apart else halves
+
+    torch.manual_seed(0)
+    model, tokens = Halves(), torch.randint(0, VOCABULARY // 2, (1, T))
+    ids, found = torch.tensor([[0] * 7 + [1] * 6 + [-1] * 3]), []
+    for model.apart in (False, True):
+        module = Module(copy.deepcopy(model), loss_reduction="sum")
+        with module.units(ids, 2):
+            losses_of(module(tokens, ids)[1], tokens).sum().backward()
+        found.append(module._norms.upper)
+    assert torch.equal(*found) and (found[0] > 0).all()
 
 
 class OwnLoss(Packed):
