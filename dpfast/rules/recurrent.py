@@ -140,6 +140,7 @@ class _Layer:
     def forward(self, data: tuple[Any, ...], states: tuple[Tensor, ...], *parameters: Tensor) -> tuple[Tensor, ...]:
         """(output, h_n[, c_n]) of one layer without dropout."""
         layer = self.layer
+        states = tuple(s.contiguous() for s in states)  # one sample's of all are not, and cuDNN takes no others
         hx = list(states) if layer.mode == "LSTM" else states[0]
         options = [layer.bias, 1, 0.0, layer.training, layer.bidirectional]
         with _no_flat_weights() if is_traced() else nullcontext():

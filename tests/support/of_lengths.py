@@ -4,11 +4,12 @@ import copy
 
 import torch
 import torch.nn.functional as F
+from cases import clipped_as_told
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from dpfast import GradSampleModule, GradSampleModuleFastGradientClipping
-from dpfast.testing import clipped_sum
+from dpfast.testing import clipped_sum, relative_error
 
 D, T, C = 4, 9, 1.0
 LENGTHS = torch.tensor([3, 9, 4, 6, 2, 5])
@@ -200,20 +201,35 @@ def each_sample(model):
 MODES = {"one pass": one_pass, "two passes": two_passes, "each sample": each_sample}
 
 
-def found_in(mode, plain, make, *inputs):
-    """What a step leaves in each parameter: p.grad, clipped; of single samples the sum of these, clipped."""
+def assert_right_in(mode, plain, make, exact, *inputs):
+    """What a step leaves is these samples' gradients, clipped: p.grad, of single samples the sum of these, clipped."""
     model = MODES[mode](copy.deepcopy(plain))
     losses = make(model, *inputs)
     losses.sum().backward(retain_graph=mode == "two passes")
+    factors = None if mode == "each sample" else model.get_clipping_coef()
     if mode == "two passes":
         model.zero_grad()
-        factors = model.get_clipping_coef()
         model.disable_hooks()
         (factors * losses).sum().backward()
     named = dict(model._module.named_parameters())
-    if mode == "each sample":
-        return clipped_sum({k: p.grad_sample.double() for k, p in named.items() if p.grad_sample is not None}, C)
-    return {k: p.grad for k, p in named.items() if p.grad is not None}
+    if factors is None:
+        found = clipped_sum({k: p.grad_sample.double() for k, p in named.items() if p.grad_sample is not None}, C)
+        summed = clipped_sum(exact, C)
+    else:
+        found = {k: p.grad for k, p in named.items() if p.grad is not None}
+        summed = clipped_as_told(factors, exact, C)
+    for name, expected in summed.items():
+        assert relative_error(found.get(name, torch.zeros_like(expected)), expected) <= 1e-5, (mode, name)
+
+
+def that_the_longest_moves(make):
+    """A model that :func:`moved_by_the_longest` is large of: of other random numbers, which other devices have, it may
+    be next to nothing."""
+    for seed in range(8):
+        torch.manual_seed(seed)
+        if moved_by_the_longest(plain := make()) >= 1e-2:
+            return plain
+    raise AssertionError("the longest sample moves none of these models")
 
 
 def mean(model, out, state, lengths, classes):

@@ -2,6 +2,7 @@
 the others are called too, with None."""
 
 import like_cudnn
+import of_lengths
 import pytest
 import torch
 from outputs_beside import BESIDE, D, H, by_all, by_sample, padded, refused, right
@@ -9,6 +10,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import dpfast
+from dpfast.errors import UnsupportedModuleError
+from dpfast.testing import loop_over_samples
 
 pytestmark = pytest.mark.filterwarnings("error::dpfast.errors.DpfastWarning")  # nothing is taken on trust
 
@@ -27,6 +30,20 @@ def test_recurrent_layers_as_cudnn_has_them(name, wrapper, as_cudnn):
     torch.manual_seed(0)
     refused(BESIDE[name](by_all), padded(), wrapper=wrapper)
     right(BESIDE[name](by_sample), padded())
+
+
+def test_states_of_packed_sequences_of_both_directions(as_cudnn):
+    """Which cuDNN wants in one piece."""
+
+    def model(way):
+        return of_lengths.Model(way, **of_lengths.CELLS["lstm, both directions"])
+
+    inputs, plain = of_lengths.batch(), model(of_lengths.mean_of_own)
+    exact = loop_over_samples(plain, of_lengths.loss, *inputs)
+    of_lengths.assert_right_in("one pass", plain, of_lengths.by_sample, exact, *inputs)
+    wrong = of_lengths.one_pass(model(of_lengths.mean))
+    with pytest.raises(UnsupportedModuleError, match=of_lengths.CHANGES):
+        of_lengths.by_sample(wrong, *inputs).sum().backward()
 
 
 class Halves(nn.Linear):
