@@ -110,8 +110,9 @@ class Run(NamedTuple):
         self.caught.append(Caught(list(prints), get_gradient_edge(x), handle))
 
     def _note_repeated(self, prints: Mapping[Key | Beside, Prints], grad: Tensor | None) -> None:
-        for key, some in prints.items() if grad is not None else ():  # None: as of :meth:`_note_given`
-            self.arrived.setdefault(key, []).append(some.of_gradient(grad))
+        if grad is not None:  # see :meth:`_note_given`
+            for key, some in prints.items():
+                self.arrived.setdefault(key, []).append(some.of_gradient(grad))
 
     def _note_given(self, number: int, prints: Mapping[Key | Beside, Prints], grad: Tensor | None) -> None:
         """Of an operation with several outputs (cuDNN's recurrent layers, a chunk) autograd calls the hooks of all when

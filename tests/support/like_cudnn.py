@@ -1,4 +1,5 @@
-"""Recurrent layers as cuDNN's, on a CPU: all outputs of one node of autograd's, and states that are contiguous."""
+"""Recurrent layers as cuDNN's, on a CPU: all outputs of one node of autograd's, and states that are contiguous. Without
+dropout, which the backward pass would draw again."""
 
 import functools
 
