@@ -215,13 +215,17 @@ class Steps:
 
         reference = running[number] = weakref.ref(step, ended)
 
+        held = [step]  # what keeps the step alive
+
+        # A GPU's thread may hold the callback for a while after backward() has returned. Were the step still with it,
+        # so were autograd's nodes, which the next forward would get for its parameters, with the stream that they were
+        # made on: a CUDA graph that is captured then would wait for that stream, which is an error.
         def at_end() -> None:
             try:
-                finish(step)
+                finish(held.pop())
             finally:
-                ended(reference)  # a GPU's thread may hold the callback for a while after backward() has returned
+                ended(reference)
 
-        # The callback's reference is the one that keeps the step alive.
         torch.autograd.Variable._execution_engine.queue_callback(at_end)
         return step
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from nodes_kept import Holding
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -105,20 +106,6 @@ def test_the_ordinary_gradient_of_large_layers(t):
     dpfast.GradSampleModule(net)(x).square().mean().backward()
     for p, g in zip(net.parameters(), plain, strict=True):
         assert relative_error(p.grad, g) <= 1e-5
-
-
-class Holding:
-    """autograd's engine, whose threads hold callbacks after backward() has returned, as on a GPU."""
-
-    def __init__(self, engine):
-        self.engine, self.held = engine, []
-
-    def __getattr__(self, name):
-        return getattr(self.engine, name)
-
-    def queue_callback(self, callback):
-        self.held.append(callback)
-        self.engine.queue_callback(callback)
 
 
 @pytest.mark.parametrize("wrap", MODES)

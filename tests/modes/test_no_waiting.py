@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import Mlp
+from nodes_kept import Holding, kept, noted
 from whole_steps import MODELS, WRAPPERS, step
 
 from dpfast.arithmetic import stream_here
@@ -139,3 +140,23 @@ def test_a_look_that_fails_keeps_no_graph():
             assert again()() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("model", MODELS)
+def test_a_step_keeps_no_node(model, wrapper, monkeypatch):
+    """Not even while a thread of autograd's holds what it has called back, nor until cycles are freed."""
+    make, inputs = MODELS[model]
+    wrapped, x, y = WRAPPERS[wrapper](make()), inputs(), torch.zeros(6, dtype=torch.long)
+    engine = Holding(torch.autograd.Variable._execution_engine)
+    monkeypatch.setattr(torch.autograd.Variable, "_execution_engine", engine)
+    gc.disable()
+    try:
+        for _ in range(3):
+            wrapped.zero_grad(set_to_none=True)
+            with noted(wrapped):
+                step(wrapped, x, y)
+            assert not kept(wrapped)
+    finally:
+        gc.enable()
+    assert len(engine.held) >= 3

@@ -5,6 +5,7 @@ import copy
 import sys
 
 import torch
+from nodes_kept import check_none_is_kept, noted
 from whole_steps import MODELS, WRAPPERS, step
 
 from dpfast.testing import relative_error
@@ -22,8 +23,10 @@ def main(name):
     with torch.cuda.stream(side):
         for _ in range(7):  # the eighth would be looked at
             captured.zero_grad(set_to_none=True)
-            step(captured, x, y)
+            with noted(captured):
+                step(captured, x, y)
     torch.cuda.current_stream().wait_stream(side)
+    check_none_is_kept(captured)
     graph = torch.cuda.CUDAGraph()
     captured.zero_grad(set_to_none=True)
     with torch.cuda.graph(graph):
