@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dpfast import GradSampleModule, GradSampleModuleFastGradientClipping
 from dpfast.errors import InputError, UnsupportedModuleError
+from dpfast.rules import recurrent
 from dpfast.testing import clipped_sum, loop_over_samples, relative_error
 
 D, T, C = 4, 7, 1.0
@@ -38,7 +39,7 @@ class Tagger(nn.Module):
     def __init__(self, cell=nn.LSTM, pick=PICK["x[order]"], by="position", again=False, **options):
         super().__init__()
         self.batch_first = pick is not PICK["time first"]
-        self.table, self.head = nn.Embedding(20, D), nn.Linear(D, 3)
+        self.table, self.head = nn.Embedding(20, D), nn.Linear(D * (1 + options.get("bidirectional", False)), 3)
         self.rnn, self.drop = cell(D, D, batch_first=self.batch_first, **options), nn.Dropout(0.0)
         self.more = cell(D, D, batch_first=self.batch_first) if again else None
         self.pick, self.by = pick, by
@@ -132,6 +133,25 @@ def test_sorted_sequences_otherwise(options):
 def test_lengths_that_the_model_counts_itself():
     """Exchanging a sample puts all in another order, and makes other batches of them at each time."""
     assert_right(Tagger(), tokens(), WEIGHTS.float())
+
+
+@pytest.mark.parametrize("cell", [nn.LSTM, nn.GRU, nn.RNN])
+def test_a_look_gives_states_as_cudnn_wants_them(cell, monkeypatch):
+    """It refuses others, and a look that fails is taken on trust."""
+
+    def as_cudnn(native):
+        def call(*args):
+            packed = isinstance(args[1], torch.Tensor) and args[1].dtype == torch.int64  # sizes of batches
+            states = args[1 + packed]
+            for x in states if isinstance(states, list) else [states]:
+                assert x.is_contiguous(), "rnn: hx is not contiguous"
+            return native(*args)
+
+        return call
+
+    monkeypatch.setattr(recurrent, "_NATIVE", {name: as_cudnn(f) for name, f in recurrent._NATIVE.items()})
+    with no_warnings():
+        assert_right(Tagger(cell, num_layers=2, bidirectional=True).double(), tokens(), WEIGHTS)
 
 
 @pytest.mark.parametrize("cell", [nn.RNN, nn.LSTM])
