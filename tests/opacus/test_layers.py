@@ -42,7 +42,7 @@ def tolerance_beside_cudnn(model, options, exact, x, lengths):
     if not x.is_cuda:
         return 1e-5
     ours = Recurrent(getattr(nn, type(model.rnn).__name__.removeprefix("DP")), model.packed, **options)
-    ours.load_state_dict(model.state_dict())
+    ours.load_state_dict(dict(model.named_parameters()))
     return max(1e-5, 2 * joined_error(loop_over_samples(ours, loss, x, lengths, dtype=torch.float32), exact))
 
 
