@@ -195,17 +195,23 @@ def weighted_rows(blocks: Sequence[Tensor], coefficients: Tensor) -> Tensor:
     if len(blocks) > 1 and not (masks or is_traced()) and all(v.shape[0] == 1 for v in blocks):
         return _weighted_one_by_one(blocks, weights)
     sizes, entries = [v.shape[0] for v in blocks], blocks[0].shape[1:].numel()
-    slices = _slices(entries) if blocks[0].device.type == "cpu" else 1
+    slices = slices_of(entries) if blocks[0].device.type == "cpu" else 1
     for values, c, n in zip(blocks, weights.split(sizes), sizes, strict=True):
         values = values.to(dtype).reshape(n, entries)
         if masks:
             values = _without_dropped(values, c)
-        if slices > 1:
-            rows, c = values.view(n, slices, entries // slices).transpose(0, 1), c.expand(slices, 1, n)
-            total = torch.bmm(c, rows) if total is None else total.baddbmm_(c, rows)
-        else:
-            total = torch.mv(values.mT, c) if total is None else total.addmv_(values.mT, c)
+        total = sum_of_rows(values, c, slices, total)
     return total.view(blocks[0].shape[1:])  # type: ignore[union-attr]  # at least one block
+
+
+def sum_of_rows(values: Tensor, c: Tensor, slices: int, total: Tensor | None = None) -> Tensor:
+    """``Σ_n c_n v_n``, of (n, K) and (n,) in one dtype, K numbers in order, added to ``total`` where that is given. Who
+    wants the bits of another such sum must take this: how it is asked chooses the routine that multiplies a row."""
+    if slices > 1:
+        n, entries = values.shape
+        rows, c = values.view(n, slices, entries // slices).transpose(0, 1), c.expand(slices, 1, n)
+        return torch.bmm(c, rows) if total is None else total.baddbmm_(c, rows)
+    return torch.mv(values.mT, c) if total is None else total.addmv_(values.mT, c)
 
 
 def _weighted_one_by_one(blocks: Sequence[Tensor], weights: Tensor) -> Tensor:
@@ -217,7 +223,8 @@ def _weighted_one_by_one(blocks: Sequence[Tensor], weights: Tensor) -> Tensor:
     return total.squeeze(0)
 
 
-def _slices(entries: int) -> int:
+def slices_of(entries: int) -> int:
+    """Into how many slices :func:`sum_of_rows` cuts rows of that length on a CPU."""
     slices = _SLICES
     while slices > 1 and (entries % slices or entries < slices * _SLICE):
         slices //= 2

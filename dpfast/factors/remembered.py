@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpfast.arithmetic import SquaredNorm, norm_terms, sum_error_columns, sum_errors
+from dpfast.arithmetic import SquaredNorm, norm_terms, reference, sum_error_columns, sum_errors
 from dpfast.factors.alike import Alike, Numbers, sums_of_all_inputs
 
 _MOST_ENTRIES = 2**20
@@ -85,17 +85,19 @@ class Remembered:
         """``Σ_n c_n G_n`` of each layer, c (n,) fp32 and none of them 0: in the order of :attr:`of`."""
         found: list[Tensor] = []
         rows = coefficients.view(1, 1, -1)
-        for (_, _, factor), (layers, values, sums) in zip(numbers, self._sums, strict=True):
+        for (_, _, factor), (layers, slices, values, sums) in zip(numbers, self._sums, strict=True):
             if not isinstance(factor, Tensor):
                 found += sums_of_all_inputs(factor, layers, coefficients)
             elif layers == 1:
-                found.append(torch.bmm(rows, factor.view(values)).view(sums))
+                found.append(reference.sum_of_rows(factor.view(values), coefficients, slices).view(sums))
             else:
                 found += torch.bmm(rows.expand(layers, 1, -1), factor.view(values)).view(sums).unbind()
         return found
 
 
-def _shapes(alike: Alike, n: int) -> tuple[int, tuple[int, int, int], tuple[int, ...]]:
-    """How many layers, and the shapes of their gradients as rows and of their sums."""
+def _shapes(alike: Alike, n: int) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
+    """How many layers, in how many slices those of one are summed, and the shapes of gradients as rows and of sums."""
     layers, shape = alike.layers, alike.factor.shape
-    return layers, (layers, n, shape.numel()), tuple(shape) if layers == 1 else (layers, *shape)
+    if layers == 1:
+        return 1, reference.slices_of(shape.numel()), (n, shape.numel()), tuple(shape)
+    return layers, 1, (layers, n, shape.numel()), (layers, *shape)

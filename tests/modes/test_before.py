@@ -75,8 +75,18 @@ def same(one, other):
         assert torch.equal(x, y)
 
 
+@pytest.fixture(params=["as they are", "of other bits"])
+def routines(request, monkeypatch):
+    """Of products of one row: on some CPUs, MKL's bits depend on whether a matrix or a batch of one is multiplied."""
+    if request.param == "as they are":
+        return
+    mv, bmm = torch.mv, torch.bmm
+    monkeypatch.setattr(torch, "mv", lambda x, y: mv(x, y) * (1.0 + 2.0**-20))
+    monkeypatch.setattr(torch, "bmm", lambda x, y: bmm(x, y) * (1.0 + 2.0 ** -(17 + min(2, len(x)))))
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_gives_the_bits_of_the_long_way(reduction, as_before, monkeypatch):
+def test_gives_the_bits_of_the_long_way(reduction, as_before, routines, monkeypatch):
     wrapped, found = wrap(loss_reduction=reduction), []
     for seed in range(4):
         wrapped.zero_grad()
