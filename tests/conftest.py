@@ -59,11 +59,14 @@ def kernels_run(monkeypatch):
 
 @pytest.fixture
 def launches(monkeypatch, kernels_run):
-    """The names of the kernels that are started."""
+    """The names of the kernels that are started. Each launcher runs as it is written: a repeated call, as on a GPU,
+    starts what was started before by itself."""
     from dpfast.arithmetic.kernel_norms import import_kernels
 
     import_kernels()
-    from dpfast.kernels import _launch
+    from dpfast.kernels import _launch, _repeat
+
+    monkeypatch.setattr(_repeat, "_DEVICES", set())
 
     started, launch = [], _launch.launch
 

@@ -81,6 +81,18 @@ def test_launches_do_not_grow_with_lengths(launches, kind, norms):
     assert norms.items() <= {name: launches.count(name) for name in launches}.items()
 
 
+def test_launches_of_repeated_calls_are_counted(monkeypatch, request):
+    """As on a GPU, where what was counted went by: tests of few launches saw none."""
+    from dpfast.kernels import _repeat
+
+    monkeypatch.setattr(_repeat, "_DEVICES", {"cpu", "cuda"})
+    launches, factor = request.getfixturevalue("launches"), rows("gram and direct", 3)
+    factor.sq_norm()
+    first = [*launches]
+    factor.sq_norm()
+    assert first and launches == [*first, *first]
+
+
 def test_a_neighbours_nan_reaches_nobody():
     ids = whose(True)
     for kind in ("gram and direct", "thin"):
