@@ -33,8 +33,9 @@ def norm_or_unfinished(factor: Factor) -> AnyNorm:
 
 
 def norms_or_unfinished(factors: Sequence[Factor]) -> list[AnyNorm]:
-    """:func:`norm_or_unfinished` of each, the same bits. Where launches are what a norm takes, small gradients of one
-    shape (biases, scales of norms) are copied into one tensor and read together."""
+    """:func:`norm_or_unfinished` of each; on a CPU the same bits. Where launches are what a norm takes, small gradients of
+    one shape (biases, scales of norms) are copied into one tensor and read together: as many threads of a GPU add up a
+    row as the number of rows leaves, so its last bits may be others. The bounds hold for any."""
     alike: dict[Hashable, list[int]] = {}
     found: dict[int, AnyNorm] = {}
     for i, factor in enumerate(factors):
@@ -75,7 +76,7 @@ def _stacks(factor: Dense) -> Hashable | None:
 
 
 def sq_norms(factors: Sequence[Factor]) -> list[SquaredNorm]:
-    """Every factor's ``sq_norm()``, the same bits; all have as many samples.
+    """Every factor's ``sq_norm()``, on a CPU the same bits; all have as many samples.
 
     In a graph the reference's are finished one by one: a compiler makes one loop of all, and bringing them together and
     taking them apart would be most of what that loop is given.

@@ -206,6 +206,7 @@ def test_large_tables_are_never_written_out_for_norms_and_sums():
     data=st.data(),
 )
 def test_norms_taken_together_have_the_bits_of_each(n, shapes, dtype, data):
+    """On a CPU: torch's sums on a GPU take as many threads a row as the number of rows leaves."""
     factors = []
     for shape in shapes:
         values = torch.randn(n, *shape).to(dtype)
@@ -226,8 +227,8 @@ def test_norms_taken_together_have_the_bits_of_each(n, shapes, dtype, data):
         found = sq_norms(factors)
     for factor, together in zip(factors, found, strict=True):
         alone = factor.sq_norm()
-        assert torch.equal(together.value, alone.value)
-        assert torch.equal(together.upper, alone.upper)
+        for one, other in zip(together, alone, strict=True):
+            assert torch.equal(one, other) if one.is_cpu else torch.allclose(one, other, rtol=1e-6, atol=0.0)
 
 
 @pytest.mark.on_cpu
