@@ -158,7 +158,9 @@ def weighted_sums(activations: Tensor, backprops: Tensor, coefficients: Tensor, 
     c = towards_zero(coefficients, dtype)
     if drops_samples(c):
         by_sample, dropped = (layers, len(c), -1), (c == 0).view(-1, 1)  # each sample's rows one after the other
-        activations, backprops = (x.reshape(by_sample).masked_fill(dropped, 0.0) for x in (activations, backprops))
+        activations, backprops = (
+            x.reshape(by_sample).masked_fill(dropped, 0.0).view(x.shape) for x in (activations, backprops)
+        )
     return sums_of_all(activations, backprops, c, layers)
 
 

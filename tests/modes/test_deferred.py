@@ -98,10 +98,14 @@ def test_a_samples_norm_does_not_depend_on_the_others():
         assert relative_error(alone.get_norm_sample(), together.get_norm_sample()[n : n + 1]) <= 1e-6
 
 
-def test_a_sample_that_is_not_finite_adds_nothing():
-    x = torch.randn(N, T, D)
+@pytest.mark.parametrize(("t", "room"), [(T, deferred.ROOM), (2, 0)])  # gradients are kept; sums are made of inputs
+def test_a_sample_that_is_not_finite_adds_nothing(t, room, monkeypatch):
+    if not room:
+        monkeypatch.setattr(deferred, "ROOM", room)
+        monkeypatch.setenv("DPFAST_BACKEND", "reference")  # on a GPU it has no such room
+    x = torch.randn(N, t, D)
     bad = x.clone()
-    bad[1, 2, 3] = float("nan")
+    bad[1, 1, 3] = float("nan")
     with pytest.warns(DpfastWarning):
         wrapped = step(blocks(), bad)
         assert wrapped.nonfinite_samples == 1  # which a GPU tells when it is asked
