@@ -33,9 +33,9 @@ def norm_or_unfinished(factor: Factor) -> AnyNorm:
 
 
 def norms_or_unfinished(factors: Sequence[Factor]) -> list[AnyNorm]:
-    """:func:`norm_or_unfinished` of each; on a CPU the same bits. Where launches are what a norm takes, small gradients of
-    one shape (biases, scales of norms) are copied into one tensor and read together: as many threads of a GPU add up a
-    row as the number of rows leaves, so its last bits may be others. The bounds hold for any."""
+    """:func:`norm_or_unfinished` of each; on a CPU the same bits. Where launches are what a norm takes, small gradients
+    of one shape (biases, scales of norms) are copied into one tensor and read together: as many threads of a GPU add up
+    a row as the number of rows leaves, so its last bits may be others. The bounds hold for any."""
     alike: dict[Hashable, list[int]] = {}
     found: dict[int, AnyNorm] = {}
     for i, factor in enumerate(factors):
