@@ -37,15 +37,15 @@ def mean(h):
 
 
 def in_an_array(m, h):
-    out = h - torch.from_numpy(m.kept)
-    m.kept = 0.9 * m.kept + 0.1 * mean(h).numpy()
+    out = h - torch.from_numpy(m.kept).to(h)
+    m.kept = 0.9 * m.kept + 0.1 * mean(h).cpu().numpy()
     return out
 
 
 def in_place_in_an_array(m, h):
-    out = h - torch.from_numpy(m.kept.copy())
+    out = h - torch.from_numpy(m.kept.copy()).to(h)
     m.kept *= 0.9
-    m.kept += 0.1 * mean(h).numpy()
+    m.kept += 0.1 * mean(h).cpu().numpy()
     return out
 
 
@@ -102,7 +102,7 @@ def counts_and_records(m, h):
     m.array[m.steps % 4] = float(h.detach().max())
     m.largest, m.seen.mean = max(m.largest, float(h.detach().abs().max())), mean(h)
     m.names.add(m.steps)
-    return h * torch.from_numpy(m.scale)
+    return h * torch.from_numpy(m.scale).to(h)
 
 
 def test_what_moves_none_is_right():

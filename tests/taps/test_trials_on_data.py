@@ -22,7 +22,7 @@ class ReadsValues(nn.Module):
         self.lin = nn.Linear(D, 2)
 
     def forward(self, x, states, order):
-        number = np.asarray(order.detach()).size
+        number = np.asarray(order.detach().cpu()).size
         MET.append((len(x), len(states)))
         if number != N and len(x) == len(states):
             raise RuntimeError("a trial that fails")
