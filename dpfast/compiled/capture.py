@@ -186,16 +186,19 @@ def _check_others(others: Iterable[Tensor]) -> None:
             )
 
 
+_GENERATOR = (
+    "the step draws from a torch.Generator of its own{}, and a graph from torch's default one alone; leave generator= "
+    "out, or take GradSampleModuleFastGradientClipping, the same step without a graph"
+)
+
+
 def _check_written(graph: fx.GraphModule, function: Losses, model: nn.Module) -> None:
     """Raises UnsupportedModuleError where the step draws from a generator of its own, or writes to a tensor that it
     reaches by a closure or a global: that may keep something of the samples for the next batch, or the next pass over
     part of this one."""
     for node in graph.graph.nodes:
         if node.op == "get_attr" and isinstance(getattr(graph, str(node.target), None), torch.Generator):
-            raise UnsupportedModuleError(
-                "the step draws from a torch.Generator of its own, and a graph from torch's default one alone; "
-                "leave generator= out, or take GradSampleModuleFastGradientClipping, the same step without a graph"
-            )
+            raise UnsupportedModuleError(_GENERATOR.format(""))
         schema = getattr(node.target, "_schema", None)
         for i, argument in enumerate(schema.arguments if schema is not None and schema.is_mutable else ()):
             if argument.alias_info is None or not argument.alias_info.is_write:
@@ -278,6 +281,8 @@ def _refusal(error: Exception) -> UnsupportedModuleError:
             "graph has none while it is captured. Compute without them (torch.where), or take "
             "GradSampleModuleFastGradientClipping, the same step without a graph"
         )
+    if "torch._C.Generator" in str(error):  # of torch 2.11, whose graphs hold none
+        return UnsupportedModuleError(_GENERATOR.format(where))
     said = next(iter(str(error).splitlines()), "")
     return UnsupportedModuleError(
         f"the step cannot be captured{where}: {type(error).__name__}: {said}"

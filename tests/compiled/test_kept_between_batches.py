@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from small_steps import Mlp, check, mlp_batch, square_losses
 from torch import nn
+from torch.fx.experimental.proxy_tensor import PythonKeyTracer
 
 import dpfast
 from dpfast.errors import InputError, UnsupportedModuleError
@@ -138,6 +139,21 @@ class Drawing(Mlp):
 def test_generators():
     check(compiled(net := Drawing(False)), net, square_losses, mlp_batch(N))
     with pytest.raises(UnsupportedModuleError, match=r"a torch\.Generator of its own"):
+        compiled(Drawing(True))(*mlp_batch(N))
+
+
+@pytest.mark.on_cpu
+def test_generators_of_a_torch_whose_graphs_hold_none(monkeypatch):
+    """As 2.11 is."""
+    create = PythonKeyTracer.create_arg
+
+    def create_arg(self, a):
+        if isinstance(a, torch._C.Generator):
+            raise NotImplementedError(f"argument of type: {type(a)}")
+        return create(self, a)
+
+    monkeypatch.setattr(PythonKeyTracer, "create_arg", create_arg)
+    with pytest.raises(UnsupportedModuleError, match=r"a torch\.Generator of its own.*leave generator= out"):
         compiled(Drawing(True))(*mlp_batch(N))
 
 
