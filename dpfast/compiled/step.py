@@ -216,7 +216,9 @@ class CompiledStep:
 
     @property
     def dropped(self) -> int:
-        """How many of the last call's samples had a norm of inf or NaN and were dropped. Waits for a GPU."""
+        """How many of the last call's samples had a norm of inf or NaN and were dropped. Waits for a GPU, and for the
+        warning that may still be on its way."""
+        _ = self._mode.nonfinite_samples
         return sum(int((~measured.isfinite()).any(0).sum()) for _, _, measured, _ in self._last())
 
     def _last(self) -> list[tuple[Tensor, ...]]:

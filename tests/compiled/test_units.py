@@ -1,6 +1,7 @@
 """The compiled step where units are clipped, against a loop over samples whose gradients are added by unit."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 import dpfast
 from dpfast.errors import DpfastWarning, InputError, UnsupportedModuleError
+from dpfast.modes.nonfinite_samples import DroppedSamples
 from dpfast.testing import loop_over_samples, norms_of, relative_error
 
 UNITS = 5
@@ -150,6 +152,30 @@ def test_a_unit_that_is_not_finite_is_dropped_whole():
         assert step.dropped == 1  # of a GPU known when it is asked for
     assert step.clip_factors[0] == 0
     assert all(p.grad.isfinite().all() for p in net.parameters())
+
+
+def test_the_warning_comes_when_the_number_is_asked_for(monkeypatch):
+    """As on a GPU, which nobody waits for."""
+
+    class Late:
+        def query(self):
+            return False
+
+        def synchronize(self):
+            pass
+
+    def add(self, norms):
+        self._on_the_way.append((Late(), (~norms.isfinite()).sum(), norms.shape[-1]))
+
+    step, _, _, batches = compiled("mlp")
+    monkeypatch.setattr(DroppedSamples, "add", add)
+    x, y = batches(6)
+    x[1] = float("nan")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DpfastWarning)
+        step(x, y, units=torch.tensor([0, 0, 1, 1, 2, 2]))
+    with pytest.warns(DpfastWarning, match="1 of 5"):
+        assert step.dropped == 1
 
 
 @pytest.mark.parametrize(
