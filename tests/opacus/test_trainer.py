@@ -27,10 +27,10 @@ def example():
 
 
 @pytest.mark.usefixtures("reference_runs")
-def test_one_pass_clips_as_materialized(example, tmp_path):
+def test_one_pass_clips_as_materialized(example, tmp_path, monkeypatch):
     """Four micro-batches a step, some empty: the same clipped gradient, with both kinds of checkpointing."""
     data = example.Sequences(24, 10, 16)
-    example.LOGICAL_BATCH = 3
+    monkeypatch.setattr(example, "LOGICAL_BATCH", 3)
     exact, _, _ = example.train(example.materialize, example.build_model(32, 1, 16), data, 2, 0.0, out=tmp_path, lr=0.0)
     exact = torch.stack(exact)
     assert len(exact) == 2 and all(g.norm() > 0 for g in exact)
@@ -45,10 +45,10 @@ def test_one_pass_clips_as_materialized(example, tmp_path):
 
 
 @pytest.mark.on_cpu
-def test_a_step_is_the_clipped_average(example, tmp_path):
+def test_a_step_is_the_clipped_average(example, tmp_path, monkeypatch):
     """Against a loop over samples in fp32, as far as bf16 autocast allows."""
     data = example.Sequences(24, 10, 16)
-    example.LOGICAL_BATCH = 8
+    monkeypatch.setattr(example, "LOGICAL_BATCH", 8)
     gradients, _, _ = example.train(example.one_pass, example.build_model(32, 1, 16), data, 1, 0.0, out=tmp_path)
     drawn = [i for part in example.PoissonMicroBatches(24, 8 / 24, 1) for i in part]
     model = example.build_model(32, 1, 16)
@@ -64,7 +64,8 @@ def test_a_step_is_the_clipped_average(example, tmp_path):
     assert (gradients[0].cpu() - total / 8).norm() <= 0.02 * (total / 8).norm()
 
 
-def test_noise_and_accounting(example, tmp_path):
+def test_noise_and_accounting(example, tmp_path, monkeypatch):
+    monkeypatch.setattr(example, "LOGICAL_BATCH", 8)
     data = example.Sequences(24, 10, 16)
     runs = [
         example.train(way, example.build_model(32, 1, 16), data, 1, 1.0, out=tmp_path)
