@@ -76,6 +76,13 @@ class Output:
         return False
 
 
+class Asked:
+    """Whether a first pass's factors have been handed out. Of the pass, which knows its records, they know no more: in a
+    cycle all that it has seen would stay until Python looks for cycles."""
+
+    yes = False
+
+
 class FirstPass:
     """What the second backward pass needs of the first.
 
@@ -91,13 +98,21 @@ class FirstPass:
         self.weights = self.single = torch.zeros(0, dtype=torch.float64)
         self.sensitivity = 0.0
         self.sketches = Sketches()
-        self.asked = self.repeated = False
+        self._asked, self.repeated = Asked(), False
         self.uses: object = None
+
+    @property
+    def asked(self) -> bool:
+        return self._asked.yes
+
+    @asked.setter
+    def asked(self, yes: bool) -> None:
+        self._asked.yes = yes
 
     def saw(self, record: Record, activations: Activations, backprops: tuple[Tensor, ...], *, whole: bool) -> None:
         """One use of a tap, as :meth:`Sketches.take` has it."""
         self.sketches.take(record, activations, backprops, whole=whole)
-        record.seen_by = self
+        record.seen_by = self._asked
         if record.uses is not None:
             self.uses = record.uses
 
@@ -161,7 +176,7 @@ def check_ordinary(record: Record, last: FirstPass | None) -> None:
             f"{record.tap.layer} holds DTensor parameters, of which a tapped graph gives no ordinary gradients; "
             "call remove_hooks() before the forward pass"
         )
-    if isinstance(record.seen_by, FirstPass) and record.seen_by.asked:
+    if isinstance(record.seen_by, Asked) and record.seen_by.yes:
         raise StateError(
             f"{record.tap.layer}: the second backward pass did not come through the model's outputs, so its "
             "samples could not be weighted; compute the loss from tensors that the model returns (in tuples, "
