@@ -148,8 +148,21 @@ def _row_norm(x: Tensor) -> Tensor:
 
 def weighted_rows(values: Tensor, weights: Tensor) -> Tensor:
     """``Σ_n w_n v_n`` of several layers, (L, N, K) and (N,) fp32 to (L, K)."""
+    function = _weighted_rows_op if is_traced() else _weighted_rows
+    return function(values, weights)
+
+
+def _weighted_rows(values: Tensor, weights: Tensor) -> Tensor:
     sums: Tensor = import_kernels()[0].weighted_rows(values, weights)
     return sums
+
+
+_weighted_rows_op = torch.library.custom_op("dpfast::weighted_rows", _weighted_rows, mutates_args=())
+
+
+@_weighted_rows_op.register_fake
+def _(values: Tensor, weights: Tensor) -> Tensor:
+    return values.new_empty(values.shape[0], values.shape[2])
 
 
 def normalized_sum(x: Tensor, backprops: Tensor, **of_norm: Any) -> Any:
@@ -215,8 +228,13 @@ def direct(activations: Tensor, backprops: Tensor, *, keep: bool = False, runs: 
     kernels, _ = import_kernels()
     (_, _, d), p = activations.shape, backprops.shape[-1]
     t, of_units = _launched(activations, runs)
-    if groups(t, d, p) or is_traced():
+    if groups(t, d, p):
         return grouped([(activations, backprops)], keep=keep, runs=runs)[0]
+    if keep and is_traced():  # what follows from the sums is the compiler's, which makes one loop of all layers'
+        grad_sample, total, products = _kept_op(activations, backprops)
+        error = _direct_error(products.double(), t, None, numel=p * d, chain=kernels.CHAIN)
+        norm = bounds.dense(total.double(), width=_PARTS_SUM, numel=p * d, dtype=torch.float32, error=error)
+        return Direct(norm, error, grad_sample)
     if runs is None:
         launcher = partial(kernels.outer_product, norm=True) if keep else kernels.outer_norm
         left, result = _unfinished_direct(launcher, activations, backprops)
@@ -262,21 +280,31 @@ def grouped(
     return [Direct(SquaredNorm(value, upper), error, *(rest or [None])) for value, upper, error, *rest in each]
 
 
+@torch.library.custom_op("dpfast::kept", mutates_args=())
+def _kept_op(activations: Tensor, backprops: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """G (N, P, D), and (N,) fp32 each ‖Ĝ‖² and the sum of ``‖a_t‖‖b_t‖``."""
+    sums = import_kernels()[0].outer_product(activations, backprops, norm=True, row_products=True)
+    return sums.grad_sample, sums.sq_norm.clone(), sums.row_products.clone()
+
+
+@_kept_op.register_fake
+def _(activations: Tensor, backprops: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    (n, _, d), p = activations.shape, backprops.shape[2]
+    grad_sample, total, products = (activations.new_empty(s, dtype=torch.float32) for s in ((n, p, d), (n,), (n,)))
+    return grad_sample, total, products
+
+
 @torch.library.custom_op("dpfast::directs", mutates_args=())
 def _directs_op(activations: Sequence[Tensor], backprops: Sequence[Tensor], keep: bool) -> list[Tensor]:
     """Of each pair the norm, its bound, the error and, with ``keep``, the gradients; in a graph the launches are one
     operation."""
-    pairs = list(zip(activations, backprops, strict=True))
-    in_groups = [groups(a.shape[1], a.shape[2], b.shape[2]) for a, b in pairs]
-    together = iter(_grouped([pair for pair, yes in zip(pairs, in_groups, strict=True) if yes], keep=keep))
-    found = [next(together) if yes else direct(*p, keep=keep) for p, yes in zip(pairs, in_groups, strict=True)]
+    results = []
+    for of in _grouped(list(zip(activations, backprops, strict=True)), keep=keep):
+        own = (*of.norm, of.error, *([of.grad_sample] if keep else []))
+        results += [x for x in own if x is not None]
     # Results of one launch are views of one tensor, which an operation's may not be. (Views are not known as such in
     # the first run of a compiled graph, under a mode of torch's.)
-    results = []
-    for of, yes in zip(found, in_groups, strict=True):
-        own = (*of.norm, of.error, *([of.grad_sample] if keep else []))
-        results += [x.clone() if (yes and sum(in_groups) > 1) or x._is_view() else x for x in own if x is not None]
-    return results
+    return [x.clone() if len(activations) > 1 or x._is_view() else x for x in results]
 
 
 @_directs_op.register_fake

@@ -281,7 +281,7 @@ def reference_excess(activations: Tensor, backprops: Tensor) -> float:
 def weighted_values(values: Tensor, coefficients: Tensor) -> Tensor:
     """``Σ_n c_n v_n`` of gradients that are kept, of several layers: (L, N, K) to (L, K). A sample with c_n = 0 adds
     exactly nothing, whatever it holds."""
-    if values.dtype is torch.float32 and values.is_contiguous() and not is_traced() and runs_kernels(values):
+    if values.dtype is torch.float32 and values.is_contiguous() and runs_kernels(values):
         return kernel_norms.weighted_rows(values, towards_zero(coefficients, torch.float32))
     if values.shape[0] == 1:
         return reference.weighted_rows([values.squeeze(0)], coefficients).unsqueeze(0)
