@@ -77,7 +77,7 @@ class Output:
 
 
 class Asked:
-    """Whether a first pass's factors have been handed out. Of the pass, which knows its records, they know no more: in a
+    """Whether a first pass's factors have been handed out. Records know this, not the pass, which knows them: in a
     cycle all that it has seen would stay until Python looks for cycles."""
 
     yes = False

@@ -57,9 +57,10 @@ from dpfast.taps.registry import (
     register_norm_sampler,
     register_rule,
 )
+from dpfast.taps.seen import said_by
 from dpfast.taps.shared import Meeting, Shared
 from dpfast.taps.tap import Tap, TappedForward, has_hooks
-from dpfast.taps.witness import noise_like, said_by
+from dpfast.taps.witness import noise_like
 
 __all__ = [
     "Activations",

@@ -28,14 +28,13 @@ from dpfast.taps.picks import NO_ROUTES
 from dpfast.taps.places_told import OTHER_ORDER, parted_told, place_told
 from dpfast.taps.random_numbers import RandomNumbers, same_random_numbers
 from dpfast.taps.same_kernels import same_kernels
-from dpfast.taps.seen import Key, Run, alike, equal, gradients_alike
+from dpfast.taps.seen import Key, Run, alike, equal, gradients_alike, said_by
 from dpfast.taps.tap import Tap
 from dpfast.taps.told import NOTHING, Told, together
 from dpfast.taps.witness import (
     exchanged,
     first_samples,
     run_on,
-    said_by,
     stand_ins,
     with_one_more,
 )
@@ -102,7 +101,6 @@ def told_by_exchange(
                     places = told.places | dict.fromkeys(exchange.reordered, OTHER_ORDER)  # where it is not followed
                     return told._replace(places=places, routes=exchange.routes, carried=carried)
             except Exception as error:  # whatever a model raises that wants its batch, or its values, otherwise
-                # Its words alone: it would keep its callers' frames, and with them the step's graph.
                 first = first or said_by(error)
                 without = said_by(error) if noisy else without
                 if not isinstance(error, torch.OutOfMemoryError):  # of scores written out, it may be
@@ -239,7 +237,7 @@ class _Exchange:
         named = {i if i < own else base.held[i - own]: message for i, message in outputs.items()}
         why = None
         if not (wrong or outputs or met):
-            why = _NO_BACKWARD.format(said_by(base.failed[0])) if base.failed else _GRADIENTS_DIFFER if differ else None
+            why = _NO_BACKWARD.format(base.failed[0]) if base.failed else _GRADIENTS_DIFFER if differ else None
         of_samples = {i: dims for i, dims in parted.items() if dims and i < own}
         return Told(
             found,

@@ -21,10 +21,11 @@ from dpfast.taps.in_turns import calls_in_turns, told_apart
 from dpfast.taps.inputs import Structure, may_be_given_again, stands_alone
 from dpfast.taps.layout import NO_SAMPLES, Call, Mixed, Place, Rows, place_of, place_of_result
 from dpfast.taps.random_numbers import same_random_numbers
+from dpfast.taps.seen import said_by
 from dpfast.taps.tap import ALONE, OWN, Tap
 from dpfast.taps.told import NOTHING as TOLD_NOTHING
 from dpfast.taps.told import Told
-from dpfast.taps.witness import first_samples, run_on, said_by
+from dpfast.taps.witness import first_samples, run_on
 
 SAMPLES = 3
 _PRIMES = (53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109, 113)
@@ -88,7 +89,7 @@ def learned(
         found, batched = _by_shapes(dims, lambda some: _found(model, taps, leaves, structure, some, whole))
     if batched is None and n:
         primes = [p for p in _SMALL if p not in sizes][:2]
-        failed: list[Exception] = []
+        failed: list[str] = []
         following, fatal = sum(dim is not None for dim in dims), _is_an_index_fatal(leaves)
 
         def on_data(some: list[int | None]) -> list[Seen]:
@@ -98,7 +99,7 @@ def learned(
 
         found, batched = _by_shapes(dims, on_data)
         if batched is None:
-            return _untold(said_by(failed[0]) if failed else "no input has samples")
+            return _untold(failed[0] if failed else "no input has samples")
     if batched is None:
         return NOTHING._replace(settled=n > 0)
     places, shapes = found
@@ -206,7 +207,7 @@ def _found_on_data(
     structure: Any,
     dims: list[int | None],
     sizes: list[int],
-    failed: list[Exception],
+    failed: list[str],
 ) -> list[Seen]:
     """The same from the samples themselves. Where a few of them run over and over, in which none is longer, that tells
     more: a dimension may be as long as the longest of them, and not as long as the batch."""
@@ -214,7 +215,7 @@ def _found_on_data(
         first, second = (_calls_on_data(model, taps, leaves, structure, dims, size) for size in sizes)
         seen = _compared(taps, first, second, sizes)
     except Exception as error:  # as above
-        failed.append(error)
+        failed.append(said_by(error))
         return []
     inside = {size for x in (*model.parameters(), *model.buffers(), *leaves) for size in getattr(x, "shape", ())}
     shapes = (x for calls in first for _, call in calls for some in call for x in some)

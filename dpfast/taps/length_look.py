@@ -24,8 +24,9 @@ from dpfast.taps.gathered import following_model
 from dpfast.taps.inputs import results_in
 from dpfast.taps.random_numbers import RandomNumbers, SameAtEverySize
 from dpfast.taps.registry import find_by_row
+from dpfast.taps.seen import said_by
 from dpfast.taps.tap import Tap
-from dpfast.taps.witness import copied, leaf_of, said_by
+from dpfast.taps.witness import copied, leaf_of
 
 _CHANGES = (
     "a sample's gradient in it changes with how long the longest sequence of the batch is: what follows {}, which "

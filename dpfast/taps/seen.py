@@ -91,7 +91,7 @@ class Run(NamedTuple):
     given: dict[tuple[int, Key | Beside], Tensor]
     arrived: Grads
     held: list[str]
-    failed: list[Exception]
+    failed: list[str]
     keeps: list[bool]
     counted: list[Counts]
 
@@ -155,13 +155,19 @@ def backwards(run: Run, outputs: Sequence[Tensor], losses: dict[int, Tensor], to
                     found.setdefault(key, []).append(run.given.get((number, key), torch.zeros(0)))
             (run.grads if i is None else run.losses.setdefault(i, {})).update(found)
     except Exception as error:  # whatever somebody's functions raise
-        run.failed.append(error)
+        run.failed.append(said_by(error))
         run.grads.clear()
         run.losses.clear()
     for x in run.caught:  # it may be somebody's own
         x.handle.remove()
     for noted in (run.caught, run.running, run.given, run.arrived):
         noted.clear()
+
+
+def said_by(error: Exception) -> str:
+    """In one line. Nothing else of an error is to be kept: it has its callers' frames, and with them a step's graph."""
+    said = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {said}"
 
 
 def _behind(x: Tensor) -> Tensor:

@@ -327,12 +327,6 @@ def stand_ins(model: nn.Module) -> dict[int, Any]:
     return found
 
 
-def said_by(error: Exception) -> str:
-    """In one line."""
-    said = next(iter(str(error).splitlines()), "")
-    return f"{type(error).__name__}: {said}"
-
-
 def first_samples(x: Any, dim: int | None, size: int) -> Any:
     """That many of a tensor's samples, in turns where it has fewer."""
     if dim is None or not isinstance(x, Tensor):

@@ -117,6 +117,22 @@ def test_what_a_tap_keeps_of_a_stream_can_be_copied(monkeypatch):
     assert here != stream_here(torch.device("cuda", 0))
 
 
+class OncePerPass(torch.autograd.Function):
+    """Whose backward looks cannot run."""
+
+    runs = False
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if not OncePerPass.runs:
+            raise RuntimeError("a look")
+        return grad
+
+
 class CopiedOnce(Mlp):
     def __deepcopy__(self, memo):
         raise TypeError("a second copy")
@@ -138,6 +154,27 @@ def test_a_look_that_fails_keeps_no_graph():
     try:
         with pytest.warns(DpfastWarning, match="a second copy"):
             assert again()() is None
+    finally:
+        gc.enable()
+
+
+def test_a_look_whose_backward_pass_fails_keeps_no_graph(monkeypatch):
+    """Likewise."""
+    monkeypatch.setattr(OncePerPass, "runs", False)
+    model, x, y = Mlp(), torch.randn(6, 12), torch.zeros(6, dtype=torch.long)
+    model[1].register_forward_hook(lambda module, args, output: OncePerPass.apply(output))
+    wrapped = WRAPPERS["one pass"](model)
+
+    def first():
+        losses = F.cross_entropy(wrapped(x), y, reduction="none")
+        OncePerPass.runs = True
+        losses.mean().backward(retain_graph=True)
+        return weakref.ref(losses)
+
+    gc.disable()
+    try:
+        with pytest.warns(DpfastWarning, match="more than one backward pass through it fails, RuntimeError: a look"):
+            assert first()() is None
     finally:
         gc.enable()
 
