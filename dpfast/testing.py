@@ -54,7 +54,7 @@ def loop_over_samples(
     num_samples = next(x for x in _tensors(batch)).shape[batch_dim]
     gradients: dict[str, list[Tensor]] = {name: [] for name in names}
     for i in range(num_samples):
-        sample = tree_map(lambda x, i=i: x.narrow(batch_dim, i, 1) if isinstance(x, Tensor) else x, batch)
+        sample = tree_map(lambda x, i=i: _samples(x, batch_dim, i, 1), batch)
         model.zero_grad(set_to_none=True)
         value = loss(model, *sample)
         if value.dim() != 0:
@@ -66,6 +66,11 @@ def loop_over_samples(
         name: torch.stack(values) if values else names[name].new_zeros(0, *names[name].shape)
         for name, values in gradients.items()
     }
+
+
+def _samples(x: Any, dim: int, first: int, number: int) -> Any:
+    """Contiguous, as cuDNN wants a recurrent layer's states."""
+    return x.narrow(dim, first, number).contiguous() if isinstance(x, Tensor) else x
 
 
 _FP32_ANSWER = 1e-6  # norms and clip factors are given in fp32
@@ -98,7 +103,7 @@ def check_rule(
         )
         num_samples = _tensors(converted)[0].shape[batch_dim]
         for n in sorted({0, 1, num_samples}):
-            batch = tree_map(lambda x, n=n: x.narrow(batch_dim, 0, n) if isinstance(x, Tensor) else x, converted)
+            batch = tree_map(lambda x, n=n: _samples(x, batch_dim, 0, n), converted)
             if n == 0 and not _takes_nothing(module, batch):
                 continue
             _check_batch(copy.deepcopy(module).to(dtype), batch, batch_dim, f"{dtype}, {n} samples")

@@ -124,3 +124,19 @@ def test_gradients_that_are_wrong(what, seed, rescaled):
     torch.manual_seed(seed)
     with pytest.raises(AssertionError, match="grad_sample of scale"):
         check_rule(Rescaled(), torch.randn(5, 7, 3))
+
+
+class WithState(nn.Module):
+    """Takes states as cuDNN does."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, x, states):
+        assert states.is_contiguous(), "rnn: hx is not contiguous"
+        return self.linear(x + states.sum(0))
+
+
+def test_states_that_have_samples_second():
+    check_rule(WithState(), torch.randn(7, 5, 3), torch.randn(4, 5, 3), batch_dim=1)
