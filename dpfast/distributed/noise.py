@@ -28,14 +28,14 @@ def add_noise(grad: Any, std: float, generator: Callable[[int], torch.Generator]
     target, width = own.movedim(dim, 0), shape.numel() // max(1, shape[dim])
     start = first * width
     in_place = target.is_contiguous() and target.numel() == rows * width
-    flat = target.view(-1) if in_place else own.new_zeros(rows * width)
+    dtype = torch.promote_types(own.dtype, torch.float32)  # and only the noisy sum is rounded
+    flat = target.view(-1) if in_place else own.new_zeros(rows * width, dtype=dtype)
     size = _BLOCK if own.device.type == "cpu" else _BLOCK_OF_A_GPU
-    dtype = torch.promote_types(own.dtype, torch.float32)
     for block in range(start // size, -(-(start + flat.numel()) // size)):
         begin, end = block * size, min((block + 1) * size, shape.numel())
         noise = torch.empty(end - begin, dtype=dtype, device=own.device).normal_(0.0, std, generator=generator(block))
         low, high = max(begin, start), min(end, start + flat.numel())
-        flat[low - start : high - start] += noise[low - begin : high - begin].to(own.dtype)
+        flat[low - start : high - start].add_(noise[low - begin : high - begin])
     if not in_place:
         picked = flat.view(rows, *shape[:dim], *shape[dim + 1 :])
         for other, (begin, size) in enumerate(found, 1):

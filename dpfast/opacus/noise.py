@@ -32,6 +32,10 @@ def can_be_in_pieces(x: Tensor) -> bool:
     return type(x) is Tensor and x.dtype is torch.float32 and x.is_contiguous() and x.device.type == "cpu"
 
 
+def can_be_together(x: Tensor) -> bool:
+    return x.is_cuda and type(x) is Tensor
+
+
 def are_worth_blocks(sums: Sequence[Tensor]) -> bool:
     """Whether their noise may be drawn by blocks, and is quicker so."""
     return sum(x.numel() for x in sums) >= WORTH_BLOCKS and all(map(can_be_in_pieces, sums))
@@ -57,31 +61,64 @@ def add_noise_in_order(x: Tensor, std: float, *, generator: Any, secure_mode: bo
         piece.add_(noise[: piece.numel()].normal_(0.0, std, generator=generator))
 
 
-def add_noise_to_all(sums: Sequence[Tensor], std: float, *, generator: Any, secure_mode: bool, in_order: bool) -> None:
-    """Adds Gaussian noise to each, in its dtype.
+def add_noise_to_all(
+    sums: Sequence[Tensor], std: float, *, generator: Any, secure_mode: bool, in_order: bool, divisor: float = 1.0
+) -> bool:
+    """Adds Gaussian noise to each.
 
     Args:
         in_order: Opacus's numbers everywhere. Else those of what is on a GPU are drawn for many parameters at once: the
             calls of a draw take longer there than the numbers of most parameters do.
+        divisor: as in :func:`add_noise_by_blocks`, where all are drawn so.
+
+    Returns:
+        Whether the noisy sums have been divided.
     """
     together: dict[Any, list[Tensor]] = {}
+    apart: list[Tensor] = []
     for x in sums:
-        if x.is_cuda and type(x) is Tensor and not (in_order or std == 0):
+        if can_be_together(x) and not (in_order or std == 0):
             together.setdefault((x.dtype, x.device), []).append(x)
         else:
-            add_noise_in_order(x, std, generator=generator, secure_mode=secure_mode)
+            apart.append(x)
+    for x in apart:
+        add_noise_in_order(x, std, generator=generator, secure_mode=secure_mode)
     for of_one_kind in together.values():
-        add_noise_together(of_one_kind, std, generator=generator)
+        add_noise_together(of_one_kind, std, generator=generator, divisor=1.0 if apart else divisor)
+    return not apart
 
 
-def add_noise_together(sums: Sequence[Tensor], std: float, *, generator: Any) -> None:
-    """Of one dtype and device."""
-    for some in _up_to(sums, _TOGETHER):
-        sizes = [x.numel() for x in some]
-        noise = torch.empty(sum(sizes), dtype=some[0].dtype, device=some[0].device).normal_(
-            0.0, std, generator=generator
-        )
-        torch._foreach_add_(some, [part.view(x.shape) for part, x in zip(noise.split(sizes), some, strict=True)])
+def add_noise_together(sums: Sequence[Tensor], std: float, *, generator: Any, divisor: float = 1.0) -> None:
+    """Of one dtype and device, divided on the way.
+
+    Numbers are drawn in fp32 for 16-bit sums, too, and the noisy quotient is rounded once: rounded by themselves they
+    would be few and far apart, and what they leave of a sum's own grid would tell it.
+    """
+    share, std = _shares(std, divisor)
+    small, large = [], []
+    for x in sums:
+        (small if x.numel() <= _SMALL else large).append(x)
+    for some in _up_to(small, _TOGETHER):
+        parts, noise = _drawn(some, std, generator)
+        torch.add(noise, torch.cat([x.flatten() for x in some]), alpha=share, out=noise)
+        torch._foreach_copy_(some, parts)
+    for some in _up_to(large, _TOGETHER):
+        for part, x in zip(_drawn(some, std, generator)[0], some, strict=True):
+            torch.add(part, x, alpha=share, out=x)
+
+
+def _drawn(some: Sequence[Tensor], std: float, generator: Any) -> tuple[list[Tensor], Tensor]:
+    """Numbers for each, and all of them beside each other."""
+    sizes = [x.numel() for x in some]
+    dtype = torch.promote_types(some[0].dtype, torch.float32)
+    noise = torch.empty(sum(sizes), dtype=dtype, device=some[0].device).normal_(0.0, std, generator=generator)
+    return [part.view(x.shape) for part, x in zip(noise.split(sizes), some, strict=True)], noise
+
+
+def _shares(std: float, divisor: float) -> tuple[float, float]:
+    """What sums are multiplied by, and the standard deviation of their noise: rounding 1 / divisor to fp32 must not make
+    a sum larger beside it."""
+    return 1.0 / divisor, std / divisor * (1.0 if divisor == 1.0 else 1.0 + 2.0**-23)
 
 
 def _up_to(sums: Sequence[Tensor], entries: int) -> list[list[Tensor]]:
@@ -99,6 +136,9 @@ def _up_to(sums: Sequence[Tensor], entries: int) -> list[list[Tensor]]:
 
 _TOGETHER = 2**25
 """Numbers that stand in memory at a time, unless one parameter has more: 128 MiB in fp32."""
+
+_SMALL = 2**16
+"""Numbers up to which a launch of its own takes longer than going through the sum three times."""
 
 
 def _space(numbers: int) -> Tensor:
@@ -120,8 +160,7 @@ def add_noise_by_blocks(
         generator: of a block, by number; blocks are counted along the entries of all tensors.
         divisor: what the noisy sums are divided by, which costs nothing here and a reading of all of them by itself.
     """
-    # Rounding 1 / divisor to fp32 must not make a sum larger beside its noise.
-    share, std = 1.0 / divisor, std / divisor * (1.0 if divisor == 1.0 else 1.0 + 2.0**-23)
+    share, std = _shares(std, divisor)
     blocks = list(enumerate(_blocks(sums)))
     threads = min(torch.get_num_threads(), len(blocks))
 

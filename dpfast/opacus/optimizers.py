@@ -219,15 +219,16 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
                 add_noise(p.summed_grad, std, partial(of_part, number))
             else:
                 whole.append(local(p.summed_grad))
+        divides = self._divides and self.loss_reduction == "mean" and len(whole) == len(self.params)
+        divisor = self._divisor if divides else 1.0
         if not self._numbers_are_given and std != 0 and are_worth_blocks(whole):
             secret = self._secret or new_secret()
             step = ("noise", "blocks") if self._secret is None else ("noise", self._stream, *self._numbers, "blocks")
-            self._divided = self._divides and self.loss_reduction == "mean" and len(whole) == len(self.params)
-            divisor = self._divisor if self._divided else 1.0
             add_noise_by_blocks(whole, std, lambda block: secret.generator(*step, block), divisor=divisor)
         else:
-            how: dict[str, Any] = {"generator": self.generator, "secure_mode": self.secure_mode}
-            add_noise_to_all(whole, std, in_order=self._numbers_are_given, **how)
+            how: dict[str, Any] = {"generator": self.generator, "secure_mode": self.secure_mode, "divisor": divisor}
+            divides &= add_noise_to_all(whole, std, in_order=self._numbers_are_given, **how)
+        self._divided = divides
         for p in self.params:
             p.grad = p.summed_grad.view_as(p)
         _mark_as_processed([p.summed_grad for p in self.params])

@@ -6,6 +6,7 @@ import pytest
 import torch
 from opacus_cases import clipped_by_hand
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpfast.distributed import SharedSecret
 from dpfast.opacus import DPOptimizerFast
@@ -208,3 +209,84 @@ def test_only_so_many_numbers_stand_in_memory(monkeypatch):
     sums = [torch.zeros(n) for n in sizes]
     add_noise_together(sums, 1.0, generator=None)
     assert all(bool((x != 0).all()) for x in sums)
+
+
+class Bytes(TorchDispatchMode):
+    """Bytes that operations read and write, views and empty tensors left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.read = self.written = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        found = func(*args, **kwargs)
+        made = [x for x in (found if isinstance(found, (list, tuple)) else [found]) if isinstance(x, torch.Tensor)]
+        if func.is_view or "empty" in func.name():
+            return found
+        writes = {a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write}
+        named = dict(zip([a.name for a in func._schema.arguments], args, strict=False)) | kwargs
+        draws = func.name().startswith("aten::normal_")
+        for name, value in named.items():
+            of = [x for x in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(x, torch.Tensor)]
+            size = sum(x.nbytes for x in of)
+            self.written += size if name in writes else 0
+            self.read += 0 if name == "out" or draws or ("copy" in func.name() and name in writes) else size
+        if not writes:
+            self.written += sum(x.nbytes for x in made)
+        return found
+
+
+def divided_with_noise(dtype, *, shapes, sigma=0.5, n=3.0, seed=0):
+    """The gradients of a step whose sums are drawn as a GPU's are, and how many bytes each number moved."""
+    torch.manual_seed(seed)
+    params = nn.ParameterList(torch.zeros(shape, dtype=dtype) for shape in shapes)
+    options = {"noise_multiplier": sigma, "max_grad_norm": 2.0, "expected_batch_size": n}
+    optimizer = DPOptimizerFast(torch.optim.SGD(params, lr=1.0), **options)
+    clipped_by_hand(params, [torch.full_like(p, 1.7) for p in params], 2.0)
+    with Bytes() as bytes_moved:
+        assert optimizer.pre_step()
+    return [p.grad for p in params], (bytes_moved.read + bytes_moved.written) / sum(p.numel() for p in params)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(noise_module, "can_be_together", lambda x: type(x) is torch.Tensor)
+    monkeypatch.setattr(noise_module, "are_worth_blocks", lambda sums: False)
+    monkeypatch.setattr("dpfast.opacus.optimizers.are_worth_blocks", lambda sums: False)
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [(torch.float32, 16), (torch.bfloat16, 12)])
+def test_noise_drawn_together_reads_the_sums_once(as_on_a_gpu, dtype, expected):
+    """The draw writes, and one operation adds and divides."""
+    _, bytes_moved = divided_with_noise(dtype, shapes=[(500, 900), (300, 1000), (7,)])
+    assert bytes_moved == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("shape", [(300, 400), (30, 40)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_what_is_drawn_together_is_rounded_once(as_on_a_gpu, dtype, shape):
+    """Numbers rounded to 16 bits before they are added would show what they were added to."""
+    n = 3.0
+    [found], _ = divided_with_noise(dtype, shapes=[shape], n=n)
+    torch.manual_seed(0)
+    noise = torch.empty(shape, dtype=torch.promote_types(dtype, torch.float32)).normal_(0.0, 1.0 / n).double()
+    exact = noise + float(torch.tensor(1.7, dtype=dtype)) / n
+    of_std = 2.0**-22 * (noise.abs() + 1.0)  # which is 2⁻²³ larger than 1 / n
+    assert found.dtype == dtype
+    assert ((found.double() - exact).abs() <= torch.finfo(dtype).eps / 2 * exact.abs() * 1.01 + of_std).all()
+
+
+def test_a_mean_of_noise_is_never_too_small(as_on_a_gpu):
+    for n in (3.0, 7.0, 49.0):
+        share, std = noise_module._shares(1.0, n)
+        assert std >= float(torch.tensor(share, dtype=torch.float32))
+
+
+def test_what_is_drawn_in_order_beside_keeps_the_division_apart(monkeypatch):
+    """Where some sums are not drawn together nothing is divided on the way, and everything once."""
+    monkeypatch.setattr("dpfast.opacus.optimizers.are_worth_blocks", lambda sums: False)
+    monkeypatch.setattr(noise_module, "can_be_together", lambda x: x.dim() == 2)
+    found, _ = divided_with_noise(torch.float32, shapes=[(500, 900), (300000,)], n=100.0)
+    for x in found:
+        assert abs(float(x.std()) - 0.01) < 1e-4 and abs(float(x.mean()) - 0.017) < 1e-4
