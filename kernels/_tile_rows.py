@@ -29,6 +29,8 @@ Why the blocks are what they are
 - Rows not a multiple of 16 long are loaded element by element through pointers with a 64-bit address each: blocks of
   4096 elements at most an operand and step. Those of large layers are copied to the next multiple first
   (`_tiles.row_step`), and conditions are asked of the copies' lengths.
+- Row norms: a program's blocks of features wait for each other, so a block has many features and few rows. Of 2048 rows
+  of 2048 features there are a thousand programs then, each with all its loads in flight.
 - fp32 is IEEE: fused multiply-adds on the ordinary cores, where 64×64 by 16 fits the registers.
   Gram tiles of fp32 keep to pointers: with descriptors they take 168 registers instead of 128 on sm_90, which leaves a
   multiprocessor one program instead of two. Those of large samples read copies, positions next to each other
@@ -40,10 +42,16 @@ TABLE = """
 # verb archs dtype when tile w s part load | source
 row_sq_norm sm_80,sm_90,sm_100,gfx942,interpreter 16-bit D<=64,D%16 T64D64 4 2 0 ptr | one block of features, 32 elements a thread
 row_sq_norm sm_80,sm_90,sm_100,gfx942,interpreter 16-bit D<=64 T32D64 4 2 0 ptr | one block of features, loaded element by element
-row_sq_norm sm_80,sm_90,sm_100,gfx942,interpreter 16-bit * T8D512 4 2 0 ptr | 4096 elements a program, 32 a thread
+row_sq_norm interpreter 16-bit * T8D512 4 2 0 ptr | small blocks
+row_sq_norm sm_80,sm_90,sm_100,gfx942 16-bit D<=512 T8D512 4 2 0 ptr | 4096 elements a program, 32 a thread
+row_sq_norm sm_80,sm_90,sm_100,gfx942 16-bit D<=1024 T4D1024 4 2 0 ptr | the same, one block of features
+row_sq_norm sm_80,sm_90,sm_100,gfx942 16-bit * T2D2048 4 2 0 ptr | the same, few blocks of features: one waits for the other
 row_sq_norm sm_80,sm_90,sm_100,gfx942,interpreter fp32 D<=64,D%16 T64D64 4 2 0 ptr | one block of features, 32 elements a thread
 row_sq_norm sm_80,sm_90,sm_100,gfx942,interpreter fp32 D<=64 T32D64 4 2 0 ptr | one block of features, loaded element by element
-row_sq_norm sm_80,sm_90,sm_100,gfx942,interpreter fp32 * T8D512 4 2 0 ptr | 4096 elements a program, 32 a thread
+row_sq_norm interpreter fp32 * T8D512 4 2 0 ptr | small blocks
+row_sq_norm sm_80,sm_90,sm_100,gfx942 fp32 D<=512 T8D512 4 2 0 ptr | 4096 elements a program, 32 a thread
+row_sq_norm sm_80,sm_90,sm_100,gfx942 fp32 D<=1024 T4D1024 4 2 0 ptr | the same, one block of features
+row_sq_norm sm_80,sm_90,sm_100,gfx942 fp32 * T2D2048 4 2 0 ptr | the same, few blocks of features: one waits for the other
 
 # outer_product sm_80
 outer_product sm_80 16-bit T<=16,D>=65,P>=65,D%16,P%16 T16D128P128 8 2 0 ptr | HMMA, one step of 16 positions

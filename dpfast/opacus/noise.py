@@ -95,7 +95,8 @@ def add_noise_together(sums: Sequence[Tensor], std: float, *, generator: Any, di
     would be few and far apart, and what they leave of a sum's own grid would tell it.
     """
     share, std = _shares(std, divisor)
-    small, large = [], []
+    small: list[Tensor] = []
+    large: list[Tensor] = []
     for x in sums:
         (small if x.numel() <= _SMALL else large).append(x)
     for some in _up_to(small, _TOGETHER):
@@ -116,8 +117,8 @@ def _drawn(some: Sequence[Tensor], std: float, generator: Any) -> tuple[list[Ten
 
 
 def _shares(std: float, divisor: float) -> tuple[float, float]:
-    """What sums are multiplied by, and the standard deviation of their noise: rounding 1 / divisor to fp32 must not make
-    a sum larger beside it."""
+    """What sums are multiplied by, and the standard deviation of their noise: rounding 1 / divisor to fp32 must make no
+    sum larger beside it."""
     return 1.0 / divisor, std / divisor * (1.0 if divisor == 1.0 else 1.0 + 2.0**-23)
 
 

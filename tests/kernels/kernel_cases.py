@@ -157,8 +157,8 @@ def shapes_of_rows(verb, arch, dtype):
     """
     rows, shapes = _tiles.ROWS[verb, arch, dtype], {}
     for aligned, features in (
-        (True, (4096, 128256, 1152, 256, 64, 32, 16)),
-        (False, (4095, 131071, 1153, 147, 63, 31, 13)),
+        (True, (4096, 128256, 1152, 256, 64, 32, 16, 768)),
+        (False, (4095, 131071, 1153, 147, 63, 31, 13, 767)),
     ):
         for T, D, P in itertools.product((4096, 512, 128, 48, 32, 16), features, features):
             if _tiles.row_step(verb, T, D, P, FP32 if dtype == "fp32" else BF16) > 1:

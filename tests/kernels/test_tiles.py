@@ -158,3 +158,12 @@ def test_one_long_sample_fills_the_device(T, D, P):
     tile = _tiles.tile("outer_norm", T, D, P, torch.bfloat16, "sm_90")
     parts, _ = _tiles.split(tile, T, D, P, "sm_90")
     assert 0.7 * 132 <= parts * -(-D // tile.BLOCK_D) * -(-P // tile.BLOCK_P) <= 132
+
+
+@pytest.mark.parametrize("arch", _tiles.ARCHES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_row_norms_of_few_long_rows_wait_little(arch, dtype):
+    """Of 2048 rows, two samples of 1024 positions, there are programs enough, and each reads its rows in few steps."""
+    for D, steps in ((768, 1), (2048, 1), (5632, 3), (32000, 16)):
+        tile = _tiles.tile("row_sq_norm", 1024, D, 0, dtype, arch)
+        assert 2048 // tile.BLOCK_T >= 512 and -(-D // tile.BLOCK_D) <= steps
