@@ -9,6 +9,7 @@ from ._tiles import CHAIN
 from .gram_norm import GramNormResult, gram_norm, gram_partials
 from .grouped_norm import GroupedNormResult, grouped_outer_norm, groups
 from .lookup_norm import LookupNormResult, lookup_norm
+from .noise import add_noise
 from .normalized_sum import WIDEST, NormalizedSumResult, normalized_sum
 from .outer_norm import OuterNormResult, outer_norm
 from .outer_product import OuterProductResult, outer_product
@@ -26,6 +27,7 @@ __all__ = [
     "OuterNormResult",
     "OuterProductResult",
     "WeightedSumResult",
+    "add_noise",
     "gram_norm",
     "gram_partials",
     "grouped_outer_norm",

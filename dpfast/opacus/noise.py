@@ -1,4 +1,4 @@
-"""Gaussian noise, added to clipped sums in place: Opacus's own numbers, or on all of a CPU's cores.
+"""Gaussian noise, added to clipped sums in place: Opacus's own numbers, on all of a CPU's cores, or by a GPU's kernel.
 
 torch's generator gives its numbers one after the other, on one core: with many of them noise can take longer than the
 step that it is for. By blocks, each block of numbers has a generator of its own, whose whole state comes from a secret,
@@ -15,6 +15,7 @@ import torch
 from opacus.optimizers.optimizer import _generate_noise
 from torch import Tensor
 
+from dpfast.arithmetic import Noise
 from dpfast.distributed import SharedSecret
 
 WORTH_BLOCKS = 2**20
@@ -67,8 +68,8 @@ def add_noise_to_all(
     """Adds Gaussian noise to each.
 
     Args:
-        in_order: Opacus's numbers everywhere. Else those of what is on a GPU are drawn for many parameters at once: the
-            calls of a draw take longer there than the numbers of most parameters do.
+        in_order: Opacus's numbers everywhere. Else those of what is on a GPU are drawn where they are added, and for
+            small parameters at once: a draw's calls take longer there than the numbers of most parameters do.
         divisor: as in :func:`add_noise_by_blocks`, where all are drawn so.
 
     Returns:
@@ -89,31 +90,20 @@ def add_noise_to_all(
 
 
 def add_noise_together(sums: Sequence[Tensor], std: float, *, generator: Any, divisor: float = 1.0) -> None:
-    """Of one dtype and device, divided on the way.
-
-    Numbers are drawn in fp32 for 16-bit sums, too, and the noisy quotient is rounded once: rounded by themselves they
-    would be few and far apart, and what they leave of a sum's own grid would tell it.
-    """
+    """Of one dtype and device, divided on the way."""
     share, std = _shares(std, divisor)
     small: list[Tensor] = []
     large: list[Tensor] = []
     for x in sums:
         (small if x.numel() <= _SMALL else large).append(x)
+    noise = Noise(sums[0], std, share, generator)
     for some in _up_to(small, _TOGETHER):
-        parts, noise = _drawn(some, std, generator)
-        torch.add(noise, torch.cat([x.flatten() for x in some]), alpha=share, out=noise)
-        torch._foreach_copy_(some, parts)
-    for some in _up_to(large, _TOGETHER):
-        for part, x in zip(_drawn(some, std, generator)[0], some, strict=True):
-            torch.add(part, x, alpha=share, out=x)
-
-
-def _drawn(some: Sequence[Tensor], std: float, generator: Any) -> tuple[list[Tensor], Tensor]:
-    """Numbers for each, and all of them beside each other."""
-    sizes = [x.numel() for x in some]
-    dtype = torch.promote_types(some[0].dtype, torch.float32)
-    noise = torch.empty(sum(sizes), dtype=dtype, device=some[0].device).normal_(0.0, std, generator=generator)
-    return [part.view(x.shape) for part, x in zip(noise.split(sizes), some, strict=True)], noise
+        beside = torch.cat([x.flatten() for x in some])
+        noise.add_to(beside)
+        parts = beside.split([x.numel() for x in some])
+        torch._foreach_copy_(some, [part.view(x.shape) for part, x in zip(parts, some, strict=True)])
+    for x in large:
+        noise.add_to(x)
 
 
 def _shares(std: float, divisor: float) -> tuple[float, float]:
@@ -135,11 +125,11 @@ def _up_to(sums: Sequence[Tensor], entries: int) -> list[list[Tensor]]:
     return found
 
 
-_TOGETHER = 2**25
-"""Numbers that stand in memory at a time, unless one parameter has more: 128 MiB in fp32."""
-
 _SMALL = 2**16
-"""Numbers up to which a launch of its own takes longer than going through the sum three times."""
+"""Numbers up to which a launch of its own takes longer than two copies."""
+
+_TOGETHER = 2**25
+"""Numbers of small ones that are copied at a time: 128 MiB in fp32."""
 
 
 def _space(numbers: int) -> Tensor:

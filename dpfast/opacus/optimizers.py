@@ -61,9 +61,9 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
 
     The sum is ``p.grad`` itself where one backward pass makes a step, not a deep copy of it. The noise is Opacus's
     (``secure_mode`` too), drawn parameter by parameter in its order and added in place; all parameters are divided by
-    the batch size at once. On a CPU, from 2**20 parameters and without a ``generator``, it is drawn on all cores, by
-    blocks whose generators are seeded from torch's default one: the same with any number of threads, and other numbers
-    than Opacus's. Differs where Opacus would let the promise slip: a gradient is taken once (``p.grad`` is
+    the batch size at once. Without a ``generator`` its numbers are others on a GPU, where a kernel draws what it adds,
+    and from 2**20 parameters on a CPU, where all cores draw, by blocks seeded from torch's default one: the same with
+    any number of threads. Differs where Opacus would let the promise slip: a gradient is taken once (``p.grad`` is
     None after a skipped step, so a forgotten ``zero_grad`` adds nothing twice), and a parameter that the step did not
     use gets noise all the same.
 

@@ -1,4 +1,4 @@
-"""Lookup norms, sums of rows, row products and runs of rows by the emulator of PTX: the rest of `make emulate`.
+"""Lookup norms, sums of rows, noise, row products and runs of rows by the emulator of PTX: the rest of `make emulate`.
 
     python tests/kernels/emulated.py FOLDER_OF_THE_EMULATOR --arch 80
 
@@ -7,17 +7,20 @@ Compiled as for a GPU, executed on the CPU, compared with fp64; findings are acc
 
 import argparse
 import sys
+from pathlib import Path
 from unittest import mock
 
-sys.path.append(sys.argv[1])
+sys.path += [sys.argv[1], str(Path(__file__).parents[1] / "support")]
 
 import device  # first: it makes Triton compile
 import run
 import torch
 from test_lookup_norm import lookups, oracle
+from test_noise import fresh, numbers
 
 from dpfast.kernels import (
     _tiles,
+    add_noise,
     gram_norm,
     grouped_outer_norm,
     lookup_norm,
@@ -73,6 +76,9 @@ NORMALISED = [
     ((2, 5, 1100), torch.float32, ("padded", "one_position")),
     ((1, 1, 1), torch.float32, ("contiguous", "contiguous")),
 ]
+
+# entries, dtype, number of the first block
+NOISE = [(9000, torch.bfloat16, 3), (8192, torch.float32, 0), (4097, torch.float16, 2**31 - 1), (1, torch.float32, 0)]
 
 # lengths of units, (D, P), dtype, layout, tile: none, one row, borders of blocks and of chains
 LENGTHS = [0, 1, 16, 15, 33, 17, 64, 130]
@@ -237,6 +243,26 @@ def passes(emulator, sizes, entries, dtype, layout, padding_idx):
     return right
 
 
+def noise_passes(emulator, size, dtype, first):
+    emulator.reset()
+    emulator.strict.clear()
+    x, seeds = torch.linspace(-1.0, 1.0, size).to(dtype), fresh(size)
+    before = x.double()
+    with device.emulating(emulator):
+        following = add_noise(x, seeds, 0.5, share=0.3, first=first)
+    exact = 0.3 * before + 0.5 * numbers(size, seeds, first)
+    error = ((x.double() - exact).abs() - torch.finfo(dtype).eps / 2 * exact.abs()).max().item()
+    right = error <= 2e-6 and following == first + -(-size // 4096) and not emulator.findings
+    launches = " ".join(emulator.launches)
+    print(
+        f"{'PASS' if right else 'FAIL'} add_noise {size} {dtype} block {first} | {launches} | {error:.1e}",
+        *emulator.findings,
+        sep="\n     " if emulator.findings else "",
+        flush=True,
+    )
+    return right
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("emulator")
@@ -246,6 +272,7 @@ if __name__ == "__main__":
     results += [products_pass(device.Emulator(options.arch), *case) for case in PRODUCTS]
     with mock.patch.multiple(_tiles, _COPY_FROM=1, _COPY_REUSE=1):
         results += [products_pass(device.Emulator(options.arch), *case) for case in COPIED]
+    results += [noise_passes(device.Emulator(options.arch), *case) for case in NOISE]
     results += [normalised_pass(device.Emulator(options.arch), *case) for case in NORMALISED]
     results += [runs_pass(device.Emulator(options.arch), *case) for case in RUNS]
     print(f"{sum(results)} passed, {len(results) - sum(results)} failed")

@@ -179,6 +179,7 @@ JOBS = [
         ("normalized_sum", ("bfloat16", "float32"), (63, 768, 4096, 8192)),
         ("weighted_rows", ("float32",), (63, 768)),
         ("row_norm", ("bfloat16",), (768,)),
+        ("add_noise", ("bfloat16", "float32"), (768,)),
     )
     for dtype in dtypes
     for D in widths
