@@ -25,12 +25,17 @@ class Noise:
         std: standard deviation of what is added.
         share: what the tensors are multiplied by.
         generator: torch's, on their device.
+        first: the number of the first block. Blocks are counted on from device to device: default generators of several
+            GPUs begin alike.
+
+    Attributes:
+        next: the number of the next block.
     """
 
-    def __init__(self, like: Tensor, std: float, share: float, generator: Any):
+    def __init__(self, like: Tensor, std: float, share: float, generator: Any, first: int):
         self._std, self._share, self._generator = std, share, generator
         self._seeds: Tensor | None = None
-        self._next = 0
+        self.next = first
         if like.dtype != torch.float64 and choose_backend("auto", like.device, like.dtype) == "triton":
             self._seeds = torch.empty(2, dtype=torch.int64, device=like.device).random_(generator=generator)
 
@@ -38,7 +43,7 @@ class Noise:
         """``x ← share · x + noise``"""
         if self._seeds is not None and x.is_contiguous():
             add_noise = import_kernels()[0].add_noise
-            self._next = add_noise(x, self._seeds, self._std, share=self._share, first=self._next)
+            self.next = add_noise(x, self._seeds, self._std, share=self._share, first=self.next)
             increment_version(x)  # who has noted what x holds is to see that it holds something else
             return
         dtype = torch.promote_types(x.dtype, torch.float32)

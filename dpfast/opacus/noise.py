@@ -84,19 +84,24 @@ def add_noise_to_all(
             apart.append(x)
     for x in apart:
         add_noise_in_order(x, std, generator=generator, secure_mode=secure_mode)
+    first = 0
     for of_one_kind in together.values():
-        add_noise_together(of_one_kind, std, generator=generator, divisor=1.0 if apart else divisor)
+        first = add_noise_together(
+            of_one_kind, std, generator=generator, divisor=1.0 if apart else divisor, first=first
+        )
     return not apart
 
 
-def add_noise_together(sums: Sequence[Tensor], std: float, *, generator: Any, divisor: float = 1.0) -> None:
-    """Of one dtype and device, divided on the way."""
+def add_noise_together(
+    sums: Sequence[Tensor], std: float, *, generator: Any, divisor: float = 1.0, first: int = 0
+) -> int:
+    """Of one dtype and device, divided on the way. Blocks have numbers from ``first`` to the one that is returned."""
     share, std = _shares(std, divisor)
     small: list[Tensor] = []
     large: list[Tensor] = []
     for x in sums:
         (small if x.numel() <= _SMALL else large).append(x)
-    noise = Noise(sums[0], std, share, generator)
+    noise = Noise(sums[0], std, share, generator, first)
     for some in _up_to(small, _TOGETHER):
         beside = torch.cat([x.flatten() for x in some])
         noise.add_to(beside)
@@ -104,6 +109,7 @@ def add_noise_together(sums: Sequence[Tensor], std: float, *, generator: Any, di
         torch._foreach_copy_(some, [part.view(x.shape) for part, x in zip(parts, some, strict=True)])
     for x in large:
         noise.add_to(x)
+    return noise.next
 
 
 def _shares(std: float, divisor: float) -> tuple[float, float]:

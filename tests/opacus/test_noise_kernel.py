@@ -7,6 +7,7 @@ from philox import numbers
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dpfast.arithmetic.kernel_norms import import_kernels
 from dpfast.opacus import DPOptimizerFast
 from dpfast.opacus import noise as noise_module
 
@@ -72,17 +73,22 @@ class Asked(TorchDispatchMode):
         return found
 
 
-def test_numbers_are_drawn_on_the_device_and_nobody_reads_them(monkeypatch):
-    """A graph in which the host had read what it is drawn from would have the same noise with each replay."""
-    calls = []
-    kernel = noise_module.Noise.add_to.__globals__["import_kernels"]()[0]
+@pytest.fixture
+def calls(monkeypatch):
+    """(entries, number of the first block) of each of the kernel's, which are not launched."""
+    found = []
 
     def add_noise(x, seeds, std, *, share, first):
-        calls.append((x.numel(), first))
+        found.append((x.numel(), first))
         return first + -(-x.numel() // 4096)
 
+    monkeypatch.setattr(import_kernels()[0], "add_noise", add_noise)
+    return found
+
+
+def test_numbers_are_drawn_on_the_device_and_nobody_reads_them(calls):
+    """A graph in which the host had read what it is drawn from would have the same noise with each replay."""
     _, optimizer = optimizer_of(torch.bfloat16)
-    monkeypatch.setattr(kernel, "add_noise", add_noise)
     with Asked() as asked:
         assert optimizer.pre_step()
     assert [name for name, _ in asked.found].count("random_") == 1
@@ -90,6 +96,13 @@ def test_numbers_are_drawn_on_the_device_and_nobody_reads_them(monkeypatch):
     assert calls == [(65536 + 7 + 15, 0), (120000, 17), (65792, 47)]
     # Nothing else goes over what is large.
     assert {name for name, size in asked.found if size > 65536 + 22} <= {"detach", "view", "is_same_size", "alias"}
+
+
+def test_blocks_are_counted_on_from_kind_to_kind(calls):
+    """Default generators of two GPUs begin alike: with the same blocks, what is on them would have the same noise."""
+    sums = [torch.zeros(70000, dtype=dtype, device=DEVICE) for dtype in (torch.float32, torch.bfloat16)]
+    noise_module.add_noise_to_all(sums, 1.0, generator=None, secure_mode=False, in_order=False)
+    assert calls == [(70000, 0), (70000, 18)]
 
 
 def test_a_generator_s_numbers_stay_opacus_s():
