@@ -6,13 +6,13 @@ import torch
 import dpfast
 from dpfast.opacus import DPOptimizerFast
 
-N, SIGMA, REPLAYS = 6, 0.5, 400
+N, SIGMA, REPLAYS = 6, 0.5, 100
 
 
 def main():
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(20, 4000), torch.nn.LayerNorm(4000), torch.nn.Linear(4000, 4)).cuda()
-    x, y = torch.randn(N, 20, device="cuda"), torch.randint(4, (N,), device="cuda")
+    model = torch.nn.Sequential(torch.nn.Linear(100, 3000), torch.nn.LayerNorm(3000), torch.nn.Linear(3000, 4)).cuda()
+    x, y = torch.randn(N, 100, device="cuda"), torch.randint(4, (N,), device="cuda")
     wrapped = dpfast.GradSampleModuleFastGradientClipping(model, max_grad_norm=1.0)
     sgd = torch.optim.SGD(model.parameters(), lr=0.0)  # all replays are of one model
     optimizer = DPOptimizerFast(sgd, noise_multiplier=SIGMA, max_grad_norm=1.0, expected_batch_size=N)
