@@ -10,7 +10,7 @@ from dpfast.arithmetic.backends import backend_report
 from dpfast.arithmetic.bounds import SquaredNorm
 from dpfast.arithmetic.finishing import AnyNorm, dense_sq_norm, finish, finished, rows_in_order
 from dpfast.arithmetic.kernel_norms import UnitRuns, lookup_sq_norm, lookup_unit_sq_norm
-from dpfast.arithmetic.noise import Noise
+from dpfast.arithmetic.noise import Noise, noise_way
 from dpfast.arithmetic.patch_norms import unfinished_gram_of_patches
 from dpfast.arithmetic.precision import (
     accumulating_dtype,
@@ -73,6 +73,7 @@ __all__ = [
     "lookup_sq_norm",
     "lookup_unit_sq_norm",
     "lowered",
+    "noise_way",
     "norm_terms",
     "operator",
     "ops",

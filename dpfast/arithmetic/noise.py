@@ -13,6 +13,11 @@ from dpfast.arithmetic.backends import choose_backend
 from dpfast.arithmetic.kernel_norms import import_kernels
 
 
+def noise_way(like: Tensor) -> str:
+    """ "triton" or "reference": from one generator, what draws has numbers of its own."""
+    return "reference" if like.dtype == torch.float64 else choose_backend("auto", like.device, like.dtype)
+
+
 class Noise:
     """Independent numbers for tensors of one dtype and device, to each of which it is given once.
 
@@ -36,7 +41,7 @@ class Noise:
         self._std, self._share, self._generator = std, share, generator
         self._seeds: Tensor | None = None
         self.next = first
-        if like.dtype != torch.float64 and choose_backend("auto", like.device, like.dtype) == "triton":
+        if noise_way(like) == "triton":
             self._seeds = torch.empty(2, dtype=torch.int64, device=like.device).random_(generator=generator)
 
     def add_to(self, x: Tensor) -> None:

@@ -22,6 +22,12 @@ NO_COPIES = (
     "private (make_private of an engine whose accountant goes on, or the constructor)"
 )
 
+NO_SCALER = (
+    "GradScaler scales the loss, and what it unscales has been clipped before: another sum than the one that the noise "
+    "is for. Leave the scaler out: norms are taken in fp32 or fp64, and autocast to bfloat16 (the Trainer's bf16=True) "
+    "needs none"
+)
+
 _private: WeakKeyDictionary[Any, WeakSet[Any]] = WeakKeyDictionary()
 """What an engine has made private, as long as both live. Not the engine's own, so that engines can be copied."""
 

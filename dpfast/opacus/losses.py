@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dpfast.errors import StateError
 from dpfast.opacus import backward
-from dpfast.opacus.optimizers import NO_SCALER
+from dpfast.opacus.checks import NO_SCALER
 from dpfast.opacus.two_passes import one_a_sample
 
 

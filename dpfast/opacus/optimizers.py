@@ -13,6 +13,7 @@ from opacus.optimizers.ddpoptimizer_fast_gradient_clipping import DistributedDPO
 from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processed
 from torch import Tensor, optim
 
+from dpfast.arithmetic import noise_way
 from dpfast.distributed import (
     PoissonBatches,
     SharedSecret,
@@ -32,6 +33,7 @@ from dpfast.modes import (
 )
 from dpfast.opacus.checks import (
     NO_COPIES,
+    NO_SCALER,
     check_before_steps,
     check_clipped,
     check_frozen,
@@ -42,12 +44,6 @@ from dpfast.opacus.checks import (
 )
 from dpfast.opacus.noise import add_noise_by_blocks, add_noise_to_all, are_worth_blocks, new_secret
 from dpfast.opacus.thresholds import clip_to
-
-NO_SCALER = (
-    "GradScaler scales the loss, and what it unscales has been clipped before: another sum than the one that the noise "
-    "is for. Leave the scaler out: norms are taken in fp32 or fp64, and autocast to bfloat16 (the Trainer's bf16=True) "
-    "needs none"
-)
 
 _ROUNDING = 1e-6
 """How far, relatively, two ways of computing one sensitivity may be apart."""
@@ -159,6 +155,7 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
             float(self.max_grad_norm),
             float(self.expected_batch_size or 0),
             self.loss_reduction,
+            *map(noise_way, self.params[:1]),
             None if self.batches is None else self.batches.must_agree(),
         )
 

@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpfast.arithmetic.kernel_norms import import_kernels
+from dpfast.distributed import SharedSecret
 from dpfast.opacus import DPOptimizerFast
 from dpfast.opacus import noise as noise_module
 
@@ -140,3 +141,11 @@ def test_what_the_kernel_does_not_take_is_drawn_by_torch(dtype):
     assert noise_module.add_noise_to_all([x], 1.0, generator=None, secure_mode=False, in_order=False, divisor=10.0)
     assert float(x.double().std()) == pytest.approx(0.1, rel=0.02)
     assert float(x.double().mean()) == pytest.approx(0.17, abs=0.002)
+
+
+def test_ranks_draw_alike_or_are_refused(monkeypatch):
+    """One with kernels and one without would add other noise to one sum."""
+    _, optimizer = optimizer_of(torch.float32, secret=SharedSecret(bytes(32)))
+    with_kernels = optimizer.must_agree()
+    monkeypatch.setenv("DPFAST_BACKEND", "reference")
+    assert optimizer.must_agree() != with_kernels
