@@ -5,6 +5,7 @@ A kernel knows nothing of modules, hooks or privacy. Each file holds one kernel 
 
 from ._launch import run_class
 from ._partials import sum_partials, sum_runs
+from ._repeat import Like
 from ._tiles import CHAIN
 from .gram_norm import GramNormResult, gram_norm, gram_partials
 from .grouped_norm import GroupedNormResult, grouped_outer_norm, groups
@@ -22,6 +23,7 @@ __all__ = [
     "WIDEST",
     "GramNormResult",
     "GroupedNormResult",
+    "Like",
     "LookupNormResult",
     "NormalizedSumResult",
     "OuterNormResult",

@@ -9,7 +9,7 @@ not know goes Triton's way, and so does the first launch of each key, which comp
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,9 @@ from ._tiles import Tile
 # Triton 3.6 and 3.7 specialise as `key_of` says and call `CompiledKernel.run` with what `start` gives it. On AMD they
 # specialise on a tensor's storage, too, which is not looked at here.
 _KNOWN = triton.__version__.startswith(("3.6.", "3.7.")) and torch.version.hip is None
+
+_IN_ONE = not triton.__version__.startswith("3.6.")
+"""Whether a launcher's function takes a kernel's arguments as one."""
 
 _MOST = 4096  # keys; a model has some hundreds, unless its shapes change with every batch
 
@@ -46,9 +49,98 @@ def start(kernel, programs: int, tile: Tile, device: int, arguments: dict[str, A
 
 def run(compiled: CompiledKernel, programs: int, device: int, values: Iterable[Any]) -> None:
     """The driver's call: `values` are all arguments, in order, such as `compiled` was found for. Nobody has hooks."""
-    stream = driver.active.get_current_stream(device)
+    stream = stream_of(device)
     # Three times None: metadata, which only hooks look at, and the hooks.
     compiled.run(programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *values)
+
+
+class Straight(NamedTuple):
+    """A compiled kernel's launch as one call of Triton's function in C, which `run` reaches through its launcher's lines.
+
+    Attributes:
+        launch: that function: programs, 1, 1, the stream, `front`, and all arguments of the kernel, one by one or
+            `in_one`. A pointer may be an address, which it need not ask a tensor for, nor the driver about.
+        arguments: of the kernel, a descriptor's map, shape and strides in its place. tensors: (place, number), as given.
+        descriptors: (place, number, what makes its map of its tensor, the maps by address), likewise. A map follows from
+            the address and what every such launch has alike; the driver copies it.
+    """
+
+    launch: Callable[..., Any]
+    front: tuple[Any, ...]
+    in_one: bool
+    arguments: list[Any]
+    tensors: tuple[tuple[int, int], ...]
+    descriptors: tuple[tuple[int, int, Callable[[Any], Any], dict[int, Any]], ...]
+
+
+MOST_MAPS = 1024  # of one launch; addresses come again from step to step
+
+
+def straight(
+    compiled: CompiledKernel,
+    values: Sequence[Any],
+    tensors: Sequence[tuple[int, int]],
+    descriptors: Sequence[tuple[int, int, dict[str, Any]]],
+) -> Straight | None:
+    """`run` of a kernel that has run, with such values; None where its launcher is not as it is known here.
+
+    Args:
+        tensors: (place, number) of those among the values. descriptors: (place, number, all but the tensor), likewise.
+    """
+    run: Any = getattr(compiled, "run", None)
+    if type(run).__name__ != "CudaLauncher" or run.global_scratch_size or run.profile_scratch_size:
+        return None
+    launch, metas, encode = run.launch, [], None
+    if getattr(launch, "__qualname__", "") == "wrap_handle_tensordesc.<locals>.inner":
+        of = dict(zip(launch.__code__.co_freevars, launch.__closure__, strict=True))
+        if {*of} != {"launcher", "tensordesc_indices", "tensordesc_meta"}:
+            return None
+        encode, metas = launch.__globals__.get("make_tensordesc_arg"), of["tensordesc_meta"].cell_contents
+        if of["tensordesc_indices"].cell_contents != {place for place, *_ in descriptors}:
+            return None
+        launch = of["launcher"].cell_contents
+    if len(metas) != len(descriptors) or (metas and encode is None):
+        return None
+    if any(meta is None or meta["fp4_padded"] for meta in metas):
+        return None
+    # Three times None: hooks' metadata and the hooks; twice: the kernel has no scratch memory.
+    if _IN_ONE:
+        front = compiled.packed_metadata, None, None, None, None, None, run.arg_annotations, run.kernel_signature
+    else:
+        front = None, None, compiled.packed_metadata, None, None, None
+    front = compiled.function, run.launch_cooperative_grid, run.launch_pdl, *front
+    arguments: list[Any] = []
+    moved, maps = {}, []
+    meta_of = {place: (number, rest, meta) for (place, number, rest), meta in zip(sorted(descriptors), metas, strict=True)}
+    for place, value in enumerate(values):
+        moved[place] = len(arguments)
+        if place not in meta_of:
+            arguments.append(value)
+            continue
+        number, rest, meta = meta_of[place]
+        made = _map_maker(encode, rest, meta)
+        arguments += None, *rest["shape"], *rest["strides"]
+        maps.append((moved[place], number, made, {}))
+    return Straight(launch, front, _IN_ONE, arguments, tuple((moved[p], n) for p, n in tensors), tuple(maps))
+
+
+def _map_maker(encode: Callable[[Any, Any], Sequence[Any]], rest: dict[str, Any], meta: Any) -> Callable[[Any], Any]:
+    def made(base: Any) -> Any:
+        return encode(described(base, rest), meta)[0]
+
+    return made
+
+
+def described(base: Any, rest: dict[str, Any]) -> TensorDescriptor:
+    """The tensor's descriptor; ``rest``: all else that it has, whose checks hold."""
+    descriptor = TensorDescriptor.__new__(TensorDescriptor)
+    descriptor.__dict__.update(rest, base=base)
+    return descriptor
+
+
+def stream_of(device: int) -> int:
+    """The GPU's current one."""
+    return driver.active.get_current_stream(device)
 
 
 def compiled_for(kernel, tile: Tile, device: int, arguments: dict[str, Any]) -> CompiledKernel | None:

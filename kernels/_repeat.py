@@ -16,7 +16,6 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -43,6 +42,7 @@ class _Launch(NamedTuple):
         tensors: (place, number) of a tensor: that of a given one, or behind those of one that is made.
         descriptors: (place, number, all but the tensor) of a descriptor, likewise.
         compiled: what was started, `around` being its circumstances; None where Triton itself is to be asked.
+        straight: the same, in one call of Triton's function; None where its launcher is to be asked.
     """
 
     kernel: Any
@@ -54,6 +54,7 @@ class _Launch(NamedTuple):
     descriptors: tuple[tuple[int, int, dict[str, Any]], ...]
     compiled: Any
     around: Hashable
+    straight: _again.Straight | None
 
 
 class _Call(NamedTuple):
@@ -102,29 +103,80 @@ def repeats(launcher: _Launcher) -> _Launcher:
         device = given[0].device
         if device.type not in _DEVICES or _here.made is not None:  # a part of a call is written down with it
             return launcher(*given, **options)
-        kind: list[Any] = [len(given), *options]
-        tensors = []
-        for x in (*given, *options.values()):
-            if type(x) is torch.Tensor:
-                kind += x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16 == 0
-                tensors.append(x)
-            elif type(x) in _PLAIN:
-                kind += type(x), x
-            else:
-                return launcher(*given, **options)
-        key = tuple(kind)
+        kind = _kind(given, options)
+        if kind is None:
+            return launcher(*given, **options)
+        key, tensors, addresses = kind
         found = known.get(key, _UNKNOWN)
         if found is None:
             return launcher(*given, **options)
         if found is not _UNKNOWN:
-            return _repeated(found, tensors, device)
+            return _repeated(found, tensors, addresses, device)
         if torch.is_inference_mode_enabled() or len(set(map(id, tensors))) < len(tensors):
             return launcher(*given, **options)  # writes are not counted, or one tensor stands for two
         if len(known) >= _MOST:
             known.clear()
         return _written_down(launcher, given, options, tensors, lambda found: known.__setitem__(key, found))
 
+    call.known = known  # type: ignore[attr-defined]
     return call  # type: ignore[return-value]
+
+
+def _kind(
+    given: Sequence[Any], options: dict[str, Any]
+) -> tuple[Hashable, list[torch.Tensor], list[int]] | None:
+    """What a call is known by, its tensors and their addresses; None for one with other arguments than these."""
+    kind: list[Any] = [len(given), *options]
+    tensors, addresses = [], []
+    for x in (*given, *options.values()):
+        if type(x) is torch.Tensor:
+            address = x.data_ptr()
+            kind += x.shape, x.stride(), x.dtype, x.device, address % 16 == 0
+            tensors.append(x)
+            addresses.append(address)
+        elif type(x) in _PLAIN:
+            kind += type(x), x
+        else:
+            return None
+    return tuple(kind), tensors, addresses
+
+
+class Like:
+    """A launcher's calls on tensors that are known to be alike, without a look at what they are.
+
+    ``Like(launcher, *names, **options)(*given)`` does what ``launcher(*given, **options)`` does, the last tensors given
+    by these names. Who calls it answers for this: all calls have contiguous tensors of the same dtypes, device and
+    shapes, but for the length of the first one's first dimension (N), from which those of the others follow. (Strides of
+    dimensions of length 1 may be any: nothing is read by them.)
+    """
+
+    def __init__(self, launcher: Callable[..., Any], *names: str, **options: Any):
+        self._launcher, self._names, self._options = launcher, names, options
+        self._known: dict[int, _Call] = {}  # by N, of aligned tensors
+        self._device: torch.device | None = None
+
+    def __call__(self, *given: torch.Tensor) -> Any:
+        call, addresses, together = self._known.get(given[0].size(0)), [], 0
+        for x in given:
+            address = x.data_ptr()
+            addresses.append(address)
+            together |= address
+        if call is None or together % 16 or _here.made is not None:
+            return self._asked(given, aligned=not together % 16)
+        return _repeated(call, [*given], addresses, self._device)  # type: ignore[arg-type]  # it has one
+
+    def _asked(self, given: tuple[torch.Tensor, ...], *, aligned: bool) -> Any:
+        first = len(given) - len(self._names)
+        by_name = dict(zip(self._names, given[first:], strict=True))
+        found = self._launcher(*given[:first], **by_name, **self._options)
+        if aligned and given[0].device.type in _DEVICES and all(type(x) is torch.Tensor for x in given):
+            kind = _kind(given[:first], {**by_name, **self._options})
+            call = None if kind is None else self._launcher.known.get(kind[0])  # type: ignore[attr-defined]
+            if call is not None:
+                if len(self._known) >= _MOST:
+                    self._known.clear()
+                self._known[given[0].size(0)], self._device = call, given[0].device
+        return found
 
 
 _UNKNOWN: Any = object()
@@ -206,35 +258,72 @@ def _launch(
             return None
     compiled = _again.compiled_for(kernel, tile, index, arguments)
     around = None if compiled is None else _again.circumstances(kernel)
+    straight = None if around is None else _again.straight(compiled, values, tensors, descriptors)
     places = tuple(tensors), tuple(descriptors)
-    return _Launch(kernel, programs, tile, tuple(arguments), tuple(values), *places, compiled, around)
+    return _Launch(kernel, programs, tile, tuple(arguments), tuple(values), *places, compiled, around, straight)
 
 
-def _repeated(call: _Call, tensors: list[torch.Tensor], device: torch.device) -> Any:
-    given = len(tensors)
+def _repeated(call: _Call, tensors: list[torch.Tensor], addresses: list[int], device: torch.device) -> Any:
+    """``tensors``, at these addresses, are the given ones; what is made is put behind them."""
+    made = 0
     for like in call.made:
-        tensors.append(_empty_like(like, memory_format=_IN_ORDER))
-    aligned = not any(x.data_ptr() % 16 for x in tensors[given:])  # an allocator of somebody's own need not
-    here = device.type != "cuda" or device.index == torch.cuda.current_device()
-    with _NOTHING if here else torch.cuda.device(device):
-        for kernel, programs, tile, names, before, of_tensors, of_descriptors, compiled, around in call.launches:
-            values = [*before]
-            for place, number in of_tensors:
-                values[place] = tensors[number]
-            for place, number, rest in of_descriptors:
-                descriptor = values[place] = TensorDescriptor.__new__(TensorDescriptor)  # what it checks holds
-                descriptor.__dict__.update(rest, base=tensors[number])
-            if compiled is not None and aligned and around == _again.circumstances(kernel):
-                _again.run(compiled, programs, device.index, values)
-                continue
-            arguments = dict(zip(names, values, strict=True))
-            if device.type == "cuda":
-                _again.start(kernel, programs, tile, device.index, arguments)
-            else:
-                kernel[(programs,)](**arguments, num_warps=tile.num_warps, num_stages=tile.num_stages)
+        x = _empty_like(like, memory_format=_IN_ORDER)
+        address = x.data_ptr()
+        tensors.append(x)
+        addresses.append(address)
+        made |= address
+    aligned = not made % 16  # an allocator of somebody's own need not
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        _start(call.launches, tensors, addresses, device, aligned)
+    else:
+        with torch.cuda.device(device):
+            _start(call.launches, tensors, addresses, device, aligned)
     found = [None if number is None else tensors[number] for number in call.result]
     return found[0] if call.together is None else call.together(found)
 
 
-_NOTHING = nullcontext()
+def _start(
+    launches: tuple[_Launch, ...],
+    tensors: list[torch.Tensor],
+    addresses: list[int],
+    device: torch.device,
+    aligned: bool,
+) -> None:
+    for of in launches:
+        as_then = aligned and of.around is not None and of.around == _again.circumstances(of.kernel)
+        if as_then and of.straight is not None:
+            function, front, in_one, values, of_tensors, of_descriptors = of.straight
+            values = values.copy()
+            for place, number in of_tensors:
+                values[place] = addresses[number]
+            for place, number, encode, maps in of_descriptors:
+                address = addresses[number]
+                known = maps.get(address)
+                if known is None:
+                    known = encode(tensors[number])
+                    if len(maps) >= _again.MOST_MAPS:
+                        maps.clear()
+                    maps[address] = known
+                values[place] = known
+            stream = _again.stream_of(device.index)
+            if in_one:
+                function(of.programs, 1, 1, stream, *front, values)
+            else:
+                function(of.programs, 1, 1, stream, *front, *values)
+            continue
+        values = [*of.values]
+        for place, number in of.tensors:
+            values[place] = tensors[number]
+        for place, number, rest in of.descriptors:
+            values[place] = _again.described(tensors[number], rest)
+        if as_then:
+            _again.run(of.compiled, of.programs, device.index, values)
+            continue
+        arguments = dict(zip(of.names, values, strict=True))
+        if device.type == "cuda":
+            _again.start(of.kernel, of.programs, of.tile, device.index, arguments)
+        else:
+            of.kernel[(of.programs,)](**arguments, num_warps=of.tile.num_warps, num_stages=of.tile.num_stages)
+
+
 _empty_like, _IN_ORDER = torch.empty_like, torch.contiguous_format

@@ -9,6 +9,7 @@ from dpfast.arithmetic import bounds, buffers, cost, ops, products, reference, s
 from dpfast.arithmetic.backends import backend_report
 from dpfast.arithmetic.bounds import SquaredNorm
 from dpfast.arithmetic.finishing import AnyNorm, dense_sq_norm, finish, finished, rows_in_order
+from dpfast.arithmetic.kernel_calls import PairCalls, RowNormCalls, calls_like
 from dpfast.arithmetic.kernel_norms import UnitRuns, lookup_sq_norm, lookup_unit_sq_norm
 from dpfast.arithmetic.noise import Noise, noise_way
 from dpfast.arithmetic.patch_norms import unfinished_gram_of_patches
@@ -46,6 +47,8 @@ __all__ = [
     "KernelDirect",
     "Noise",
     "NormsOfLayers",
+    "PairCalls",
+    "RowNormCalls",
     "RowNorms",
     "SquaredNorm",
     "StandardisedTerms",
@@ -58,6 +61,7 @@ __all__ = [
     "backend_report",
     "bounds",
     "buffers",
+    "calls_like",
     "capturing",
     "cost",
     "dense_sq_norm",

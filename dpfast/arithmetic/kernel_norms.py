@@ -83,19 +83,26 @@ def unfinished(activations: Tensor, backprops: Tensor, way: str) -> KernelDirect
         return KernelRankOne((a, b), (*of_a, *of_b))
     norms = row_norm(activations), row_norm(backprops)
     partials = kernels.gram_partials(activations, backprops, row_norm_activations=norms[0], row_norm_backprops=norms[1])
-    terms = gram_terms(t=t, d=d, p=p, row=_TILE_SUM, chain=kernels.CHAIN)
-    return KernelGram(partials, norms, terms, _added)
+    return KernelGram(partials, norms, terms_of(t, d, p)[0], add_rows)
+
+
+@lru_cache(maxsize=4096)
+def terms_of(t: int, d: int, p: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Of a :class:`KernelGram` and a :class:`KernelDirect` of T, D and P."""
+    chain = import_kernels()[0].CHAIN
+    direct = direct_terms(width=_PARTS_SUM, numel=p * d, positions=t, chain=chain)
+    return gram_terms(t=t, d=d, p=p, row=_TILE_SUM, chain=chain), direct
 
 
 def _unfinished_direct(launcher: Any, activations: Tensor, backprops: Tensor) -> tuple[KernelDirect, Any]:
     """And the launcher's result."""
     (_, t, d), p = activations.shape, backprops.shape[-1]
     left = launcher(activations, backprops, row_products=True, partials=True)
-    terms = direct_terms(width=_PARTS_SUM, numel=p * d, positions=t, chain=import_kernels()[0].CHAIN)
-    return KernelDirect(left.sq_norm, left.row_products, terms, _added), left
+    return KernelDirect(left.sq_norm, left.row_products, terms_of(t, d, p)[1], add_rows), left
 
 
-def _added(rows: Tensor) -> Tensor:
+def add_rows(rows: Tensor) -> Tensor:
+    """Their sums, see ``stacked_kernel_norms.Added``."""
     if not rows.shape[1]:
         return rows.new_zeros(rows.shape[0])
     sums: Tensor = import_kernels()[0].sum_partials(rows, rows.shape[1])[0]
@@ -138,10 +145,11 @@ def sq_norm(activations: Tensor, backprops: Tensor, way: str, runs: UnitRuns | N
 def row_norm(x: Tensor) -> Tensor:
     """L2 norms of the rows of what a layer saw, (N, T) fp32, each taken once a step; see ``row_norms``. Of each square
     what may underflow counts as lost."""
-    return taken_once(_row_norm, x)
+    return taken_once(take_row_norm, x)
 
 
-def _row_norm(x: Tensor) -> Tensor:
+def take_row_norm(x: Tensor) -> Tensor:
+    """The same, taken now."""
     norms: Tensor = import_kernels()[0].row_norm(x)
     return norms
 

@@ -230,7 +230,7 @@ def row_norm(x: Tensor) -> Tensor:
     taken once a step, see ``row_norms``. For error terms only."""
     if is_traced():
         return sums.row_norm(x)
-    if x.shape[1] * x.shape[2] >= _WORTH_A_KERNEL and runs_kernels(x):
+    if takes_row_norms(x):
         return kernel_norms.row_norm(unit_last_stride(x)).double()
     return sums.row_norm(x, once=True)
 
@@ -239,9 +239,14 @@ def raw_row_norm(x: Tensor) -> tuple[Tensor, float]:
     """:func:`row_norm` in some dtype, and what each norm may lack for underflow."""
     if is_traced():
         return sums.raw_row_norm(x), sums.lost_to_underflow(x)
-    if x.shape[1] * x.shape[2] >= _WORTH_A_KERNEL and runs_kernels(x):
+    if takes_row_norms(x):
         return kernel_norms.row_norm(unit_last_stride(x)), 0.0
     return taken_once(sums.raw_row_norm, x), sums.lost_to_underflow(x)
+
+
+def takes_row_norms(x: Tensor) -> bool:
+    """Whether a kernel takes the row norms of such (N, T, D)."""
+    return x.shape[1] * x.shape[2] >= _WORTH_A_KERNEL and runs_kernels(x)
 
 
 def circumstances() -> tuple[object, ...]:

@@ -29,7 +29,7 @@ class RowNorms:
     """What one step has taken; ``with`` it, :func:`taken_once` looks there, in this thread. It may be entered again."""
 
     def __init__(self) -> None:
-        self._taken: dict[Hashable, Tensor] = {}
+        self._taken: dict[Hashable, tuple[Tensor, StorageWeakRef]] = {}
         self.ways: dict[Hashable, bool] = {}
         """What does not change within a step, by what it depends on: asked of the environment, it takes as long as an
         operation."""
@@ -42,11 +42,12 @@ class RowNorms:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         _here.entered.pop()
 
-    def once(self, take: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """``take(x)``, or what it gave before."""
+    def once(self, take: _Take, x: Tensor, by: _Take) -> Tensor:
+        """``by(x)``, or what it gave before."""
+        storage = x.untyped_storage()
         key = (
             take,
-            StorageWeakRef(x.untyped_storage()),
+            storage._cdata,
             x.data_ptr(),
             x._version,
             x.shape,
@@ -56,15 +57,24 @@ class RowNorms:
         )
         found = self._taken.get(key)
         if found is None:
-            found = self._taken[key] = take(x)
-        return found
+            # With the weak reference no other storage is known by that number.
+            found = self._taken[key] = by(x), StorageWeakRef(storage)
+        return found[0]
 
 
-def taken_once(take: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """``take(x)``; within a step what it gave before of the same tensor. Nobody may write to it."""
+_Take = Callable[[Tensor], Tensor]
+
+
+def taken_once(take: _Take, x: Tensor, by: _Take | None = None) -> Tensor:
+    """``take(x)``; within a step what it gave before of the same tensor. Nobody may write to it.
+
+    Args:
+        by: what gives the same as ``take`` does, to the bit, of such a tensor.
+    """
+    by = by or take
     if not _here.entered or type(x) is not Tensor or x.numel() < _FROM.get(x.device.type, 0) or x.is_inference():
-        return take(x)
-    return _here.entered[-1].once(take, x)
+        return by(x)
+    return _here.entered[-1].once(take, x, by)
 
 
 def lowered(coefficients: Tensor, by: float) -> Tensor:

@@ -13,12 +13,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dpfast.arithmetic import SumError, is_traced, ops
+from dpfast.arithmetic import PairCalls, RowNormCalls, SumError, is_traced, ops
 from dpfast.factors.dense import Again, Dense, Factor
 from dpfast.factors.outer_product import OuterProduct
 
-_Made = Callable[[Tensor, Tensor, Callable[[], Tensor]], Factor]
-"""(activations, backprops, what gives the latter's row norms) of (N, T, ·) to a factor."""
+_Made = Callable[[Tensor, Tensor, Callable[[Tensor], Tensor]], Factor]
+"""(activations, backprops, what gives the latter's row norms) of (N, T, ·), contiguous, to a factor."""
 
 
 class KernelRecipe:
@@ -32,6 +32,7 @@ class KernelRecipe:
         self, shapes: Sequence[torch.Size], parts: Sequence[_Made], whole: tuple[object, Sequence[int]] | None
     ):
         self.shapes, self._parts, self._whole = list(shapes), parts, whole
+        self._row_norm: RowNormCalls | None = None  # until they are asked for
 
     @classmethod
     def learned(cls, factors: Sequence[Factor], a: Tensor, b: Tensor) -> KernelRecipe | None:
@@ -55,12 +56,9 @@ class KernelRecipe:
             return None if found is None else [found[place] for place in places]
         if b.dim() == 2:
             a, b = a.unsqueeze(1), b.unsqueeze(1)
-        row_norm = partial(_row_norm, b)
-        return [make(a, b, row_norm) for make in self._parts]
-
-
-def _row_norm(x: Tensor) -> Tensor:
-    return ops.raw_row_norm(x)[0]
+        if self._row_norm is None:
+            self._row_norm = RowNormCalls(b)
+        return [make(a, b, self._row_norm) for make in self._parts]
 
 
 def _part(factor: Factor, a: Tensor, b: Tensor) -> _Made | None:
@@ -77,8 +75,7 @@ def _part(factor: Factor, a: Tensor, b: Tensor) -> _Made | None:
     x, y = factor.activations, factor.backprops
     if ops.groups(x, y):  # they wait for others of their shape
         return None
-    swapped = factor.of != of
-    return partial(_written if factor.keeps else _kept, swapped)
+    return partial(_written if factor.keeps else _kept, factor.of != of, PairCalls(x, y))
 
 
 def _made_again(
@@ -86,19 +83,19 @@ def _made_again(
     known: tuple[tuple[float, ...], float, float] | None,
     a: Tensor,
     b: Tensor,
-    row_norm: Callable[[], Tensor],
+    row_norm: Callable[[Tensor], Tensor],
 ) -> Dense:
     """``known``: numbers of its ``SumError``, without the norms."""
     if known is None:
         return Dense(again(a, b, b)[0])
-    values, norms = again(a, b, row_norm())
+    values, norms = again(a, b, row_norm(b))
     return Dense(values, SumError(norms, *known))
 
 
-def _written(swapped: bool, a: Tensor, b: Tensor, row_norm: object) -> Dense:
-    norm, values = ops.kept(b, a) if swapped else ops.kept(a, b)
+def _written(swapped: bool, calls: PairCalls, a: Tensor, b: Tensor, row_norm: object) -> Dense:
+    norm, values = calls.kept(b, a) if swapped else calls.kept(a, b)
     return Dense(values, norm.error, norm)
 
 
-def _kept(swapped: bool, a: Tensor, b: Tensor, row_norm: object) -> OuterProduct:
-    return OuterProduct.of_rows(b, a) if swapped else OuterProduct.of_rows(a, b)
+def _kept(swapped: bool, calls: PairCalls, a: Tensor, b: Tensor, row_norm: object) -> OuterProduct:
+    return OuterProduct.of_rows(b, a, calls) if swapped else OuterProduct.of_rows(a, b, calls)

@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from dpfast.arithmetic import AnyNorm, SquaredNorm, accumulating_dtype, cost, lowered, ops
+from dpfast.arithmetic import AnyNorm, PairCalls, SquaredNorm, accumulating_dtype, cost, lowered, ops
 from dpfast.factors.dense import Dense, Factor, InBlocks
 from dpfast.factors.runs import take
 
@@ -20,9 +20,11 @@ class OuterProduct:
 
     Attributes:
         of: the ``id`` of both, as they were given.
+        calls: what is known of tensors like these, where kernels run; the same bits in less time.
     """
 
     keep_ratio: float | None = None  # see ``cost.keeps``
+    calls: PairCalls | None = None
     _versions: tuple[int, int] | None = None
 
     def __init__(self, activations: Tensor, backprops: Tensor, *, where: object = "OuterProduct"):
@@ -31,9 +33,10 @@ class OuterProduct:
         self.shape = torch.Size((self.backprops.shape[-1], self.activations.shape[-1]))
 
     @classmethod
-    def of_rows(cls, activations: Tensor, backprops: Tensor) -> OuterProduct:
+    def of_rows(cls, activations: Tensor, backprops: Tensor, calls: PairCalls | None = None) -> OuterProduct:
         """Of tensors (N, T, ·) that are known to fit."""
         found = cls.__new__(cls)
+        found.calls = calls
         found.activations, found.backprops, found.of = activations, backprops, (0, 0)
         found.shape = torch.Size((backprops.shape[-1], activations.shape[-1]))
         return found
@@ -60,12 +63,17 @@ class OuterProduct:
 
     def unfinished(self) -> AnyNorm | None:
         """What the norm follows from; None where that is no matter of this factor alone."""
+        if self.calls is not None:
+            return self.calls.unfinished(self.activations, self.backprops)
         return ops.unfinished_norm(self.activations, self.backprops)
 
     def weighted_sum(self, coefficients: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """As every factor's; in ``dtype``, rounded once to nearest, if one is given."""
-        excess = ops.sum_excess(self.activations, self.backprops)
+        calls = self.calls
+        excess = ops.sum_excess(self.activations, self.backprops) if calls is None else calls.excess
         coefficients = lowered(coefficients, 1.0 - excess) if excess else coefficients
+        if calls is not None and coefficients.dtype is torch.float32 and coefficients.is_contiguous():
+            return calls.weighted_sum(self.activations, self.backprops, coefficients, dtype)
         return ops.weighted_sum(self.activations, self.backprops, coefficients, dtype=dtype)
 
     def materialized(self) -> Dense:
