@@ -46,7 +46,7 @@ class PairCalls:
         kernels, _ = import_kernels()
         (_, t, d), p = a.shape, b.shape[2]
         self._way, self.excess = cost.norm_way(t, d, p, a.device), ops.sum_excess(a, b)
-        self._row_norms = RowNormCalls(a), RowNormCalls(b)
+        self._row_norms = calls_like("row_norm"), calls_like("row_norm")
         self._gram = kernels.Like(kernels.gram_partials, "row_norm_activations", "row_norm_backprops")
         self._norm = calls_like("outer_norm", row_products=True, partials=True)
         self._kept = calls_like("outer_product", norm=True, row_products=True, partials=True)
@@ -56,8 +56,8 @@ class PairCalls:
     def unfinished(self, a: Tensor, b: Tensor) -> KernelDirect | KernelGram | KernelRankOne:
         """``kernel_norms.unfinished``."""
         if self._way == "gram":
-            norm_a, norm_b = self._row_norms
-            norms = norm_a(a), norm_b(b)
+            of_a, of_b = self._row_norms
+            norms = taken_once(kernel_norms.take_row_norm, a, of_a), taken_once(kernel_norms.take_row_norm, b, of_b)
             return KernelGram(self._gram(a, b, *norms), norms, self._of_gram, kernel_norms.add_rows)
         if self._way == "direct":
             left = self._norm(a, b)
