@@ -67,7 +67,8 @@ class Dense:
 
     Attributes:
         again: where nothing but what the layer caught makes it, what makes it; with :attr:`of`.
-        whole: what makes it and others of its layer from what that caught and nothing else, and its place among them.
+        whole: what makes it and others of its layer from what that caught and nothing else, and its place among them;
+            of tensors that are contiguous and alike but for N.
         of: the ``id`` of the activations (0: not needed) and of the backprops (N, T, P); nothing is held for them.
     """
 

@@ -17,6 +17,7 @@ from dpfast.arithmetic import (
     SumError,
     accumulating_dtype,
     bounds,
+    calls_like,
     is_traced,
     ops,
     smallest_normal,
@@ -126,10 +127,12 @@ def _factors_by_kernel(
         "added": relative,
     }
     with_weight = weight is not None and weight.requires_grad
-    whole = partial(_sums_by_kernel, width, [p.shape for p in trained], with_weight, lost, of_norm)
-    found = whole(inputs, backprops)
+    shapes = [p.shape for p in trained]
+    made = partial(_sums_by_kernel, width, shapes, with_weight, lost, of_norm)
+    found = made(partial(ops.normalized_sum, **of_norm), inputs, backprops)
     if found is None:
         return None
+    whole = partial(made, calls_like("normalized_sum", **of_norm))
     for place, factor in enumerate(found):
         factor.whole = whole, place
     return dict(zip(trained, found, strict=True))
@@ -141,19 +144,22 @@ def _sums_by_kernel(
     with_weight: bool,
     lost: float,
     of_norm: dict[str, Any],
+    normalized_sum: Callable[[Tensor, Tensor], Any],
     inputs: Tensor,
     backprops: Tensor,
 ) -> list[Dense] | None:
-    """Of the weight, where that is trained, and the bias, likewise; ``of_norm``: see ``kernels.normalized_sum``."""
-    inputs, backprops = (_as_rows(x, width, x.dtype) for x in (inputs, backprops))
-    found = ops.normalized_sum(inputs, backprops, **of_norm)
+    """Of the weight, where that is trained, and the bias, likewise; ``of_norm``: what ``kernels.normalized_sum`` is
+    called with by ``normalized_sum``."""
+    if inputs.dim() != 3 or inputs.shape[2] != width:
+        inputs, backprops = (_as_rows(x, width, x.dtype) for x in (inputs, backprops))
+    found = normalized_sum(inputs, backprops)
     if found is None:
         return None
     sums_of = [(found.sums, found.error, 1.0)] if with_weight else []
     if of_norm["bias"]:
         sums_of.append((found.bias, found.row_norm_backprops, of_norm["added"]))
     return [
-        Dense(values.view(-1, *shape), SumError((error,), (0.0,), scale, lost))
+        Dense(values if len(shape) == 1 else values.view(-1, *shape), SumError((error,), (0.0,), scale, lost))
         for shape, (values, error, scale) in zip(shapes, sums_of, strict=True)
     ]
 
