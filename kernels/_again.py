@@ -55,14 +55,15 @@ def run(compiled: CompiledKernel, programs: int, device: int, values: Iterable[A
 
 
 class Straight(NamedTuple):
-    """A compiled kernel's launch as one call of Triton's function in C, which `run` reaches through its launcher's lines.
+    """A compiled kernel's launch as one call of Triton's function in C, which `run` reaches through lines of Python.
 
     Attributes:
-        launch: that function: programs, 1, 1, the stream, `front`, and all arguments of the kernel, one by one or
-            `in_one`. A pointer may be an address, which it need not ask a tensor for, nor the driver about.
-        arguments: of the kernel, a descriptor's map, shape and strides in its place. tensors: (place, number), as given.
-        descriptors: (place, number, what makes its map of its tensor, the maps by address), likewise. A map follows from
-            the address and what every such launch has alike; the driver copies it.
+        launch: that function, of programs, 1, 1, the stream, `front` and all arguments of the kernel, one by one or
+            `in_one`. A pointer is an address: a tensor would be asked for it, and then the driver, whose it is.
+        arguments: of the kernel, a descriptor's map, shape and strides in its place.
+        tensors: (place, number), as given.
+        descriptors: (place, number, what makes its map of its tensor, maps by address), likewise. A map follows from
+            the address and from what all such launches have alike; the driver copies it.
     """
 
     launch: Callable[..., Any]
@@ -90,41 +91,44 @@ def straight(
     run: Any = getattr(compiled, "run", None)
     if type(run).__name__ != "CudaLauncher" or run.global_scratch_size or run.profile_scratch_size:
         return None
-    launch, metas, encode = run.launch, [], None
-    if getattr(launch, "__qualname__", "") == "wrap_handle_tensordesc.<locals>.inner":
-        of = dict(zip(launch.__code__.co_freevars, launch.__closure__, strict=True))
-        if {*of} != {"launcher", "tensordesc_indices", "tensordesc_meta"}:
+    function, metas, encode = run.launch, [], None
+    if getattr(function, "__qualname__", "") == "wrap_handle_tensordesc.<locals>.inner":
+        cells = zip(function.__code__.co_freevars, function.__closure__, strict=True)
+        closed = {name: cell.cell_contents for name, cell in cells}
+        if {*closed} != {"launcher", "tensordesc_indices", "tensordesc_meta"}:
             return None
-        encode, metas = launch.__globals__.get("make_tensordesc_arg"), of["tensordesc_meta"].cell_contents
-        if of["tensordesc_indices"].cell_contents != {place for place, *_ in descriptors}:
+        if closed["tensordesc_indices"] != {place for place, *_ in descriptors}:
             return None
-        launch = of["launcher"].cell_contents
+        encode, metas = function.__globals__.get("make_tensordesc_arg"), closed["tensordesc_meta"]
+        function = closed["launcher"]
     if len(metas) != len(descriptors) or (metas and encode is None):
         return None
     if any(meta is None or meta["fp4_padded"] for meta in metas):
         return None
     # Three times None: hooks' metadata and the hooks; twice: the kernel has no scratch memory.
+    of_launch = (compiled.packed_metadata, None, None, None)
     if _IN_ONE:
-        front = compiled.packed_metadata, None, None, None, None, None, run.arg_annotations, run.kernel_signature
+        rest: tuple[Any, ...] = (*of_launch, None, None, run.arg_annotations, run.kernel_signature)
     else:
-        front = None, None, compiled.packed_metadata, None, None, None
-    front = compiled.function, run.launch_cooperative_grid, run.launch_pdl, *front
+        rest = (None, None, *of_launch)
+    front = compiled.function, run.launch_cooperative_grid, run.launch_pdl, *rest
+    in_order = sorted(descriptors, key=lambda descriptor: descriptor[0])
+    described_at = {place: (number, of, meta) for (place, number, of), meta in zip(in_order, metas, strict=True)}
     arguments: list[Any] = []
-    moved, maps = {}, []
-    meta_of = {place: (number, rest, meta) for (place, number, rest), meta in zip(sorted(descriptors), metas, strict=True)}
+    moved: dict[int, int] = {}
+    maps: list[tuple[int, int, Callable[[Any], Any], dict[int, Any]]] = []
     for place, value in enumerate(values):
         moved[place] = len(arguments)
-        if place not in meta_of:
+        if place in described_at:
+            number, of, meta = described_at[place]
+            maps.append((len(arguments), number, _map_maker(encode, of, meta), {}))
+            arguments += None, *of["shape"], *of["strides"]
+        else:
             arguments.append(value)
-            continue
-        number, rest, meta = meta_of[place]
-        made = _map_maker(encode, rest, meta)
-        arguments += None, *rest["shape"], *rest["strides"]
-        maps.append((moved[place], number, made, {}))
-    return Straight(launch, front, _IN_ONE, arguments, tuple((moved[p], n) for p, n in tensors), tuple(maps))
+    return Straight(function, front, _IN_ONE, arguments, tuple((moved[p], n) for p, n in tensors), tuple(maps))
 
 
-def _map_maker(encode: Callable[[Any, Any], Sequence[Any]], rest: dict[str, Any], meta: Any) -> Callable[[Any], Any]:
+def _map_maker(encode: Any, rest: dict[str, Any], meta: Any) -> Callable[[Any], Any]:
     def made(base: Any) -> Any:
         return encode(described(base, rest), meta)[0]
 

@@ -3,7 +3,7 @@ bits as of ``kernel_norms``, without the questions in between, which take a host
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,15 +11,14 @@ from torch import Tensor
 
 from dpfast.arithmetic import cost, kernel_norms, ops
 from dpfast.arithmetic.kernel_norms import import_kernels
-from dpfast.arithmetic.row_norms import taken_once
-from dpfast.arithmetic.stacked_kernel_norms import KernelDirect, KernelGram, KernelRankOne
+from dpfast.arithmetic.row_norms import taken_each
+from dpfast.arithmetic.stacked_kernel_norms import KernelDirect, KernelGram
 
 
-def calls_like(name: str, **options: Any) -> Callable[..., Any]:
+def calls_like(name: str, **options: Any) -> Any:
     """A launcher's calls on tensors that are alike, see ``kernels.Like``."""
     kernels, _ = import_kernels()
-    like: Callable[..., Any] = kernels.Like(getattr(kernels, name), **options)
-    return like
+    return kernels.Like(getattr(kernels, name), **options)
 
 
 class RowNormCalls:
@@ -31,12 +30,12 @@ class RowNormCalls:
     def __call__(self, x: Tensor) -> Tensor:
         if self._take is None:
             return ops.raw_row_norm(x)[0]
-        return taken_once(kernel_norms.take_row_norm, x, self._take)
+        return taken_each(kernel_norms.take_row_norm, (x,), self._take.each)[0]
 
 
 class PairCalls:
-    """What follows from pairs (N, T, D) and (N, T, P) that are contiguous, of one device and their dtypes, and alike but
-    for N, for which kernels run.
+    """What follows from pairs (N, T, D) and (N, T, P) for which kernels run, that are contiguous, of the same dtypes
+    and device, and alike but for N.
 
     Args:
         a, b: such a pair.
@@ -48,21 +47,22 @@ class PairCalls:
         self._way, self.excess = cost.norm_way(t, d, p, a.device), ops.sum_excess(a, b)
         self._row_norms = calls_like("row_norm"), calls_like("row_norm")
         self._gram = kernels.Like(kernels.gram_partials, "row_norm_activations", "row_norm_backprops")
-        self._norm = calls_like("outer_norm", row_products=True, partials=True)
         self._kept = calls_like("outer_product", norm=True, row_products=True, partials=True)
         self._sums: dict[torch.dtype | None, Callable[..., Any]] = {}
         self._of_gram, self._of_direct = kernel_norms.terms_of(t, d, p)
 
-    def unfinished(self, a: Tensor, b: Tensor) -> KernelDirect | KernelGram | KernelRankOne:
-        """``kernel_norms.unfinished``."""
-        if self._way == "gram":
-            of_a, of_b = self._row_norms
-            norms = taken_once(kernel_norms.take_row_norm, a, of_a), taken_once(kernel_norms.take_row_norm, b, of_b)
-            return KernelGram(self._gram(a, b, *norms), norms, self._of_gram, kernel_norms.add_rows)
-        if self._way == "direct":
-            left = self._norm(a, b)
-            return KernelDirect(left.sq_norm, left.row_products, self._of_direct, kernel_norms.add_rows)
-        return kernel_norms.unfinished(a, b, self._way)
+    def unfinished(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> KernelGram | None:
+        """``kernel_norms.unfinished`` of several pairs' samples, one pair's after the other's; None where it is to be
+        asked for each."""
+        if self._way != "gram" or len({a.shape[0] for a, _ in pairs}) > 1:
+            return None
+        take, (of_a, of_b) = kernel_norms.take_row_norm, self._row_norms
+        norms_a = taken_each(take, [a for a, _ in pairs], of_a.each)
+        norms_b = taken_each(take, [b for _, b in pairs], of_b.each)
+        of_norms = zip(norms_a, norms_b, strict=True)
+        partials = self._gram.each((a, b, *norms) for (a, b), norms in zip(pairs, of_norms, strict=True))
+        together = [x[0] if len(x) == 1 else torch.cat(x) for x in (partials, norms_a, norms_b)]
+        return KernelGram(together[0], (together[1], together[2]), self._of_gram, kernel_norms.add_rows)
 
     def kept(self, a: Tensor, b: Tensor) -> tuple[KernelDirect, Tensor]:
         """``kernel_norms.kept``."""

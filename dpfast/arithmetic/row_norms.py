@@ -12,8 +12,9 @@ Only error bounds may rest on it, never a norm itself: memory that was overwritt
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from types import TracebackType
+from typing import Any
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -42,39 +43,61 @@ class RowNorms:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         _here.entered.pop()
 
-    def once(self, take: _Take, x: Tensor, by: _Take) -> Tensor:
-        """``by(x)``, or what it gave before."""
-        storage = x.untyped_storage()
-        key = (
-            take,
-            storage._cdata,
-            x.data_ptr(),
-            x._version,
-            x.shape,
-            x.stride(),
-            x.dtype,
-            stream_here(x.device),
-        )
+    def once(self, take: _Take, x: Tensor) -> Tensor:
+        """``take(x)``, or what it gave before."""
+        key, storage = _key(take, x)
         found = self._taken.get(key)
         if found is None:
-            # With the weak reference no other storage is known by that number.
-            found = self._taken[key] = by(x), StorageWeakRef(storage)
+            found = self._taken[key] = take(x), StorageWeakRef(storage)
         return found[0]
+
+    def each(self, take: _Take, tensors: Sequence[Tensor], together: _TakeEach) -> list[Tensor]:
+        """:meth:`once` of each; ``together`` gives the same, to the bit, of several."""
+        keys, missing = [], {}
+        for x in tensors:
+            key, storage = _key(take, x)
+            keys.append(key)
+            if key not in self._taken:
+                missing[key] = x, storage
+        if missing:
+            found = together([(x,) for x, _ in missing.values()])
+            for (key, (_, storage)), norms in zip(missing.items(), found, strict=True):
+                self._taken[key] = norms, StorageWeakRef(storage)
+        return [self._taken[key][0] for key in keys]
 
 
 _Take = Callable[[Tensor], Tensor]
+_TakeEach = Callable[[Sequence[tuple[Tensor]]], Sequence[Tensor]]
 
 
-def taken_once(take: _Take, x: Tensor, by: _Take | None = None) -> Tensor:
-    """``take(x)``; within a step what it gave before of the same tensor. Nobody may write to it.
+def _key(take: _Take, x: Tensor) -> tuple[Hashable, Any]:
+    """And the storage: as long as a weak reference to it is there, no other one is known by its number."""
+    storage = x.untyped_storage()
+    memory = storage._cdata, x.data_ptr(), x._version
+    return (take, memory, x.shape, x.stride(), x.dtype, stream_here(x.device)), storage
+
+
+def taken_once(take: _Take, x: Tensor) -> Tensor:
+    """``take(x)``; within a step what it gave before of the same tensor. Nobody may write to it."""
+    if _is_never_looked_for(x):
+        return take(x)
+    return _here.entered[-1].once(take, x)
+
+
+def taken_each(take: _Take, tensors: Sequence[Tensor], together: _TakeEach) -> list[Tensor]:
+    """:func:`taken_once` of tensors that are alike.
 
     Args:
-        by: what gives the same as ``take`` does, to the bit, of such a tensor.
+        together: what gives the same of several, ``(x,)`` each, to the bit.
     """
-    by = by or take
-    if not _here.entered or type(x) is not Tensor or x.numel() < _FROM.get(x.device.type, 0) or x.is_inference():
-        return by(x)
-    return _here.entered[-1].once(take, x, by)
+    if _is_never_looked_for(tensors[0]):
+        return [*together([(x,) for x in tensors])]
+    return _here.entered[-1].each(take, tensors, together)
+
+
+def _is_never_looked_for(x: Tensor) -> bool:
+    few = x.numel() < _FROM.get(x.device.type, 0)
+    return few or not _here.entered or type(x) is not Tensor or x.is_inference()
 
 
 def lowered(coefficients: Tensor, by: float) -> Tensor:

@@ -63,8 +63,6 @@ class OuterProduct:
 
     def unfinished(self) -> AnyNorm | None:
         """What the norm follows from; None where that is no matter of this factor alone."""
-        if self.calls is not None:
-            return self.calls.unfinished(self.activations, self.backprops)
         return ops.unfinished_norm(self.activations, self.backprops)
 
     def weighted_sum(self, coefficients: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpfast.arithmetic import SquaredNorm, is_traced, towards_zero
+from dpfast.arithmetic import AnyNorm, SquaredNorm, is_traced, towards_zero
 from dpfast.errors import StateError
 from dpfast.factors import (
     Alike,
@@ -18,7 +18,7 @@ from dpfast.factors import (
     OuterProduct,
     Reshaped,
     merge,
-    norms_or_unfinished,
+    norms_together,
     pin,
     sq_norms,
     total_sq_norm,
@@ -33,7 +33,7 @@ class Gathered:
 
     def __init__(self) -> None:
         self.factors: list[Factor] = []
-        self.norm: Any = None  # a SquaredNorm, or what it follows from, once it has been taken
+        self.norm: Any = None  # a SquaredNorm, or what it and others follow from, once it has been taken
         self.closed = False  # whether the norm has been taken, or waits to be, for good
         self.total: Any = None  # a Tensor, once it is clipped
 
@@ -132,13 +132,19 @@ def take_norms(
         if traced:
             pin(entry.factors[0])
     factors = [e.factors[0] for e in without]
-    for entry, norm in zip(without, (sq_norms if each else norms_or_unfinished)(factors), strict=True):
-        entry.norm = norm
     if each:
+        for entry, norm in zip(without, sq_norms(factors), strict=True):
+            entry.norm = norm
         return [None if e is None else e.norm for e in entries]
-    norms = [e.norm for e in used] + [alike.norm for _, alike in deferred]
-    of = [[i] for i, e in enumerate(entries) if e is not None] + [[places[p] for p in layers] for layers, _ in deferred]
-    return [total_sq_norm(norms, n, of)] if norms else []
+    places_of = {id(e): i for i, e in enumerate(entries)}
+    norms: list[tuple[AnyNorm, list[int]]] = [(e.norm, [places_of[id(e)]]) for e in used if e.norm is not None]
+    for which, together in norms_together(factors):
+        some = [without[i] for i in which]
+        norms.append((together, [places_of[id(e)] for e in some]))
+        for entry in some:
+            entry.norm = together
+    norms += [(alike.norm, [places[p] for p in layers]) for layers, alike in deferred]
+    return [total_sq_norm([norm for norm, _ in norms], n, [of for _, of in norms])] if norms else []
 
 
 def clipped_totals(

@@ -70,7 +70,7 @@ def find_in_turn(entries: Sequence[Gathered | None]) -> dict[int, OuterProduct]:
             product = may_be_taken_in_turn(entry.factors[0])
             if product is not None:
                 found[i] = product
-    if not alone:
+    if not found:  # nor does one of these wait for its turn
         return {}
     chosen = cost.in_turn([size_of(product) for product in found.values()])
     in_turn = {i: product for (i, product), is_chosen in zip(found.items(), chosen, strict=True) if is_chosen}

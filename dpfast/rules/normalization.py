@@ -117,7 +117,7 @@ def _factors_by_kernel(
     least = _least_eps(torch.float32)
     positions = inputs.shape[1:].numel() // width
     relative, lost = bounds.chain_terms(terms=positions, numel=width, dtype=torch.float32)
-    of_norm = {
+    of_norm: dict[str, Any] = {
         "eps": eps,
         "mean": mean,
         "bias": of_bias is not None and of_bias.requires_grad,
