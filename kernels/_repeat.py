@@ -143,14 +143,13 @@ class Like:
     """A launcher's calls on tensors that are known to be alike, without a look at what they are.
 
     ``Like(launcher, *names, **options)(*given)`` does what ``launcher(*given, **options)`` does, the last tensors given
-    by these names. Who calls it answers for this: all calls have contiguous tensors of the same dtypes, device and
-    shapes, but for the length of the first one's first dimension (N), from which those of the others follow. Strides
-    of dimensions of length 1 may be any: nothing is read by them.
+    by these names. Who calls it answers for this: all calls have contiguous tensors of the same dtypes and device, and
+    the first one's shape tells the others'. Strides of dimensions of length 1 may be any: nothing is read by them.
     """
 
     def __init__(self, launcher: Callable[..., Any], *names: str, **options: Any):
         self._launcher, self._names, self._options = launcher, names, options
-        self._known: dict[int, _Call] = {}  # by N, of aligned tensors
+        self._known: dict[torch.Size, _Call] = {}  # of aligned tensors
         self._device = torch.device("cpu")  # until one is known
 
     def __call__(self, *given: torch.Tensor) -> Any:
@@ -161,7 +160,7 @@ class Like:
         ready: list[tuple[_Call, list[torch.Tensor], list[int]]] = []
         found: list[Any] = []
         for given in calls:
-            call, addresses, together = self._known.get(given[0].size(0)), [], 0
+            call, addresses, together = self._known.get(given[0].shape), [], 0
             for x in given:
                 address = x.data_ptr()
                 addresses.append(address)
@@ -188,7 +187,7 @@ class Like:
             if call is not None:
                 if len(self._known) >= _MOST:
                     self._known.clear()
-                self._known[given[0].size(0)], self._device = call, given[0].device
+                self._known[given[0].shape], self._device = call, given[0].device
         return found
 
 

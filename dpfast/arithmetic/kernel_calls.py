@@ -48,6 +48,7 @@ class PairCalls:
         self._row_norms = calls_like("row_norm"), calls_like("row_norm")
         self._gram = kernels.Like(kernels.gram_partials, "row_norm_activations", "row_norm_backprops")
         self._kept = calls_like("outer_product", norm=True, row_products=True, partials=True)
+        self._rows = calls_like("weighted_rows")
         self._sums: dict[torch.dtype | None, Callable[..., Any]] = {}
         self._of_gram, self._of_direct = kernel_norms.terms_of(t, d, p)
 
@@ -68,6 +69,12 @@ class PairCalls:
         """``kernel_norms.kept``."""
         left = self._kept(a, b)
         return KernelDirect(left.sq_norm, left.row_products, self._of_direct, kernel_norms.add_rows), left.grad_sample
+
+    def weighted_rows(self, values: Tensor, c: Tensor) -> Tensor:
+        """``ops.weighted_values`` of what :meth:`kept` has written, (N, P, D); c as of :meth:`weighted_sum`."""
+        n, p, d = values.shape
+        total: Tensor = self._rows(values.view(1, n, p * d), c)
+        return total.view(p, d)
 
     def weighted_sum(self, a: Tensor, b: Tensor, c: Tensor, dtype: torch.dtype | None) -> Tensor:
         """``ops.weighted_sum``; c (N,) fp32, contiguous, on their device."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dpfast.arithmetic import (
     KernelDirect,
+    PairCalls,
     SquaredNorm,
     SumError,
     Unfinished,
@@ -70,11 +71,13 @@ class Dense:
         whole: what makes it and others of its layer from what that caught and nothing else, and its place among them;
             of tensors that are contiguous and alike but for N.
         of: the ``id`` of the activations (0: not needed) and of the backprops (N, T, P); nothing is held for them.
+        calls: what has written them, and knows how they are summed: the same bits in less time.
     """
 
     again: Again | None = None
     whole: tuple[Callable[[Tensor, Tensor], Sequence[Dense] | None], int] | None = None
     of: tuple[int, int] = (0, 0)
+    calls: PairCalls | None = None
 
     def __init__(
         self,
@@ -99,6 +102,8 @@ class Dense:
         return self.norm or dense_sq_norm([self.values], self.settled())
 
     def weighted_sum(self, coefficients: Tensor) -> Tensor:
+        if self.calls is not None and coefficients.dtype is torch.float32 and coefficients.is_contiguous():
+            return self.calls.weighted_rows(self.values, coefficients)
         values = self.values.reshape(1, self.num_samples, self.shape.numel())
         return ops.weighted_values(values, coefficients).view(self.shape)
 

@@ -26,12 +26,14 @@ class KernelRecipe:
 
     Attributes:
         shapes: of the parameters.
+        only_keeps: nothing is computed for it: the factors are what the layer has caught.
     """
 
     def __init__(
         self, shapes: Sequence[torch.Size], parts: Sequence[_Made], whole: tuple[object, Sequence[int]] | None
     ):
         self.shapes, self._parts, self._whole = list(shapes), parts, whole
+        self.only_keeps = whole is None and all(isinstance(part, partial) and part.func is _kept for part in parts)
         self._row_norm: RowNormCalls | None = None  # until they are asked for
 
     @classmethod
@@ -57,7 +59,7 @@ class KernelRecipe:
         if b.dim() == 2:
             a, b = a.unsqueeze(1), b.unsqueeze(1)
         if self._row_norm is None:
-            self._row_norm = RowNormCalls(b)
+            self._row_norm = RowNormCalls(b)  # of any tensors like these
         return [make(a, b, self._row_norm) for make in self._parts]
 
 
@@ -94,7 +96,9 @@ def _made_again(
 
 def _written(swapped: bool, calls: PairCalls, a: Tensor, b: Tensor, row_norm: object) -> Dense:
     norm, values = calls.kept(b, a) if swapped else calls.kept(a, b)
-    return Dense(values, norm.error, norm)
+    found = Dense(values, norm.error, norm)
+    found.calls = calls
+    return found
 
 
 def _kept(swapped: bool, calls: PairCalls, a: Tensor, b: Tensor, row_norm: object) -> OuterProduct:

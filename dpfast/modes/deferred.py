@@ -108,12 +108,11 @@ class Deferred:
         if found is None:
             return False
         kind, most = found
-        numbers, uses = list(map(id, record.parameters)), record.uses
+        numbers, uses, gathered = list(map(id, record.parameters)), record.uses, self._gathered
         assert uses is not None  # where there is a likeness
-        if max(map(uses.__getitem__, numbers)) > 1 or not self._waiting.isdisjoint(numbers):
-            return False
-        if self._gathered and any(p in self._gathered for p in record.parameters):
-            return False
+        for number, parameter in zip(numbers, record.parameters, strict=True):
+            if uses[number] > 1 or number in self._waiting or parameter in gathered:
+                return False
         recipe = kind.by_kernels.get(self._circumstances)
         queue = self._queues.get(kind)
         if recipe is None and queue is None:
@@ -140,8 +139,11 @@ class Deferred:
         """The mode has what it would have kept of the rule's answer; False where the rule is to be asked."""
         if list(map(_shape, record.parameters)) != recipe.shapes:
             return False
-        with self._row_norms, exact_arithmetic():
+        if recipe.only_keeps:
             factors = recipe.factors(a, b)
+        else:
+            with self._row_norms, exact_arithmetic():
+                factors = recipe.factors(a, b)
         if factors is None:
             return False
         for parameter, factor in zip(record.parameters, factors, strict=True):

@@ -31,15 +31,18 @@ from dpfast.modes.clippers import safe_factors
 class Gathered:
     """What a step knows of one parameter."""
 
+    norm: Any = None  # a SquaredNorm, or what it and others follow from, once it has been taken
+    closed = False  # whether the norm has been taken, or waits to be, for good
+    total: Any = None  # a Tensor, once it is clipped
+
     def __init__(self) -> None:
         self.factors: list[Factor] = []
-        self.norm: Any = None  # a SquaredNorm, or what it and others follow from, once it has been taken
-        self.closed = False  # whether the norm has been taken, or waits to be, for good
-        self.total: Any = None  # a Tensor, once it is clipped
 
     def wait(self, factor: Factor) -> None:
         """The factor waits for the end of the pass."""
         self.factors.append(factor)
+        if type(factor) is Dense:  # nearly always
+            return
         inner = _innermost(factor) if isinstance(factor, (OuterProduct, Reshaped)) else None
         if isinstance(inner, OuterProduct) and not is_traced():
             inner.note_versions()
@@ -89,6 +92,8 @@ def check_unwritten(
     """Raises StateError where something has written to what waits for the end of the pass; ``name`` tells whose."""
     for p, entry in zip(places, entries, strict=True):
         for factor in () if entry is None else entry.factors:
+            if type(factor) is Dense:
+                continue
             inner = _innermost(factor) if isinstance(factor, (OuterProduct, Reshaped)) else None
             if isinstance(inner, OuterProduct) and inner.has_changed:
                 raise StateError(
@@ -222,7 +227,10 @@ def added(before: Tensor | None, total: Tensor, dtype: torch.dtype) -> Tensor:
 
 def rounding(parameter: nn.Parameter) -> float:
     """By how much, relatively, :func:`added` may make a clipped sum larger, where that counts: in bf16."""
-    return torch.finfo(torch.bfloat16).eps / 2 if parameter.dtype is torch.bfloat16 else 0.0
+    return _OF_BF16 if parameter.dtype is torch.bfloat16 else 0.0
+
+
+_OF_BF16 = torch.finfo(torch.bfloat16).eps / 2
 
 
 _READ_AT_ONCE = 2**17
