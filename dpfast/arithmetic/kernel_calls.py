@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dpfast.arithmetic import cost, kernel_norms, ops
 from dpfast.arithmetic.kernel_norms import import_kernels
-from dpfast.arithmetic.row_norms import taken_each
+from dpfast.arithmetic.row_norms import taken_each, taken_once
 from dpfast.arithmetic.stacked_kernel_norms import KernelDirect, KernelGram
 
 
@@ -30,7 +30,7 @@ class RowNormCalls:
     def __call__(self, x: Tensor) -> Tensor:
         if self._take is None:
             return ops.raw_row_norm(x)[0]
-        return taken_each(kernel_norms.take_row_norm, (x,), self._take.each)[0]
+        return taken_once(kernel_norms.take_row_norm, x, self._take)
 
 
 class PairCalls:

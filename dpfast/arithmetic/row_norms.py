@@ -43,12 +43,12 @@ class RowNorms:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         _here.entered.pop()
 
-    def once(self, take: _Take, x: Tensor) -> Tensor:
-        """``take(x)``, or what it gave before."""
+    def once(self, take: _Take, x: Tensor, by: _Take) -> Tensor:
+        """``by(x)``, or what it gave before."""
         key, storage = _key(take, x)
         found = self._taken.get(key)
         if found is None:
-            found = self._taken[key] = take(x), StorageWeakRef(storage)
+            found = self._taken[key] = by(x), StorageWeakRef(storage)
         return found[0]
 
     def each(self, take: _Take, tensors: Sequence[Tensor], together: _TakeEach) -> list[Tensor]:
@@ -77,11 +77,14 @@ def _key(take: _Take, x: Tensor) -> tuple[Hashable, Any]:
     return (take, memory, x.shape, x.stride(), x.dtype, stream_here(x.device)), storage
 
 
-def taken_once(take: _Take, x: Tensor) -> Tensor:
-    """``take(x)``; within a step what it gave before of the same tensor. Nobody may write to it."""
-    if _is_never_looked_for(x):
-        return take(x)
-    return _here.entered[-1].once(take, x)
+def taken_once(take: _Take, x: Tensor, by: _Take | None = None) -> Tensor:
+    """``take(x)``; within a step what it gave before of the same tensor. Nobody may write to it.
+
+    Args:
+        by: what gives the same, to the bit.
+    """
+    by = by or take
+    return by(x) if _is_never_looked_for(x) else _here.entered[-1].once(take, x, by)
 
 
 def taken_each(take: _Take, tensors: Sequence[Tensor], together: _TakeEach) -> list[Tensor]:

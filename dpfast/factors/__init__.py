@@ -23,7 +23,7 @@ from dpfast.factors.remembered import Remembered
 from dpfast.factors.reshaped import Blocks, Reshaped
 from dpfast.factors.runs import Runs
 from dpfast.factors.runs_in_graph import RunsInGraph
-from dpfast.factors.stacked import added_up, norms_together, sq_norms, total_sq_norm
+from dpfast.factors.stacked import added_up, norms_of_kinds, norms_or_unfinished, sq_norms, total_sq_norm
 from dpfast.factors.standardised import is_standardised, standardised
 from dpfast.factors.waiting import Waiting, wait_as_factors
 
@@ -54,7 +54,8 @@ __all__ = [
     "is_standardised",
     "keeps_gradients",
     "merge",
-    "norms_together",
+    "norms_of_kinds",
+    "norms_or_unfinished",
     "pin",
     "row_sum",
     "row_sum_in_blocks",

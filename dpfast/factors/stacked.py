@@ -58,23 +58,20 @@ def norms_or_unfinished(factors: Sequence[Factor]) -> list[AnyNorm]:
     return [found[i] for i in range(len(factors))]
 
 
-def norms_together(factors: Sequence[Factor]) -> list[tuple[list[int], AnyNorm]]:
-    """:func:`norms_or_unfinished` of all, those of layers of which enough is known together: which they are, one after
-    the other, and what their norms follow from."""
+def norms_of_kinds(factors: Sequence[Factor]) -> list[tuple[list[int], AnyNorm]]:
+    """Of layers alike of which enough is known, together: which of the factors theirs are, one after the other, and
+    what their norms follow from, the same bits. :func:`norms_or_unfinished` is for the others."""
     alike: dict[PairCalls, list[int]] = {}
     for i, factor in enumerate(factors):
         if type(factor) is OuterProduct and factor.calls is not None:
             alike.setdefault(factor.calls, []).append(i)
     found: list[tuple[list[int], AnyNorm]] = []
-    known: set[int] = set()
     for calls, which in alike.items():
-        norm = calls.unfinished([(f.activations, f.backprops) for f in map(factors.__getitem__, which)])  # type: ignore[attr-defined]
+        some: list[Any] = [factors[i] for i in which]
+        norm = calls.unfinished([(f.activations, f.backprops) for f in some])
         if norm is not None:
             found.append((which, norm))
-            known.update(which)
-    rest = [i for i in range(len(factors)) if i not in known]
-    alone = norms_or_unfinished([factors[i] for i in rest])
-    return found + [([i], norm) for i, norm in zip(rest, alone, strict=True)]
+    return found
 
 
 STACKED = {"cuda": 2**20}

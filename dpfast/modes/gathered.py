@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpfast.arithmetic import AnyNorm, SquaredNorm, is_traced, towards_zero
+from dpfast.arithmetic import SquaredNorm, is_traced, towards_zero
 from dpfast.errors import StateError
 from dpfast.factors import (
     Alike,
@@ -18,7 +18,8 @@ from dpfast.factors import (
     OuterProduct,
     Reshaped,
     merge,
-    norms_together,
+    norms_of_kinds,
+    norms_or_unfinished,
     pin,
     sq_norms,
     total_sq_norm,
@@ -141,15 +142,22 @@ def take_norms(
         for entry, norm in zip(without, sq_norms(factors), strict=True):
             entry.norm = norm
         return [None if e is None else e.norm for e in entries]
-    places_of = {id(e): i for i, e in enumerate(entries)}
-    norms: list[tuple[AnyNorm, list[int]]] = [(e.norm, [places_of[id(e)]]) for e in used if e.norm is not None]
-    for which, together in norms_together(factors):
-        some = [without[i] for i in which]
-        norms.append((together, [places_of[id(e)] for e in some]))
-        for entry in some:
-            entry.norm = together
-    norms += [(alike.norm, [places[p] for p in layers]) for layers, alike in deferred]
-    return [total_sq_norm([norm for norm, _ in norms], n, [of for _, of in norms])] if norms else []
+    norms: list[Any] = [e.norm for e in used if e.norm is not None]
+    norms += [alike.norm for _, alike in deferred]
+    of = [[i] for i, e in enumerate(entries) if e is not None and e.norm is not None]
+    of += [[places[p] for p in layers] for layers, _ in deferred]
+    own = [i for i, e in enumerate(entries) if e is not None and e.norm is None]  # places of those without
+    for which, together in norms_of_kinds(factors):
+        norms.append(together)
+        of.append([own[i] for i in which])
+        for i in which:
+            without[i].norm = together
+    rest = [i for i, entry in enumerate(without) if entry.norm is None]
+    for i, alone in zip(rest, norms_or_unfinished([factors[i] for i in rest]), strict=True):
+        without[i].norm = alone
+        norms.append(alone)
+        of.append([own[i]])
+    return [total_sq_norm(norms, n, of)] if norms else []
 
 
 def clipped_totals(
