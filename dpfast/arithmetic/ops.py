@@ -293,9 +293,6 @@ def weighted_values(values: Tensor, coefficients: Tensor) -> Tensor:
     return reference.weighted_values(values, coefficients).squeeze(1)
 
 
-kept = kernel_norms.kept
-"""Where :func:`runs_kernels` says so and :func:`groups` does not, of rows whose last stride is 1."""
-
 normalized_sum = kernel_norms.normalized_sum
 """Where :func:`runs_kernels` says so."""
 
