@@ -225,10 +225,11 @@ def weighted_together(
     Args:
         rounded: what becomes of the sums, entry by entry.
     """
-    values = [f.values.reshape(f.num_samples, -1) for f in factors]
+    values = [f.values if f.values.dim() == 2 else f.values.reshape(f.num_samples, -1) for f in factors]
     total = ops.weighted_values(torch.cat(values, 1).unsqueeze(0), coefficients.to(values[0].device))
     total = total if rounded is None else rounded(total)
-    return [x.view(f.shape) for x, f in zip(total[0].split([v.shape[1] for v in values]), factors, strict=True)]
+    each = zip(total[0].split([v.shape[1] for v in values]), factors, strict=True)
+    return [x if len(f.shape) == 1 else x.view(f.shape) for x, f in each]
 
 
 def row_sum(backprops: Tensor) -> Dense:

@@ -13,6 +13,7 @@ from dpfast.arithmetic import (
     PairCalls,
     SquaredNorm,
     Unfinished,
+    UnfinishedStandardised,
     finish,
     finished,
     is_traced,
@@ -151,6 +152,6 @@ def added_up(value: Tensor, upper: Tensor) -> SquaredNorm:
 
 def _kind(norm: AnyNorm) -> tuple[str, tuple[int, int]]:
     """Those of one kind are worked out in fewest calls where they stand together."""
-    own = getattr(norm, "inner", norm)  # what a standardised weight's follows from
+    own = norm.inner if type(norm) is UnfinishedStandardised else norm  # what a standardised weight's follows from
     kind = (own.kind or (0, int(own.error is not None))) if isinstance(own, Unfinished) else (0, 0)
     return type(norm).__name__ + type(own).__name__, kind

@@ -210,8 +210,8 @@ def _small(
     for p, entry in zip(places, entries, strict=True):
         if entry is None or entry.total is not None or type(entry.factors[0]) is not Dense:
             continue
-        values = entry.factors[0].values
-        if len(values) and 0 < values[0].numel() <= _SMALL:
+        values, shape = entry.factors[0].values, entry.factors[0].shape
+        if values.shape[0] and 0 < shape.numel() <= _SMALL:
             alike.setdefault((p.dtype, values.dtype, values.device), []).append((p, entry))
     for (dtype, *_), some in alike.items():
         if len(some) > 1:
