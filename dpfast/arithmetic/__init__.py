@@ -9,7 +9,7 @@ from dpfast.arithmetic import bounds, buffers, cost, ops, products, reference, s
 from dpfast.arithmetic.backends import backend_report
 from dpfast.arithmetic.bounds import SquaredNorm
 from dpfast.arithmetic.finishing import AnyNorm, dense_sq_norm, finish, finished, rows_in_order
-from dpfast.arithmetic.kernel_calls import PairCalls, RowNormCalls, calls_like
+from dpfast.arithmetic.kernel_calls import PairCalls, RowNormCalls, are_plain, calls_like
 from dpfast.arithmetic.kernel_norms import UnitRuns, lookup_sq_norm, lookup_unit_sq_norm
 from dpfast.arithmetic.noise import Noise, noise_way
 from dpfast.arithmetic.patch_norms import unfinished_gram_of_patches
@@ -58,6 +58,7 @@ __all__ = [
     "UnfinishedStandardised",
     "UnitRuns",
     "accumulating_dtype",
+    "are_plain",
     "backend_report",
     "bounds",
     "buffers",

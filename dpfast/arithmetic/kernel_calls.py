@@ -21,6 +21,12 @@ def calls_like(name: str, **options: Any) -> Any:
     return kernels.Like(getattr(kernels, name), **options)
 
 
+def are_plain(coefficients: Tensor, of: Tensor) -> bool:
+    """Whether a launch may read these as they are: (N,) fp32, contiguous, where ``of`` (N, ...) is."""
+    plain = type(coefficients) is Tensor and coefficients.dtype is torch.float32 and coefficients.is_contiguous()
+    return plain and coefficients.shape == of.shape[:1] and coefficients.device == of.device
+
+
 class RowNormCalls:
     """``ops.raw_row_norm`` of tensors (N, T, D) that are contiguous, of one dtype and device, and alike but for N."""
 
@@ -77,7 +83,7 @@ class PairCalls:
         return total.view(p, d)
 
     def weighted_sum(self, a: Tensor, b: Tensor, c: Tensor, dtype: torch.dtype | None) -> Tensor:
-        """``ops.weighted_sum``; c (N,) fp32, contiguous, on their device."""
+        """``ops.weighted_sum``; c as of :func:`are_plain`."""
         call = self._sums.get(dtype)
         if call is None:
             options = {} if dtype is None else {"out_dtype": dtype}

@@ -15,6 +15,7 @@ from dpfast.arithmetic import (
     SumError,
     Unfinished,
     accumulating_dtype,
+    are_plain,
     bounds,
     dense_sq_norm,
     finished,
@@ -102,7 +103,7 @@ class Dense:
         return self.norm or dense_sq_norm([self.values], self.settled())
 
     def weighted_sum(self, coefficients: Tensor) -> Tensor:
-        if self.calls is not None and coefficients.dtype is torch.float32 and coefficients.is_contiguous():
+        if self.calls is not None and are_plain(coefficients, self.values):
             return self.calls.weighted_rows(self.values, coefficients)
         values = self.values.reshape(1, self.num_samples, self.shape.numel())
         return ops.weighted_values(values, coefficients).view(self.shape)

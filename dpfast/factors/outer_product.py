@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from dpfast.arithmetic import AnyNorm, PairCalls, SquaredNorm, accumulating_dtype, cost, lowered, ops
+from dpfast.arithmetic import AnyNorm, PairCalls, SquaredNorm, accumulating_dtype, are_plain, cost, lowered, ops
 from dpfast.factors.dense import Dense, Factor, InBlocks
 from dpfast.factors.runs import take
 
@@ -70,7 +70,7 @@ class OuterProduct:
         calls = self.calls
         excess = ops.sum_excess(self.activations, self.backprops) if calls is None else calls.excess
         coefficients = lowered(coefficients, 1.0 - excess) if excess else coefficients
-        if calls is not None and coefficients.dtype is torch.float32 and coefficients.is_contiguous():
+        if calls is not None and are_plain(coefficients, self.activations):
             return calls.weighted_sum(self.activations, self.backprops, coefficients, dtype)
         return ops.weighted_sum(self.activations, self.backprops, coefficients, dtype=dtype)
 
