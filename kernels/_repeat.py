@@ -152,6 +152,9 @@ class Like:
         self._known: dict[torch.Size, _Call] = {}  # of aligned tensors
         self._device = torch.device("cpu")  # until one is known
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Like:
+        return self  # compiled kernels have no copies, and need none
+
     def __call__(self, *given: torch.Tensor) -> Any:
         return self.each((given,))[0]
 

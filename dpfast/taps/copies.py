@@ -55,7 +55,10 @@ def copy_of(
     shells = [x for x in (*modules, *forwards, *taps) if id(x) not in memo]
     memo.update({id(x): type(x).__new__(type(x)) for x in shells})
     for x in reversed(shells):  # a module's children before itself
-        state = {name: _copied(name, value, memo) for name, value in vars(x).items() if name != _COMPILED}
+        held = vars(x)
+        if isinstance(x, Tap):
+            held = {**held, "like": None}  # found again; it leads to compiled kernels, of which there are no copies
+        state = {name: _copied(name, value, memo) for name, value in held.items() if name != _COMPILED}
         if isinstance(x, nn.Module):
             memo[id(x)].__setstate__(state)
         else:

@@ -1,5 +1,7 @@
 """Where kernels run, what a rule of ours has answered once for a layer is made again without it: the same bits."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -302,3 +304,16 @@ def test_other_coefficients_are_lowered_anew():
         assert torch.equal(lowered(c, 0.5), torch.ones(N))
         for size in range(1, 20):  # of tensors that are gone the ids come again
             assert lowered(torch.ones(size), 0.5).shape == (size,)
+
+
+@pytest.mark.filterwarnings("error::dpfast.errors.DpfastWarning")
+def test_looks_need_no_copies_of_what_is_known_of_launches(monkeypatch):
+    """On a GPU it leads to compiled kernels, of which there are none."""
+
+    def copied(self, memo):
+        raise TypeError("cannot pickle '_thread.RLock' object")
+
+    monkeypatch.setattr(import_kernels()[0].Like, "__deepcopy__", copied, raising=False)
+    wrapped, _ = steps(blocks(), *(x_of(seed, T) for seed in range(9)))
+    assert any(tap.like is not None for tap in wrapped._tapped._taps)
+    copy.deepcopy(wrapped)

@@ -224,10 +224,11 @@ def assert_right_in(mode, plain, make, exact, *inputs):
 
 def that_the_longest_moves(make):
     """A model that :func:`moved_by_the_longest` is large of: of other random numbers, which other devices have, it may
-    be next to nothing."""
+    be next to nothing. On a GPU looks see no less than 2⁻⁵ (docs/bounds.md)."""
+    least = 1e-2 if torch.zeros(0).is_cpu else 2.0**-4
     for seed in range(64):
         torch.manual_seed(seed)
-        if moved_by_the_longest(plain := make()) >= 1e-2:
+        if moved_by_the_longest(plain := make()) >= least:
             return plain
     raise AssertionError("the longest sample moves none of these models")
 
