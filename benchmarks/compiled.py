@@ -24,7 +24,7 @@ from collections.abc import Callable
 
 import torch
 from rows import RESULTS, Rows, environment
-from step import exact_gradient, largest_error
+from step import exact_gradient, largest_error, timed
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -130,24 +130,12 @@ def _check_in_16_bits(
     assert error <= allowed, f"{workload.name} is off by {error:.1e}, where {allowed:.1e} is allowed"
 
 
-def _seconds(step: Callable[[], None], device: str) -> float:
-    if device == "cuda":
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        step()
-        torch.cuda.synchronize()
-        return time.perf_counter() - start
-    start = time.process_time()
-    step()
-    return time.process_time() - start
-
-
 def measure(workload: Workload, rounds: int) -> list[dict]:
     times: dict[str, list[float]] = {}
     all_legs = legs(workload)
     for i in range(WARM_UP + rounds):
         for name, step in all_legs.items():
-            seconds = _seconds(step, workload.device)
+            seconds = timed(workload, step, ())
             if i >= WARM_UP:
                 times.setdefault(name, []).append(seconds)
     base = times["plain, compiled"]

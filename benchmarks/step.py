@@ -211,9 +211,9 @@ def measure(workload: Workload, legs: list[str], rounds: int, memory: bool) -> l
             if memory:
                 rows[leg].update(_peak_memory(workload, leg))
             step = build(leg, copy.deepcopy(model), workload, SIGMA)
-            first = _timed(workload, step, batch)
+            first = timed(workload, step, batch)
             if workload.device == "cuda":  # what is compiled, captured or looked at at first is not a step's time
-                first = min(_timed(workload, step, batch) for _ in range(4))
+                first = min(timed(workload, step, batch) for _ in range(4))
             if leg == "plain":
                 limit = SLOW * first
             if first > limit:  # its gradients may fill the memory; it does not stay
@@ -272,7 +272,7 @@ def largest_error(gradients: dict[str, torch.Tensor], exact: dict[str, torch.Ten
     return max(found) if all(map(math.isfinite, found)) else math.inf
 
 
-def _timed(workload: Workload, step, batch: tuple) -> float:
+def timed(workload: Workload, step, batch: tuple) -> float:
     if workload.device == "cuda":
         torch.cuda.synchronize()
         start = time.perf_counter()
@@ -292,7 +292,7 @@ def _interleaved(workload: Workload, steps: dict, batch: tuple, rounds: int) -> 
     gc.disable()
     for i in range(rounds):
         for leg in order[i % len(order) :] + order[: i % len(order)]:
-            seconds[leg].append(_timed(workload, steps[leg], batch))
+            seconds[leg].append(timed(workload, steps[leg], batch))
         gc.collect()
     gc.enable()
     return seconds

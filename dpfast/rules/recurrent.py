@@ -67,7 +67,7 @@ def packed_one_by_one(layer: Any, input: PackedSequence, hx: Any) -> tuple[Any, 
     states = _initial_states(layer, input, hx)
     outputs, finals = [], []
     for i, length in enumerate(lengths.tolist()):
-        own = tuple(s[:, i : i + 1].contiguous() for s in states)  # as cuDNN wants them
+        own = tuple(s[:, i : i + 1] for s in states)
         x = padded[i, :length].unsqueeze(dim)
         output, final = recurrent(alone, _untapped, x, own if layer.mode == "LSTM" else own[0])
         outputs.append(output.squeeze(dim))

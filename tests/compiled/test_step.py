@@ -86,3 +86,18 @@ def test_losses_that_are_not_one_a_sample(losses, found):
     step = dpfast.compile_step(Mlp(), losses, max_grad_norm=1.0, batch_size=5, backend="aot_eager")
     with pytest.raises(InputError, match=rf"gave .*{found}.*one loss a sample, \(5,\)"):
         step(*mlp_batch(5))
+
+
+def test_sums_in_bf16_have_room_for_their_rounding_as_the_eager_steps():
+    """Their factors are made within the graph, from norms that are larger by 2⁻⁸ / 2."""
+    torch.manual_seed(0)
+    net = Mlp().to(torch.bfloat16)
+    batch = [x.to(torch.bfloat16) for x in mlp_batch(5)]
+    eager = dpfast.GradSampleModuleFastGradientClipping(copy.deepcopy(net), max_grad_norm=1e-2, loss_reduction="sum")
+    square_losses(eager, *batch).sum().backward()
+    step = dpfast.compile_step(net, square_losses, max_grad_norm=1e-2, batch_size=5, backend="aot_eager")
+    step(*batch)
+    assert all(graph.counts for graph in step._graphs.values())
+    torch.testing.assert_close(step.clip_factors, eager.get_clipping_coef(), rtol=1e-4, atol=0)
+    room = 1.0 - step.clip_factors.double() * step.norms.double() / 1e-2
+    assert (room >= torch.finfo(torch.bfloat16).eps / 2 / (1.0 + torch.finfo(torch.bfloat16).eps) - 1e-6).all()
