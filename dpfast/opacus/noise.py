@@ -132,8 +132,7 @@ def _up_to(sums: Sequence[Tensor], entries: int) -> list[list[Tensor]]:
 
 
 _SMALL = 2**18
-"""Numbers up to which a launch of its own takes no less than two copies: half a microsecond in 16 bits at an H200's
-rate, and more of the host."""
+"""Numbers up to which a launch of its own takes no less of a GPU than two copies do, and more of the host."""
 
 _TOGETHER = 2**25
 """Numbers of small ones that are copied at a time: 128 MiB in fp32."""
