@@ -202,6 +202,9 @@ def in_chunks(x: Tensor, y: Tensor) -> Callable[[int], Tensor]:
         return lambda i: onednn(*(of[i] for of in transposed))
     chunks = _chunks(r)
     rows = r // chunks
+    if torch.get_num_threads() == 1 and is_one_call(chunks, rows, k, c, x):  # MKL packs y once for all rows then
+        whole = x.mT.unbind(), y.unbind()
+        return lambda i: torch.mm(whole[0][i], whole[1][i])
     parts = x.unflatten(2, (chunks, rows)).permute(0, 2, 3, 1).unbind()
     others = y.unsqueeze(1).expand(-1, chunks, -1, -1).unbind()
     if is_one_call(chunks, rows, k, c, x):

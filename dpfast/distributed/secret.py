@@ -76,10 +76,9 @@ class SharedSecret:
         label = repr(what).encode()
         stream = hashlib.shake_256(self._secret + label).digest(4 * _STATE_WORDS)
         generator = torch.Generator(device)
-        generator.manual_seed(int.from_bytes(stream[:8], "little") >> 1)
-        if generator.device.type == "cpu":
-            state = generator.get_state()
-            words = torch.frombuffer(bytearray(stream), dtype=torch.int32).long() & 0xFFFFFFFF
-            state[_BEFORE_THE_WORDS : _BEFORE_THE_WORDS + 8 * _STATE_WORDS] = words.view(torch.uint8)
-            generator.set_state(state)
-        return generator
+        if generator.device.type != "cpu":
+            return generator.manual_seed(int.from_bytes(stream[:8], "little") >> 1)
+        state = generator.get_state()  # of one that has drawn nothing
+        words = state[_BEFORE_THE_WORDS : _BEFORE_THE_WORDS + 8 * _STATE_WORDS].view(torch.int64)
+        words.copy_(torch.frombuffer(bytearray(stream), dtype=torch.uint32))
+        return generator.set_state(state)

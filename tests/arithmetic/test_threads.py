@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dpfast.arithmetic import ops, reference
+from dpfast.arithmetic import ops, products, reference
 from dpfast.factors import Dense, OuterProduct
 from dpfast.testing import relative_error
 
@@ -35,6 +35,22 @@ def test_the_same_bits_with_any_number(monkeypatch, threads, t, d, p, onednn):
         found.append((kept.materialize(), kept.sq_norm().upper, *norms))
     for other in found[1:]:
         assert all(torch.equal(x, y) for x, y in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize(("r", "k", "c"), [(256, 128, 1024), (200, 70, 300), (768, 513, 800), (290, 17, 290)])
+def test_whole_products_have_the_bits_of_those_in_chunks(monkeypatch, threads, r, k, c):
+    """One thread takes a product whole."""
+    monkeypatch.setattr("dpfast.arithmetic.products.onednn_is_faster", lambda: False)
+    torch.manual_seed(0)
+    x, y = torch.randn(3, k, r), torch.randn(3, k, c)
+    threads(1)
+    assert products._chunks(r) > 1
+    whole = [products.in_chunks(x, y)(i) for i in range(3)]
+    for n in (2, 3):
+        threads(n)
+        assert all(torch.equal(products.in_chunks(x, y)(i), whole[i]) for i in range(3))
+    exact = torch.einsum("nkr,nkc->nrc", x.double(), y.double())
+    assert relative_error(torch.stack(whole), exact) <= 1e-6
 
 
 @pytest.mark.parametrize("shape", [(5, 64 * 2048), (5, 3, 2048 * 2), (1, 2047), (4, 0), (3, 128, 100), (7, 6144 * 33)])
