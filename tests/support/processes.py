@@ -17,7 +17,7 @@ def run_ranks(worker, folder, ranks=2, timeout=240):
     Args:
         worker: the path of a file that ends in ``rank_main(main)``. folder: an empty one.
     """
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONFAULTHANDLER": "1"}
     outs = [folder / f"{rank}.pt" for rank in range(ranks)]
     processes = [
         subprocess.Popen(
@@ -31,7 +31,7 @@ def run_ranks(worker, folder, ranks=2, timeout=240):
     try:
         for process in processes:
             _, errors = process.communicate(timeout=timeout)
-            assert process.returncode == 0, errors
+            assert process.returncode == 0, f"exit status {process.returncode}: {errors}"
     finally:
         for process in processes:
             process.kill()
