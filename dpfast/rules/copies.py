@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from dpfast.arithmetic import operator
 from dpfast.factors import Dense, Factor
 from dpfast.rules.normalization import group_norm
-from dpfast.taps import Activations, Pieces, find_fault, register_forward
+from dpfast.taps import Activations, OwnStep, Pieces, find_fault, register_forward
 
 
 @register_forward(nn.GroupNorm)
@@ -33,6 +34,10 @@ def group_norm_of_copies(layer: nn.GroupNorm, piece: Pieces, input: Tensor) -> T
 
         return piece(by_rule, lambda x, w, b: F.group_norm(x, layer.num_groups, w, b, layer.eps), parameters, input)
     own = [p for p in parameters if p is not None]
+    if len(own) == len(parameters):
+        output = piece.as_one(of_copies, _group_norm_step(layer.num_groups, layer.eps), own, input)
+        if output is not None:
+            return output
     copies = iter(piece(of_copies, _rows_of(n), own))
     weight, bias = [p if p is None else next(copies) for p in parameters]
     return group_norm_as_one(input, layer.num_groups, weight, bias, layer.eps)
@@ -88,6 +93,33 @@ def group_norm_as_one(input: Tensor, num_groups: int, weight: Tensor | None, bia
 
 
 _unsafe_view = operator(torch.ops.aten._unsafe_view.default)
+
+
+@lru_cache
+def _group_norm_step(num_groups: int, eps: float) -> OwnStep:
+    """:func:`group_norm_as_one`, and the gradients of its weights and biases, (N·C,) each."""
+
+    def forward(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        n, channels = x.shape[:2]
+        weights, biases = in_a_row(weight, n), in_a_row(bias, n)
+        x = x.contiguous()
+        as_one, sizes = x.view(1, n * channels, *x.shape[2:]), (n * channels, x.shape[2:].numel(), n * num_groups)
+        output, mean, rstd = torch.native_group_norm(as_one, weights, biases, 1, *sizes, eps)
+        return output.view(x.shape), (x, mean, rstd, weights)
+
+    def backward(
+        gradient: Tensor, with_input: bool, x: Tensor, mean: Tensor, rstd: Tensor, weights: Tensor
+    ) -> tuple[Tensor | None, tuple[Tensor, Tensor]]:
+        shape, as_one = x.shape, (1, weights.numel(), *x.shape[2:])
+        sizes, wanted = (weights.numel(), shape[2:].numel(), mean.numel()), [with_input, True, True]
+        of_output, x = gradient.contiguous().view(as_one), x.view(as_one)
+        of_input, of_weights, of_biases = _backward(of_output, x, mean, rstd, weights, 1, *sizes, wanted)
+        return of_input.view(shape) if with_input else None, (of_weights, of_biases)
+
+    return OwnStep(forward, backward)
+
+
+_backward = operator(torch.ops.aten.native_group_norm_backward.default)
 
 
 def of_copies(

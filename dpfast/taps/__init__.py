@@ -32,7 +32,7 @@ from dpfast.taps.left_behind import LeftBehind, taking_back
 from dpfast.taps.node import Record, TappedLayer
 from dpfast.taps.nodes import is_of_tap, nodes_behind
 from dpfast.taps.others import looked_at
-from dpfast.taps.own_node import register_node
+from dpfast.taps.own_node import OwnStep, register_node
 from dpfast.taps.owned import has_something_to_tap, owned_modules, owned_parameters
 from dpfast.taps.passes import forget_compiled_code, in_backward, never_compiled, suspended, taps_suspended
 from dpfast.taps.pieces import Pieces
@@ -71,6 +71,7 @@ __all__ = [
     "LeftBehind",
     "Meeting",
     "Mixed",
+    "OwnStep",
     "Pieces",
     "Probe",
     "Record",

@@ -162,6 +162,9 @@ class ShapeTap(Tap):
     def tapped(self, output: Any, *_: Any, **__: Any) -> Any:
         return output
 
+    def tapped_as_one(self, *_: Any) -> None:
+        return None
+
     def known(self, key: Any) -> Any:
         return 0
 

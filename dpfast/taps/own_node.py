@@ -8,7 +8,7 @@ What it saves is other than what they would, so it is not taken where saved tens
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,14 @@ from torch import Tensor, nn
 from dpfast.taps.node import Record, TapFunction, once
 
 _will_run = torch._C._will_engine_execute_node
+_autocast = torch.is_autocast_enabled
+# Of saved tensors: a checkpoint's forward must save the same when it is repeated. (torch before 2.8 cannot be asked.)
+_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: True)
+
+
+def may_be_one(x: Tensor) -> bool:
+    """Whether what takes ``x`` may run within a tap's node."""
+    return _hooks(True) is None and not (_autocast("cpu") or _autocast("cuda") or x.is_inference())
 
 
 class OwnNode(NamedTuple):
@@ -98,3 +106,42 @@ class LayerTap(torch.autograd.Function):
 
 
 tapped_layer = super(torch.autograd.Function, LayerTap).apply  # without transforms of torch.func
+
+
+class OwnStep(NamedTuple):
+    """A step of a layer whose backward pass gives what the step's rule takes.
+
+    Attributes:
+        forward: ``(x, *values) -> (output, what the backward pass takes)``; nothing is recorded in it.
+        backward: ``(gradient, with_input, *what it takes) -> (gradient of x, or None, and the rule's backprops)``.
+    """
+
+    forward: Callable[..., tuple[Tensor, tuple[Tensor, ...]]]
+    backward: Callable[..., tuple[Tensor | None, tuple[Tensor, ...]]]
+
+
+class StepTap(torch.autograd.Function):
+    """The step, and :class:`node.TapFunction` of its parameters."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, record: Record, step: OwnStep, values: Sequence[Tensor], x: Tensor, *parameters: nn.Parameter
+    ) -> Tensor:
+        output, taken = step.forward(x, *values)
+        ctx.record, ctx.step, ctx.with_input = record, step, x.requires_grad
+        ctx.save_for_backward(*taken)
+        ctx.set_materialize_grads(False)
+        return output.detach() if output._is_view() else output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # create_graph=True
+            return once(StepTap.backward, ctx, grad)
+        if grad is None:
+            return (None,) * (3 + len(ctx.next_functions))
+        of_input, backprops = ctx.step.backward(grad, ctx.with_input, *ctx.saved_tensors)
+        caught = TapFunction._caught(ctx, *backprops, saved=())
+        return None, None, None, of_input, *caught[1 + len(backprops) :]
+
+
+tapped_step = super(torch.autograd.Function, StepTap).apply  # likewise

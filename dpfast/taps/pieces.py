@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from dpfast.factors import Factor
 from dpfast.taps.activations import Activations
 from dpfast.taps.others import looked_at
+from dpfast.taps.own_node import OwnStep
 from dpfast.taps.shared import Owner
 from dpfast.taps.uses import added, told_apart
 
 _trained: Any = Tensor.requires_grad.__get__  # type: ignore[attr-defined]  # of a tensor, without a line of Python
 
 
+class Runs(Owner, Protocol):
+    """Of whose forward they are the steps: a tap."""
+
+    def tapped_as_one(
+        self, step: OwnStep, values: Sequence[Tensor], x: Tensor, parameters: Sequence[nn.Parameter], rule: Any
+    ) -> Tensor | None:
+        """The step's output; None where it is to be made by others."""
+
+
 class Pieces:
     """What a forward of ``registry.register_forward`` makes its steps with."""
 
-    def __init__(self, tap: Owner):
+    def __init__(self, tap: Runs):
         self._tap = tap
 
     def __call__(
@@ -38,23 +48,53 @@ class Pieces:
                 that is there twice comes as two tensors.
             fresh: the function makes its output afresh and keeps no reference to it.
         """
-        values, trainable, numbers = [], [], []
-        for p in parameters:
-            values.append(None if p is None else p.detach())
-            if p is not None and p.requires_grad and id(p) not in numbers:
-                trainable.append(p)
-                numbers.append(id(p))
-        output = function(*inputs, *values)
+        output = function(*inputs, *(None if p is None else p.detach() for p in parameters))
+        trainable = _trainable(parameters)
         if not trainable:
             return output
-
-        def of_piece(module: nn.Module, activations: Activations, backprops: Any) -> Mapping[nn.Parameter, Factor]:
-            uses = told_apart(parameters)
-            answer = looked_at(rule, type(module).__name__, rule(uses, activations, backprops))
-            if list(map(id, answer)) == numbers and all(map(_trained, trainable)):  # nearly always
-                return answer
-            found = added(parameters, uses, answer)
-            return {p: factor for p, factor in found.items() if p is not None and p.requires_grad}
-
-        of_piece.__name__ = rule.__name__
+        of_piece = _of_piece(rule, parameters, trainable)
         return self._tap.tapped(output, (inputs, {}), trainable, fresh=fresh, rule=of_piece, as_is=True)
+
+    def as_one(
+        self,
+        rule: Callable[..., Mapping[nn.Parameter, Factor]],
+        step: OwnStep,
+        parameters: Sequence[nn.Parameter],
+        x: Tensor,
+    ) -> Tensor | None:
+        """The output of ``step`` on x and the parameters, in one node with its tap; None, and nothing has run, where
+        steps of several are to be taken.
+
+        Args:
+            rule: as above; it gets no activations, and the backprops that the step's backward pass gives.
+        """
+        trainable = _trainable(parameters)
+        if not trainable:
+            return None
+        values = [p.detach() for p in parameters]
+        return self._tap.tapped_as_one(step, values, x, trainable, _of_piece(rule, parameters, trainable))
+
+
+def _trainable(parameters: Sequence[nn.Parameter | None]) -> list[nn.Parameter]:
+    """Each once."""
+    return list({id(p): p for p in parameters if p is not None and p.requires_grad}.values())
+
+
+def _of_piece(
+    rule: Callable[..., Mapping[nn.Parameter, Factor]],
+    parameters: Sequence[nn.Parameter | None],
+    trainable: Sequence[nn.Parameter],
+) -> Callable[..., Mapping[nn.Parameter, Factor]]:
+    """The rule, as a tap asks it."""
+    numbers = list(map(id, trainable))
+
+    def of_piece(module: nn.Module, activations: Activations, backprops: Any) -> Mapping[nn.Parameter, Factor]:
+        uses = told_apart(parameters)
+        answer = looked_at(rule, type(module).__name__, rule(uses, activations, backprops))
+        if list(map(id, answer)) == numbers and all(map(_trained, trainable)):  # nearly always
+            return answer
+        found = added(parameters, uses, answer)
+        return {p: factor for p, factor in found.items() if p is not None and p.requires_grad}
+
+    of_piece.__name__ = rule.__name__
+    return of_piece

@@ -16,15 +16,12 @@ from dpfast.taps.detached import run_detached
 from dpfast.taps.gathered import rows_are_followed
 from dpfast.taps.inherited import has_helpers, methods_of
 from dpfast.taps.node import Record, TapFunction
-from dpfast.taps.own_node import OwnNode, find_node, tapped_layer
+from dpfast.taps.own_node import OwnNode, find_node, may_be_one, tapped_layer
 from dpfast.taps.passes import in_backward, suspended
 from dpfast.taps.registry import Rule, find_fault, makes_fresh_output, plain_rule, reads_input, registered
 
 _will_run = torch._C._will_engine_execute_node
 _trained: Any = Tensor.requires_grad.__get__  # type: ignore[attr-defined]  # of a tensor, without a line of Python
-_autocast = torch.is_autocast_enabled
-# Of saved tensors: a checkpoint's forward must save the same when it is repeated. (torch before 2.8 cannot be asked.)
-_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: True)
 _transforms = torch._C._are_functorch_transforms_active  # of torch.func
 
 
@@ -130,8 +127,7 @@ def caught_plainly(tap: Any, own: object, x: object) -> Any:
     if node is not None and of.fits and n is not None and here is not None and cls.forward is node.plain:
         place = tap.places.get(dims + node.rank)
         usual = type(place) is int and tap.given is None and here.kind is not None
-        usual = usual and dims > 1 and not x.is_inference()
-        if usual and _hooks(True) is None and not (_autocast("cpu") or _autocast("cuda")):
+        if usual and dims > 1 and may_be_one(x):
             record.place, record.units, record.valid = place, here.units, here.valid
             record.uses = taps.count_uses(parameters)
             return tapped_layer(record, node, x, *parameters)  # type: ignore[no-untyped-call]  # torch's

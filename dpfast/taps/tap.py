@@ -26,6 +26,7 @@ from dpfast.taps.layout import NO_SAMPLES, NOT_RUN, SHARED, Mixed, Place, Rows, 
 from dpfast.taps.leaves import leaf
 from dpfast.taps.node import Record, TapFunction
 from dpfast.taps.outputs import as_no_views, failing_in_backward, is_followed, is_plain, ready_for_change
+from dpfast.taps.own_node import OwnStep, may_be_one, tapped_step
 from dpfast.taps.owned import owned_modules
 from dpfast.taps.passes import in_backward, in_function, never_compiled, suspended
 from dpfast.taps.pieces import Pieces
@@ -326,6 +327,16 @@ class Tap(RoutedLayer):
         for i, result in zip(places, results, strict=True):
             leaves[i] = result
         return leaves[0] if structure is None else tree_unflatten(leaves, structure)
+
+    def tapped_as_one(
+        self, step: OwnStep, values: Sequence[Tensor], x: Tensor, parameters: Sequence[nn.Parameter], rule: Rule
+    ) -> Tensor | None:
+        """The step's output, in one node with its tap; None, and nothing has run, where they are to be two."""
+        if type(x) is not Tensor or _transforms() or in_backward() is not None or not may_be_one(x):
+            return None
+        record = Record(self, ((), {}), parameters, num_outputs=1, fresh=True, rule=rule, as_is=True)
+        self._note(record, None, False)
+        return tapped_step(record, step, values, x, *parameters)  # type: ignore[no-untyped-call]  # torch's
 
     def _note(self, record: Record, output: Tensor | None, expanded: bool) -> None:
         """Where the record's samples are, and that its parameters are used."""

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import dpfast
 from dpfast.errors import UnsupportedModuleError
 from dpfast.taps import own_node
-from dpfast.testing import clipped_sum, loop_over_samples, relative_error
+from dpfast.testing import clipped_sum, loop_over_samples, norms_of, relative_error
 
 N, T, D = 3, 5, 8
 
@@ -40,7 +40,29 @@ LAYERS = {
     "frozen weight": (lambda: frozen(nn.Linear(D, 7)), 3),
     "layer norm": (lambda: nn.LayerNorm(D), 3),
     "layer norm without a bias": (lambda: nn.LayerNorm(D, bias=False), 3),
+    "group norm": (lambda: drawn(nn.GroupNorm(5, T)), 3),
+    "group norm of four dimensions": (lambda: drawn(nn.GroupNorm(1, T)), 4),
+    "group norm of one position": (lambda: drawn(nn.GroupNorm(2, D)), 2),
+    "group norm with a frozen weight": (lambda: frozen(drawn(nn.GroupNorm(1, T))), 3),
+    "group norm of part of the channels": (lambda: Part(drawn(nn.GroupNorm(2, 4))), 3),
 }
+
+
+class Part(nn.Module):
+    """A layer on the last channels, which lie apart from sample to sample."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x[:, 1:])
+
+
+def drawn(layer):
+    for p in layer.parameters():
+        nn.init.normal_(p)
+    return layer
 
 
 def frozen(layer):
@@ -51,13 +73,17 @@ def frozen(layer):
 @pytest.fixture
 def nodes(monkeypatch):
     """How many layers ran in a node of their own."""
-    found, run = [], own_node.LayerTap.forward
+    found = []
 
-    def watched(ctx, record, node, x, *parameters):
-        found.append(record.tap.name)
-        return run(ctx, record, node, x, *parameters)
+    def watched(run):
+        def forward(ctx, record, *rest):
+            found.append(record.tap.name)
+            return run(ctx, record, *rest)
 
-    monkeypatch.setattr(own_node.LayerTap, "forward", staticmethod(watched))
+        return staticmethod(forward)
+
+    for cls in (own_node.LayerTap, own_node.StepTap):
+        monkeypatch.setattr(cls, "forward", watched(cls.forward))
     return found
 
 
@@ -76,11 +102,53 @@ def test_values_and_gradients_are_torchs(name, dtype, nodes):
         output.square().flatten(1).sum(1).mean().backward()
         outputs.append(output.detach())
         gradients.append(given.grad)
-    assert set(nodes) == {"first", "layer"}
+    assert {name.removesuffix(".layer") for name in nodes} == {"first", "layer"}
     assert torch.equal(*outputs) and torch.equal(*gradients)
     exact = loop_over_samples(plain, lambda m, x: m(x).square().flatten(1).sum(1).sum(), x)
     for key, total in clipped_sum(exact, 0.1).items():
         assert relative_error(wrapped._module.get_parameter(key).grad, total) <= 1e-4, key
+    assert torch.allclose(wrapped.get_norm_sample().double(), norms_of(exact), rtol=1e-4)
+
+
+def test_a_group_norm_of_data_that_is_used_twice(nodes):
+    """No gradient goes to its input the first time."""
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = drawn(nn.GroupNorm(5, T))
+
+        def forward(self, x):
+            return self.norm(torch.tanh(self.norm(x)))
+
+    torch.manual_seed(0)
+    plain, x = Twice(), torch.randn(N, T, D)
+    wrapped = dpfast.GradSampleModuleFastGradientClipping(copy.deepcopy(plain), max_grad_norm=0.1)
+    wrapped(x).square().flatten(1).sum(1).mean().backward()
+    assert nodes == ["norm", "norm"]
+    exact = loop_over_samples(plain, lambda m, x: m(x).square().flatten(1).sum(1).sum(), x)
+    for key, total in clipped_sum(exact, 0.1).items():
+        assert relative_error(wrapped._module.get_parameter(key).grad, total) <= 1e-4, key
+
+
+@pytest.mark.filterwarnings("ignore:Written could not be run")
+def test_an_input_that_is_written_to_before_the_backward_pass_is_an_error(nodes):
+    class Written(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.norm = nn.Linear(D, D), nn.GroupNorm(2, D)
+
+        def forward(self, x):
+            x = self.first(x)
+            y = self.norm(x)
+            x.mul_(2.0)
+            return y
+
+    wrapped = dpfast.GradSampleModuleFastGradientClipping(Written())
+    loss = wrapped(torch.randn(N, D)).square().sum(1).mean()
+    assert nodes == ["first", "norm"]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 def test_an_embedding(nodes):
@@ -101,7 +169,8 @@ def test_where_saved_tensors_have_hooks_layers_have_their_own_nodes(nodes):
     class Checkpointed(nn.Module):
         def __init__(self):
             super().__init__()
-            self.a, self.b = nn.Linear(D, D), nn.Linear(D, D)  # square, so that tensors could be taken for each other
+            # Square, so that tensors could be taken for each other.
+            self.a, self.b = nn.Linear(D, D), nn.Sequential(nn.GroupNorm(2, D), nn.Linear(D, D))
 
         def forward(self, x):
             return checkpoint(self.b, checkpoint(self.a, x, use_reentrant=False), use_reentrant=False)
