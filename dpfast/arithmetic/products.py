@@ -189,7 +189,7 @@ def of_rows(x: Tensor, y: Tensor) -> Tensor:
 
 
 _ROWS = 96
-"""Rows of a product that a thread takes at least: as fast by MKL as the whole product, on one thread."""
+"""Rows of a product that a call takes at least: with fewer, packing the other matrix takes the time."""
 
 
 def in_chunks(x: Tensor, y: Tensor) -> Callable[[int], Tensor]:
@@ -200,11 +200,15 @@ def in_chunks(x: Tensor, y: Tensor) -> Callable[[int], Tensor]:
     if by_onednn(r, k, c, x):
         transposed = [of.mT.unbind() for of in (x, y)]
         return lambda i: onednn(*(of[i] for of in transposed))
-    chunks = _chunks(r)
-    rows = r // chunks
-    if torch.get_num_threads() == 1 and is_one_call(chunks, rows, k, c, x):  # MKL packs y once for all rows then
+    # For each chunk MKL packs y anew, so few are quicker. That they have the bits of many is known of MKL's AVX2.
+    threads = torch.get_num_threads() if instruction_set.of_mkl() == instruction_set.AVX2 else r
+    chunks = _chunks(r, threads)
+    if threads == 1 and is_one_call(1, r, k, c, x):
         whole = x.mT.unbind(), y.unbind()
         return lambda i: torch.mm(whole[0][i], whole[1][i])
+    if not is_one_call(chunks, r // chunks, k, c, x):
+        chunks = _chunks(r, r)
+    rows = r // chunks
     parts = x.unflatten(2, (chunks, rows)).permute(0, 2, 3, 1).unbind()
     others = y.unsqueeze(1).expand(-1, chunks, -1, -1).unbind()
     if is_one_call(chunks, rows, k, c, x):
@@ -213,8 +217,10 @@ def in_chunks(x: Tensor, y: Tensor) -> Callable[[int], Tensor]:
 
 
 @lru_cache(maxsize=1024)
-def _chunks(r: int) -> int:
-    return next(chunks for chunks in range(max(1, r // _ROWS), 0, -1) if r % chunks == 0)
+def _chunks(r: int, threads: int) -> int:
+    """How many that are alike give each thread the least to do; of these, the fewest."""
+    found = [chunks for chunks in range(1, max(1, r // _ROWS) + 1) if r % chunks == 0]
+    return min(found, key=lambda chunks: (-(-chunks // threads) / chunks, chunks))
 
 
 def is_one_call(n: int, r: int, k: int, c: int, like: Tensor) -> bool:

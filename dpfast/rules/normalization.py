@@ -216,10 +216,11 @@ def _in_parts(summed: _Summed, norms: Callable[..., tuple[Tensor, ...]]) -> Agai
 
     def in_parts(inputs: Tensor, backprops: Tensor, row_norms: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         n, entries = inputs.shape[0], inputs.numel()
-        if entries <= _AT_ONCE or is_traced():
+        at_once = _AT_ONCE * torch.get_num_threads()
+        if entries <= at_once or is_traced():
             values, *statistics = summed(inputs, backprops)
         else:
-            samples = max(1, _AT_ONCE * n // entries)
+            samples = max(1, at_once * n // entries)
             parts = map(summed, inputs.split(samples), backprops.split(samples))
             values, *statistics = map(torch.cat, zip(*parts, strict=True))
         return values.float(), (*norms(*statistics), row_norms)
@@ -228,7 +229,7 @@ def _in_parts(summed: _Summed, norms: Callable[..., tuple[Tensor, ...]]) -> Agai
 
 
 _AT_ONCE = 2**15
-"""Entries: fp64 copies of more would be a part of what a small model holds at most."""
+"""Entries a thread: fp64 copies of more would be a part of what a small model holds at most."""
 
 
 def _layer_norm_again(width: int, eps: float) -> Again:
