@@ -40,6 +40,23 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
         return torch.frombuffer(_block(numel * dtype.itemsize), dtype=dtype, count=numel).view(shape)
 
 
+def has_place(numbers: int, like: Tensor) -> bool:
+    """Whether :func:`place_for_others` does something for a result of so many numbers."""
+    return numbers * 4 > SMALLEST and like.dtype is torch.float32 and like.is_cpu
+
+
+def place_for_others(rows: int, columns: int) -> Tensor:
+    """Empty fp32 memory on the CPU, (rows, columns), in whose place one of torch's own of that size can stand once it
+    is free: glibc looks for aligned memory where that and the alignment fit, and so finds no place that a tensor of the
+    same size has left, and takes more from the operating system."""
+    numbers = rows * columns
+    return torch.empty(numbers + _ALIGNMENT, dtype=torch.float32, device="cpu")[:numbers].view(rows, columns)
+
+
+_ALIGNMENT = 128
+"""Numbers: torch's alignment and glibc's smallest piece in bytes are less."""
+
+
 def _block(size: int) -> mmap.mmap:
     """An idle block of ``size`` to ``2·size`` bytes, or a new one. A new one takes the place of an idle block that has
     become a little too small (batches grow), or of those that have been idle longest where all together would be more

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpfast.arithmetic import accumulating_dtype, ops
+from dpfast.arithmetic import accumulating_dtype, buffers, ops
 from dpfast.errors import InputError
 from dpfast.factors import Factor, OuterProduct, Reshaped, row_sum
 from dpfast.taps import Activations, register_node, register_rule
@@ -36,14 +36,22 @@ def linear(layer: nn.Linear, activations: Activations, backprops: Tensor) -> dic
 
 
 def _forward(parameters: Mapping[str, Any], layer: Any, x: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
-    weight = parameters.get("weight")
-    return F.linear(x, weight, parameters.get("bias")), (weight,)  # type: ignore[arg-type]  # there is one
+    weight: Any = parameters.get("weight")
+    bias = parameters.get("bias")
+    p, d = weight.shape
+    numbers = x.numel() // max(1, d) * p
+    if bias is None or x.dim() > 3 or not x.is_contiguous() or not buffers.has_place(numbers, x):
+        return F.linear(x, weight, bias), (weight,)
+    rows = x.view(-1, d)
+    output = torch.addmm(bias, rows, weight.t(), out=buffers.place_for_others(len(rows), p))  # F.linear's call
+    return output.view(*x.shape[:-1], p), (weight,)
 
 
 def _backward(gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    if gradient.dim() == 2:
-        return torch.mm(gradient, weight)
-    return torch.mm(gradient.reshape(-1, weight.shape[0]), weight).view(x.shape)
+    rows = gradient if gradient.dim() == 2 else gradient.reshape(-1, weight.shape[0])
+    place = buffers.place_for_others(len(rows), weight.shape[1]) if buffers.has_place(x.numel(), rows) else None
+    of_input = torch.mm(rows, weight, out=place)
+    return of_input if gradient.dim() == 2 else of_input.view(x.shape)
 
 
 register_node(nn.Linear, _forward, _backward)

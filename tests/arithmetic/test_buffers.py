@@ -96,3 +96,15 @@ def test_what_is_free_is_given_back():
     many.clear()
     buffers.give_back()
     assert before - resident("VmRSS") >= 100 * 2**20 and behind.sum() == 2**10
+
+
+def test_a_place_for_others_is_fp32_on_the_cpu_whatever_the_default_is():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            place = buffers.place_for_others(3, 5)
+    finally:
+        torch.set_default_dtype(before)
+    assert (place.shape, place.dtype, place.device.type) == ((3, 5), torch.float32, "cpu")
+    assert place.untyped_storage().nbytes() >= place.nbytes + 64 and place.is_contiguous()

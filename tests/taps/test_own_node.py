@@ -110,6 +110,25 @@ def test_values_and_gradients_are_torchs(name, dtype, nodes):
     assert torch.allclose(wrapped.get_norm_sample().double(), norms_of(exact), rtol=1e-4)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(5, 200, 300), (2048, 300), (4, 128, 4, 300)])
+def test_large_layers_leave_a_place_for_others(shape, bias, nodes):
+    """glibc has to find an output's place again for a tensor of the same size, and more than that is asked for."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(300, 900, bias=bias), nn.GELU(), nn.Linear(900, 300, bias=bias))
+    wrapped = dpfast.GradSampleModuleFastGradientClipping(copy.deepcopy(plain), max_grad_norm=0.1)
+    x, outputs, gradients = torch.randn(shape), [], []
+    for model in (plain, wrapped):
+        given = x.clone().requires_grad_()
+        outputs.append(model(given))
+        outputs[-1].square().flatten(1).sum(1).mean().backward()
+        gradients.append(given.grad)
+    assert nodes == ["0", "2"]
+    assert torch.equal(*outputs) and torch.equal(*gradients)
+    room = [x.untyped_storage().nbytes() - x.nbytes for x in (outputs[1], gradients[1])]
+    assert room[1] > 64 and (room[0] > 64) == (bias and len(shape) < 4)
+
+
 def test_a_group_norm_of_data_that_is_used_twice(nodes):
     """No gradient goes to its input the first time."""
 
