@@ -40,18 +40,19 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
         return torch.frombuffer(_block(numel * dtype.itemsize), dtype=dtype, count=numel).view(shape)
 
 
-def has_place(numbers: int, like: Tensor) -> bool:
-    """Whether :func:`place_for_others` does something for a result of so many numbers."""
-    return numbers * 4 > SMALLEST and like.dtype is torch.float32 and like.is_cpu
-
-
-def place_for_others(rows: int, columns: int) -> Tensor:
-    """Empty fp32 memory on the CPU, (rows, columns), in whose place one of torch's own of that size can stand once it
-    is free: glibc looks for aligned memory where that and the alignment fit, and so finds no place that a tensor of the
-    same size has left, and takes more from the operating system."""
+def place_for_others(rows: int, columns: int, like: Tensor) -> Tensor | None:
+    """Empty memory, (rows, columns), in whose place one of torch's own of that size can stand once it is free: glibc
+    looks for aligned memory where that and the alignment fit, and so finds no place that a tensor of the same size has
+    left, and takes more from the operating system. None where that is no matter: of what is small, or no fp32 on a CPU.
+    """
     numbers = rows * columns
+    if numbers <= _LARGE or like.dtype is not torch.float32 or not like.is_cpu:
+        return None
     return torch.empty(numbers + _ALIGNMENT, dtype=torch.float32, device="cpu")[:numbers].view(rows, columns)
 
+
+_LARGE = SMALLEST // 4
+"""Numbers."""
 
 _ALIGNMENT = 128
 """Numbers: torch's alignment and glibc's smallest piece in bytes are less."""

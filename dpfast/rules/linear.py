@@ -39,18 +39,15 @@ def _forward(parameters: Mapping[str, Any], layer: Any, x: Tensor) -> tuple[Tens
     weight: Any = parameters.get("weight")
     bias = parameters.get("bias")
     p, d = weight.shape
-    numbers = x.numel() // max(1, d) * p
-    if bias is None or x.dim() > 3 or not x.is_contiguous() or not buffers.has_place(numbers, x):
+    place = buffers.place_for_others(x.numel() // max(1, d), p, x)
+    if place is None or bias is None or x.dim() > 3 or not x.is_contiguous():
         return F.linear(x, weight, bias), (weight,)
-    rows = x.view(-1, d)
-    output = torch.addmm(bias, rows, weight.t(), out=buffers.place_for_others(len(rows), p))  # F.linear's call
-    return output.view(*x.shape[:-1], p), (weight,)
+    return torch.addmm(bias, x.view(-1, d), weight.t(), out=place).view(*x.shape[:-1], p), (weight,)  # F.linear's call
 
 
 def _backward(gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     rows = gradient if gradient.dim() == 2 else gradient.reshape(-1, weight.shape[0])
-    place = buffers.place_for_others(len(rows), weight.shape[1]) if buffers.has_place(x.numel(), rows) else None
-    of_input = torch.mm(rows, weight, out=place)
+    of_input = torch.mm(rows, weight, out=buffers.place_for_others(rows.shape[0], weight.shape[1], rows))
     return of_input if gradient.dim() == 2 else of_input.view(x.shape)
 
 

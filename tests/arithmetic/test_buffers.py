@@ -99,12 +99,15 @@ def test_what_is_free_is_given_back():
 
 
 def test_a_place_for_others_is_fp32_on_the_cpu_whatever_the_default_is():
-    before = torch.get_default_dtype()
+    before, like = torch.get_default_dtype(), torch.zeros(3)
     torch.set_default_dtype(torch.float64)
     try:
         with torch.device("meta"):
-            place = buffers.place_for_others(3, 5)
+            place = buffers.place_for_others(513, 512, like)
     finally:
         torch.set_default_dtype(before)
-    assert (place.shape, place.dtype, place.device.type) == ((3, 5), torch.float32, "cpu")
+    assert (place.shape, place.dtype, place.device.type) == ((513, 512), torch.float32, "cpu")
     assert place.untyped_storage().nbytes() >= place.nbytes + 64 and place.is_contiguous()
+    assert buffers.place_for_others(512, 512, like) is None
+    assert buffers.place_for_others(513, 512, like.double()) is None
+    assert buffers.place_for_others(513, 512, torch.zeros(3, device="meta")) is None
