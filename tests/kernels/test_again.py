@@ -82,7 +82,7 @@ def copied(x_ptr, out_ptr, stride, T, N, scale, BLOCK: tl.constexpr):
 
 
 @pytest.fixture
-def kernel(gpu, none_kept):
+def kernel(gpu, none_kept, compiler):
     return JITFunction(copied, do_not_specialize=["T"])
 
 
