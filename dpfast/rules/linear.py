@@ -38,11 +38,13 @@ def linear(layer: nn.Linear, activations: Activations, backprops: Tensor) -> dic
 def _forward(parameters: Mapping[str, Any], layer: Any, x: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
     weight: Any = parameters.get("weight")
     bias = parameters.get("bias")
-    p, d = weight.shape
-    place = buffers.place_for_others(x.numel() // max(1, d), p, x)
-    if place is None or bias is None or x.dim() > 3 or not x.is_contiguous():
+    if bias is None or x.dim() > 3 or not x.is_contiguous():
         return F.linear(x, weight, bias), (weight,)
-    return torch.addmm(bias, x.view(-1, d), weight.t(), out=place).view(*x.shape[:-1], p), (weight,)  # F.linear's call
+    *shape, d = x.shape
+    place = buffers.place_for_others(x.shape[:-1].numel(), weight.shape[0], x)
+    if place is None:
+        return F.linear(x, weight, bias), (weight,)
+    return torch.addmm(bias, x.view(-1, d), weight.t(), out=place).view(*shape, -1), (weight,)  # F.linear's own call
 
 
 def _backward(gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import triton.language as tl
 from hypothesis import given
 from triton import knobs
 from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
+from triton.runtime import driver, interpreter
 from triton.runtime.jit import JITFunction, compute_cache_key
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -82,7 +82,8 @@ def copied(x_ptr, out_ptr, stride, T, N, scale, BLOCK: tl.constexpr):
 
 
 @pytest.fixture
-def kernel(gpu, none_kept, compiler):
+def kernel(gpu, none_kept, compiler, monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # else it may be none that is compiled here
     return JITFunction(copied, do_not_specialize=["T"])
 
 
@@ -280,3 +281,12 @@ def test_every_launcher_gives_its_arguments_in_the_kernels_order():
                 assert [keyword.arg for keyword in call.keywords] == kernels[kernel], f"{file.name}: {kernel}"
                 launches += 1
     assert launches >= 11
+
+
+@pytest.fixture
+def left_by_the_interpreter():
+    interpreter._patch_lang(copied)  # as it does for a device function
+
+
+def test_what_the_interpreter_has_left_is_not_compiled(left_by_the_interpreter, gpu, kernel):
+    assert started(gpu, kernel)[0] is not None

@@ -115,7 +115,7 @@ def test_values_and_gradients_are_torchs(name, dtype, nodes):
 def test_large_layers_leave_a_place_for_others(shape, bias, nodes):
     """glibc has to find an output's place again for a tensor of the same size, and more than that is asked for."""
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(300, 900, bias=bias), nn.GELU(), nn.Linear(900, 300, bias=bias))
+    plain = nn.Sequential(nn.Linear(300, 900, bias=bias), nn.ReLU(inplace=True), nn.Linear(900, 300, bias=bias))
     wrapped = dpfast.GradSampleModuleFastGradientClipping(copy.deepcopy(plain), max_grad_norm=0.1)
     x, outputs, gradients = torch.randn(shape), [], []
     for model in (plain, wrapped):
@@ -127,6 +127,14 @@ def test_large_layers_leave_a_place_for_others(shape, bias, nodes):
     assert torch.equal(*outputs) and torch.equal(*gradients)
     room = [x.untyped_storage().nbytes() - x.nbytes for x in (outputs[1], gradients[1])]
     assert room[1] > 64 and (room[0] > 64) == (bias and len(shape) < 4)
+
+
+def test_a_large_input_of_another_width_has_torchs_own_error():
+    """Twice as wide, so that it could be taken for twice as many rows."""
+    wrapped = dpfast.GradSampleModuleFastGradientClipping(nn.Sequential(nn.Linear(256, 768)))
+    wrapped(torch.randn(16, 128, 256))
+    with pytest.raises(RuntimeError, match=r"cannot be multiplied \(2048x512 and 256x768\)"):
+        wrapped(torch.randn(16, 128, 512))
 
 
 def test_a_group_norm_of_data_that_is_used_twice(nodes):
