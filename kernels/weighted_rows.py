@@ -56,18 +56,21 @@ def _weighted_rows_kernel(
             acc += c[:, None] * x
         else:
             acc += x
-    tl.store(out_ptr + pid_b * K + offs_k, tl.sum(acc, axis=0), mask=mask_k)
+    tl.store(out_ptr + pid_b * K + offs_k, tl.sum(acc, axis=0).to(out_ptr.dtype.element_ty), mask=mask_k)
 
 
 @repeats
-def weighted_rows(x: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
+def weighted_rows(
+    x: torch.Tensor, weights: torch.Tensor | None = None, *, out_dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
     """Sums of rows.
 
     Maths: out[b, k] = Σ_j weights[j] x[b, j, k].
     Args:
         x: (B, J, K) fp32, the last two dims contiguous.
         weights: (J,) fp32 of any stride; 1 unless given.
-    Returns: (B, K) fp32, fresh.
+        out_dtype: of the sums, which are rounded to it once, to nearest.
+    Returns: (B, K) in `out_dtype`, fresh.
     Raises: ValueError where dtype, shape or layout is none of the above.
     Numerics: fp32, in an order that J fixes. A row with weight 0 adds exactly nothing, whatever it holds.
     Cost: x is read once.
@@ -81,8 +84,8 @@ def weighted_rows(x: torch.Tensor, weights: torch.Tensor | None = None) -> torch
     if weights is not None and (weights.shape != (J,) or weights.dtype != torch.float32 or weights.device != x.device):
         raise ValueError(f"weights are ({J},) float32 on {x.device}, not {tuple(weights.shape)} {weights.dtype}")
     if x.numel() == 0:
-        return torch.zeros((B, K), dtype=torch.float32, device=x.device)
-    out = empty((B, K), torch.float32, x.device)
+        return torch.zeros((B, K), dtype=out_dtype, device=x.device)
+    out = empty((B, K), out_dtype, x.device)
     tile = _tile(J)
     launch(
         _weighted_rows_kernel,

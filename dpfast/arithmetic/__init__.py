@@ -40,7 +40,7 @@ from dpfast.arithmetic.stacked_norms import (
 )
 from dpfast.arithmetic.standardised_norms import StandardisedTerms, UnfinishedStandardised
 from dpfast.arithmetic.streams import in_cuda_graph, stream_here
-from dpfast.arithmetic.tracing import capturing, is_traced, leave_pins_to_inductor, operator, pinned
+from dpfast.arithmetic.tracing import capturing, is_traced, operator, pinned
 
 __all__ = [
     "AnyNorm",
@@ -74,7 +74,6 @@ __all__ = [
     "gram_tile",
     "in_cuda_graph",
     "is_traced",
-    "leave_pins_to_inductor",
     "lookup_sq_norm",
     "lookup_unit_sq_norm",
     "lowered",

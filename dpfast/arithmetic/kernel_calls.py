@@ -54,8 +54,7 @@ class PairCalls:
         self._row_norms = calls_like("row_norm"), calls_like("row_norm")
         self._gram = kernels.Like(kernels.gram_partials, "row_norm_activations", "row_norm_backprops")
         self._kept = calls_like("outer_product", norm=True, row_products=True, partials=True)
-        self._rows = calls_like("weighted_rows")
-        self._sums: dict[torch.dtype | None, Callable[..., Any]] = {}
+        self._calls: dict[tuple[str, torch.dtype | None], Callable[..., Any]] = {}  # of sums, by what they are left in
         self._of_gram, self._of_direct = kernel_norms.terms_of(t, d, p)
 
     def unfinished(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> KernelGram | None:
@@ -76,17 +75,21 @@ class PairCalls:
         left = self._kept(a, b)
         return KernelDirect(left.sq_norm, left.row_products, self._of_direct, kernel_norms.add_rows), left.grad_sample
 
-    def weighted_rows(self, values: Tensor, c: Tensor) -> Tensor:
+    def weighted_rows(self, values: Tensor, c: Tensor, dtype: torch.dtype | None) -> Tensor:
         """``ops.weighted_values`` of what :meth:`kept` has written, (N, P, D); c as of :meth:`weighted_sum`."""
         n, p, d = values.shape
-        total: Tensor = self._rows(values.view(1, n, p * d), c)
+        total: Tensor = self._left_in(dtype, "weighted_rows")(values.view(1, n, p * d), c)
         return total.view(p, d)
 
     def weighted_sum(self, a: Tensor, b: Tensor, c: Tensor, dtype: torch.dtype | None) -> Tensor:
         """``ops.weighted_sum``; c as of :func:`are_plain`."""
-        call = self._sums.get(dtype)
+        weight: Tensor = self._left_in(dtype, "weighted_sum")(a, b, c).weight
+        return weight
+
+    def _left_in(self, dtype: torch.dtype | None, name: str) -> Callable[..., Any]:
+        """Calls of the launcher of sums, which are rounded to the dtype as they are written; None: not at all."""
+        call = self._calls.get((name, dtype))
         if call is None:
             options = {} if dtype is None else {"out_dtype": dtype}
-            call = self._sums[dtype] = calls_like("weighted_sum", **options)
-        weight: Tensor = call(a, b, c).weight
-        return weight
+            call = self._calls[name, dtype] = calls_like(name, **options)
+        return call

@@ -57,22 +57,3 @@ def pinned(x: Tensor) -> Tensor:
 _library = torch.library.Library("dpfast", "FRAGMENT")
 _library.define("pinned(Tensor x) -> Tensor")
 _library.impl("pinned", lambda x: x.clone(), "CompositeExplicitAutograd")
-
-
-def leave_pins_to_inductor() -> None:
-    """Inductor then writes the tensor once and copies nothing but what has 16 bits. Called before it runs; it takes
-    seconds to import."""
-    from torch._inductor import lowering
-
-    copied = lowering.fallback_handler(torch.ops.dpfast.pinned.default, add_to_fallback_set=False)
-
-    def in_memory(x: Any) -> Any:  # an Inductor TensorBox
-        if (
-            x.get_dtype().itemsize == 2
-        ):  # whoever reads it in the loop that writes it would read it before it is rounded
-            return copied(x)
-        x.realize()
-        return x
-
-    if torch.ops.dpfast.pinned.default not in lowering.lowerings:
-        lowering.register_lowering(torch.ops.dpfast.pinned.default, type_promotion_kind=None)(in_memory)

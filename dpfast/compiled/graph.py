@@ -9,9 +9,11 @@ from itertools import chain, compress
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
-from dpfast.arithmetic import exact_arithmetic, exact_convolutions, leave_pins_to_inductor
+from dpfast.arithmetic import exact_arithmetic, exact_convolutions
+from dpfast.compiled.pins import leave_pins_to_inductor
 from dpfast.compiled.replay import Replay
 from dpfast.errors import BackendError, StateError
 from dpfast.taps import looks_again_at
@@ -107,6 +109,8 @@ class Graph:
         self._runs = 0  # on batches of several, since then
         self._looks = 3  # batches that are asked once more
         self.of, self.counts = captured.of, captured.counts
+        # As ``modes.added`` rounds: to fp16 towards zero, which no copy does.
+        self._dtypes = [p.dtype if p.dtype is torch.bfloat16 else None for p in captured.of]
         self._others = captured.others
         self._others_were = list(map(_looks, self._others))
         self._backend = backend
@@ -140,11 +144,12 @@ class Graph:
                 f"the model has other {what} than when its step was captured; make a new one with dpfast.compile_step"
             )
 
-    def run(self, own: Own, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+    def run(self, own: Own, inputs: Sequence[Tensor], *, alone: bool) -> Sequence[Tensor]:
         """The sums of :attr:`of`, norms, factors and what these were measured from, see ``Captured``.
 
         Args:
             inputs: the batch's tensors, what it is told of the samples, and C.
+            alone: the sums are all that the gradients will be: those of bf16 may be rounded to it.
 
         Raises:
             BackendError: torch.compile cannot compile here. StateError: tensors that modules hold were changed.
@@ -159,7 +164,7 @@ class Graph:
         # are operations in it, and would be taken again, of norms and sums too.
         with exact_convolutions(), exact_arithmetic():
             if self._replay is not None:
-                return self._replay(state, inputs)
+                return self._replay(state, inputs, self._dtypes if alone else ())
             if self._compiled is not None:
                 return self._compiled(*state, *inputs)
             return self._compiled_for([*state, *inputs])(*state, *inputs)

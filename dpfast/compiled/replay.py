@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -21,8 +22,8 @@ class Replay:
 
     A recorded kernel reads and writes fixed addresses. Those of the state are the model's own, and where one of them is
     another the step is recorded anew. Inputs are copied to where the recorded ones stand. Results are copied from
-    there: they are the caller's, who may keep them while the next step runs. What is drawn at random is drawn anew by
-    each replay, from torch's generator, as any CUDA graph does.
+    there: they are the caller's, who may keep them while the next step runs, and may have them rounded on the way.
+    What is drawn at random is drawn anew by each replay, from torch's generator, as any CUDA graph does.
 
     Args:
         run: on tensors of one GPU and of shapes that do not change; waits for no kernel.
@@ -36,7 +37,10 @@ class Replay:
         self._inputs: list[Tensor] = []
         self._results: Sequence[Tensor] = ()
 
-    def __call__(self, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+    def __call__(
+        self, state: Sequence[Tensor], inputs: Sequence[Tensor], dtypes: Sequence[torch.dtype | None] = ()
+    ) -> Sequence[Tensor]:
+        """The results; of a replay the first ones in ``dtypes``, rounded to nearest, where that is not None."""
         device = inputs[0].device
         self._runs += 1
         if self._runs <= _FIRST or torch.cuda.is_current_stream_capturing():  # in a graph of somebody else's
@@ -51,7 +55,7 @@ class Replay:
             for own, x in zip(self._inputs, inputs, strict=True):
                 own.copy_(x)
             self._graph.replay()  # type: ignore[union-attr]  # it has been captured
-            return _copies(self._results)
+            return _copies(self._results, dtypes)
 
     def _is_captured(self, state: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
         """Whether the step is recorded now. Nothing of it has run then."""
@@ -75,11 +79,11 @@ class Replay:
         return True
 
 
-def _copies(results: Sequence[Tensor]) -> list[Tensor]:
-    found = [torch.empty_like(x) for x in results]
-    by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+def _copies(results: Sequence[Tensor], dtypes: Sequence[torch.dtype | None]) -> list[Tensor]:
+    found = [torch.empty_like(x, dtype=dtype) for x, dtype in zip_longest(results, dtypes)]
+    by_dtype: dict[Hashable, tuple[list[Tensor], list[Tensor]]] = {}
     for copy, x in zip(found, results, strict=True):
-        copies, originals = by_dtype.setdefault(x.dtype, ([], []))
+        copies, originals = by_dtype.setdefault((copy.dtype, x.dtype), ([], []))
         copies.append(copy)
         originals.append(x)
     for copies, originals in by_dtype.values():

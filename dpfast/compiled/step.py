@@ -266,7 +266,8 @@ class CompiledStep:
         trainable = own.trainable
         self._guards.set(trainable)
         self._mode.begin(trainable)
-        if not nothing_left(trainable):
+        alone = nothing_left(trainable)
+        if not alone:
             self._check_left(trainable)
         sums: dict[nn.Parameter, Tensor | None] = dict.fromkeys(trainable)
         parts: list[tuple[Tensor, ...]] = []
@@ -276,7 +277,8 @@ class CompiledStep:
                 parts.append((nothing.norms, nothing.factors, nothing.measured, clipped))
             for tensors, mask in padded(whole.tensors, whose.to(device), self.batch_size):
                 graph = self._graph(own, whole, tensors)
-                *found, value, factors, measured = graph.run(own, [*tensors, mask, self._limit(device)])
+                inputs = [*tensors, mask, self._limit(device)]
+                *found, value, factors, measured = graph.run(own, inputs, alone=alone and n <= self.batch_size)
                 if graph.counts:
                     self._mode.count(measured)
                 for p, total in zip(graph.of, found, strict=True):

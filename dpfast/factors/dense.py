@@ -102,9 +102,10 @@ class Dense:
     def sq_norm(self) -> SquaredNorm:
         return self.norm or dense_sq_norm([self.values], self.settled())
 
-    def weighted_sum(self, coefficients: Tensor) -> Tensor:
+    def weighted_sum(self, coefficients: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """As every factor's; in ``dtype``, rounded once to nearest, if one is given and that takes no call more."""
         if self.calls is not None and are_plain(coefficients, self.values):
-            return self.calls.weighted_rows(self.values, coefficients)
+            return self.calls.weighted_rows(self.values, coefficients, dtype)
         values = self.values.reshape(1, self.num_samples, self.shape.numel())
         return ops.weighted_values(values, coefficients).view(self.shape)
 

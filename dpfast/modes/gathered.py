@@ -67,7 +67,7 @@ class Gathered:
         """
         device = self.norm.value.device if isinstance(self.norm, SquaredNorm) else self.norm.device
         coefficients = coefficients.to(device)
-        if dtype is not None and isinstance(factor, OuterProduct):
+        if dtype is not None and isinstance(factor, (OuterProduct, Dense)):
             self.total = factor.weighted_sum(coefficients, dtype)
         else:
             self.total = factor.weighted_sum(coefficients)

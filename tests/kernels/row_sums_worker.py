@@ -21,7 +21,7 @@ def launched(job):
         add_noise(x, torch.empty(2, dtype=torch.int64, device="meta"), 1.0, share=0.1 if job["options"] else 1.0)
     else:
         rows = torch.empty((1, 8, 1024 * D), device="meta")
-        weighted_rows(rows, torch.empty(8, device="meta") if job["options"] else None)
+        weighted_rows(rows, torch.empty(8, device="meta") if job["options"] else None, out_dtype=dtype)
 
 
 def compile_job(job):

@@ -39,6 +39,16 @@ def test_sums_of_rows(B, J, K, weighted):
     assert_close(out, torch.einsum("j,bjk->bk", c, wide(x)), torch.einsum("j,bjk->bk", c.abs(), wide(x).abs()))
 
 
+def test_sums_are_rounded_as_they_are_written():
+    x, weights = rows(2, 20, 70), rows(20, seed=1)
+    rounded, sums = call(weighted_rows, x, weights, out_dtype=BF16), weighted_rows(x, weights)
+    if DEVICE == "cpu":  # the interpreter rounds towards zero
+        assert rounded.dtype is BF16 and ((rounded - sums).abs() <= sums.abs() * 2.0**-7).all()
+    else:
+        assert identical(rounded, sums.to(BF16))
+    assert weighted_rows(x[:, :0], weights[:0], out_dtype=BF16).dtype is BF16
+
+
 def test_rows_of_weight_zero_are_not_read():
     x, weights = rows(2, 20, 70), rows(20, seed=1)
     weights[3] = weights[17] = 0.0
@@ -177,7 +187,7 @@ JOBS = [
     for arch in ARCHES
     for kernel, dtypes, widths in (
         ("normalized_sum", ("bfloat16", "float32"), (63, 768, 4096, 8192)),
-        ("weighted_rows", ("float32",), (63, 768)),
+        ("weighted_rows", ("bfloat16", "float32"), (63, 768)),
         ("row_norm", ("bfloat16",), (768,)),
         ("add_noise", ("bfloat16", "float32"), (768,)),
     )

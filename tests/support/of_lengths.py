@@ -252,8 +252,8 @@ def attention_to_padding(model, out, state, lengths, classes):
 
 
 def convolved_twice(model, out, state, lengths, classes):
-    """Behind the first the padding is its bias, and what is behind the end zeros."""
-    x = model.conv(model.conv(padded(model, out).transpose(1, 2)).relu()).transpose(1, 2)
+    """Behind the first the padding is its bias and the constant, and what is behind the end zeros."""
+    x = model.conv((model.conv(padded(model, out).transpose(1, 2)) + 2.0).relu()).transpose(1, 2)
     return model.head(masked_mean(x, lengths))
 
 

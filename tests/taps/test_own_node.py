@@ -113,7 +113,8 @@ def test_values_and_gradients_are_torchs(name, dtype, nodes):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(5, 200, 300), (2048, 300), (4, 128, 4, 300)])
 def test_large_layers_leave_a_place_for_others(shape, bias, nodes):
-    """glibc has to find an output's place again for a tensor of the same size, and more than that is asked for."""
+    """glibc has to find an output's place again for a tensor of the same size, and more than that is asked for. On a
+    GPU torch's own allocator does."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(300, 900, bias=bias), nn.ReLU(inplace=True), nn.Linear(900, 300, bias=bias))
     wrapped = dpfast.GradSampleModuleFastGradientClipping(copy.deepcopy(plain), max_grad_norm=0.1)
@@ -126,7 +127,7 @@ def test_large_layers_leave_a_place_for_others(shape, bias, nodes):
     assert nodes == ["0", "2"]
     assert torch.equal(*outputs) and torch.equal(*gradients)
     room = [x.untyped_storage().nbytes() - x.nbytes for x in (outputs[1], gradients[1])]
-    assert room[1] > 64 and (room[0] > 64) == (bias and len(shape) < 4)
+    assert (room[1] > 64) == x.is_cpu and (room[0] > 64) == (x.is_cpu and bias and len(shape) < 4)
 
 
 def test_a_large_input_of_another_width_has_torchs_own_error():
