@@ -69,16 +69,18 @@ def _sum_partials_kernel(
     tl.store(out_ptr + pid, tl.sum(acc, axis=0).to(out_ptr.dtype.element_ty))
 
 
-def sum_partials(partials: torch.Tensor, length: int) -> tuple[torch.Tensor, ...]:
+def sum_partials(partials: torch.Tensor, length: int, out: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
     """Sum runs of `length` (the last may be shorter) of each row of `partials` (N, slots).
 
     Returns one tensor (N,) a run, fp32, or fp64 of fp64; views of `partials` where there is nothing to add.
+    out: (runs, N), contiguous, where they are to stand.
     """
     N, slots = partials.shape
     if length == 1:
-        return partials.unbind(1)
+        return partials.unbind(1) if out is None else out.copy_(partials.T).unbind(0)
     sums = cdiv(slots, length)
-    out = torch.empty((sums, N), dtype=partials.dtype, device=partials.device)
+    if out is None:
+        out = torch.empty((sums, N), dtype=partials.dtype, device=partials.device)
     launch(
         _sum_partials_kernel,
         sums * N,

@@ -173,6 +173,17 @@ def _(values: Tensor, weights: Tensor) -> Tensor:
     return values.new_empty(values.shape[0], values.shape[2])
 
 
+@torch.library.custom_op("dpfast::weighted_side_by_side", mutates_args=())
+def weighted_side_by_side(values: Sequence[Tensor], weights: Tensor) -> Tensor:
+    """The same of (N, K) each, in a graph one operation, (1, sum of the K): a compiler would copy them one by one."""
+    return _weighted_rows(torch.cat([*values], 1).unsqueeze(0), weights)
+
+
+@weighted_side_by_side.register_fake
+def _(values: Sequence[Tensor], weights: Tensor) -> Tensor:
+    return weights.new_empty(1, sum(x.shape[1] for x in values))
+
+
 def normalized_sum(x: Tensor, backprops: Tensor, **of_norm: Any) -> Any:
     """``kernels.normalized_sum`` of (N, T, D); None where its rows are too wide or a layout is not for it."""
     kernels, _ = import_kernels()
@@ -239,9 +250,10 @@ def direct(activations: Tensor, backprops: Tensor, *, keep: bool = False, runs: 
     if groups(t, d, p):
         return grouped([(activations, backprops)], keep=keep, runs=runs)[0]
     if keep and is_traced():  # what follows from the sums is the compiler's, which makes one loop of all layers'
-        grad_sample, total, products = _kept_op(activations, backprops)
-        error = _direct_error(products.double(), t, None, numel=p * d, chain=kernels.CHAIN)
-        norm = bounds.dense(total.double(), width=_PARTS_SUM, numel=p * d, dtype=torch.float32, error=error)
+        grad_sample, sums = _kept_op(activations, backprops)
+        total, products = sums.double().unbind()
+        error = _direct_error(products, t, None, numel=p * d, chain=kernels.CHAIN)
+        norm = bounds.dense(total, width=_PARTS_SUM, numel=p * d, dtype=torch.float32, error=error)
         return Direct(norm, error, grad_sample)
     if runs is None:
         launcher = partial(kernels.outer_product, norm=True) if keep else kernels.outer_norm
@@ -289,17 +301,20 @@ def grouped(
 
 
 @torch.library.custom_op("dpfast::kept", mutates_args=())
-def _kept_op(activations: Tensor, backprops: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """G (N, P, D), and (N,) fp32 each ‖Ĝ‖² and the sum of ``‖a_t‖‖b_t‖``."""
-    sums = import_kernels()[0].outer_product(activations, backprops, norm=True, row_products=True)
-    return sums.grad_sample, sums.sq_norm.clone(), sums.row_products.clone()
+def _kept_op(activations: Tensor, backprops: Tensor) -> tuple[Tensor, Tensor]:
+    """G (N, P, D), and ‖Ĝ‖² and the sum of ``‖a_t‖‖b_t‖``, (2, N) fp32."""
+    kernels, _ = import_kernels()
+    left = kernels.outer_product(activations, backprops, norm=True, row_products=True, partials=True)
+    sums = left.sq_norm.new_empty(2, len(activations))
+    for of, partials in zip(sums, (left.sq_norm, left.row_products), strict=True):
+        kernels.sum_partials(partials, partials.shape[1], out=of.unsqueeze(0))
+    return left.grad_sample, sums
 
 
 @_kept_op.register_fake
-def _(activations: Tensor, backprops: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _(activations: Tensor, backprops: Tensor) -> tuple[Tensor, Tensor]:
     (n, _, d), p = activations.shape, backprops.shape[2]
-    grad_sample, total, products = (activations.new_empty(s, dtype=torch.float32) for s in ((n, p, d), (n,), (n,)))
-    return grad_sample, total, products
+    return activations.new_empty(n, p, d, dtype=torch.float32), activations.new_empty(2, n, dtype=torch.float32)
 
 
 @torch.library.custom_op("dpfast::directs", mutates_args=())

@@ -228,7 +228,7 @@ def weighted_together(
         rounded: what becomes of the sums, entry by entry.
     """
     values = [f.values if f.values.dim() == 2 else f.values.reshape(f.num_samples, -1) for f in factors]
-    total = ops.weighted_values(torch.cat(values, 1).unsqueeze(0), coefficients.to(values[0].device))
+    total = ops.weighted_side_by_side(values, coefficients.to(values[0].device))
     total = total if rounded is None else rounded(total)
     each = zip(total[0].split([v.shape[1] for v in values]), factors, strict=True)
     return [x if len(f.shape) == 1 else x.view(f.shape) for x, f in each]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpfast.arithmetic import SquaredNorm, is_traced, towards_zero
+from dpfast.arithmetic import SquaredNorm, is_traced, ops, towards_zero
 from dpfast.errors import StateError
 from dpfast.factors import (
     Alike,
@@ -67,7 +67,7 @@ class Gathered:
         """
         device = self.norm.value.device if isinstance(self.norm, SquaredNorm) else self.norm.device
         coefficients = coefficients.to(device)
-        if dtype is not None and isinstance(factor, (OuterProduct, Dense)):
+        if dtype is not None and (type(factor) is Dense or isinstance(factor, OuterProduct)):
             self.total = factor.weighted_sum(coefficients, dtype)
         else:
             self.total = factor.weighted_sum(coefficients)
@@ -174,6 +174,7 @@ def clipped_totals(
     Args:
         alone: no other ranks' samples or parts are to be added to it.
     """
+    alone = alone and not is_traced()  # what a gradient holds when a graph runs is not known
     of = dict(zip(map(id, places), entries, strict=True))  # by numbers: parameters hash by a line of Python
     sums: dict[int, Tensor] = {}
     for parameters, alike in deferred:
@@ -204,13 +205,16 @@ def _small(
 ) -> Iterator[tuple[list[nn.Parameter], list[Dense], Tensor]]:
     """Parameters whose sums are quicker taken in one product than one by one, their factors, which their entries have
     no longer, and the coefficients of that."""
-    if clipped.single.dim() > 1 or is_traced():  # clipped one by one
+    if clipped.single.dim() > 1:  # clipped one by one
         return
+    traced = is_traced()
     alike: dict[Any, list[tuple[nn.Parameter, Gathered]]] = {}
     for p, entry in zip(places, entries, strict=True):
         if entry is None or entry.total is not None or type(entry.factors[0]) is not Dense:
             continue
         values, shape = entry.factors[0].values, entry.factors[0].shape
+        if traced and not ops.runs_kernels(values):  # a compiler makes loops of them
+            continue
         if values.shape[0] and 0 < shape.numel() <= _SMALL:
             alike.setdefault((p.dtype, values.dtype, values.device), []).append((p, entry))
     for (dtype, *_), some in alike.items():

@@ -48,6 +48,40 @@ def test_a_step(monkeypatch):
     assert nodes["directs.default"] >= 1 and nodes["weighted_sum.default"] == nodes["sq_norm.default"] == 2, nodes
 
 
+class Kept(nn.Module):
+    """Wide layers of few samples with many positions each, whose gradients are kept; their biases, and a norm's."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(72, 80), nn.LayerNorm(80), nn.Linear(80, 72)
+
+    def forward(self, x):
+        return self.down(self.norm(self.up(x)))
+
+
+def test_gradients_that_are_kept(monkeypatch):
+    """Of each large layer one operation writes them, and one sums them; all small ones are summed by one."""
+    monkeypatch.setenv("DPFAST_BACKEND", "triton")
+    seen = []
+
+    def aot_eager(graph, inputs):
+        seen.append(copy.deepcopy(graph))
+        return lookup_backend("aot_eager")(graph, inputs)
+
+    torch.manual_seed(0)
+    net, batch = Kept(), (torch.randn(2, 80, 72),)
+
+    def losses(model, x):
+        return model(x).square().mean((1, 2))
+
+    limit = median_norm(net, losses, batch)
+    step = dpfast.compile_step(net, losses, max_grad_norm=limit, batch_size=2, backend=aot_eager)
+    check(step, net, losses, batch)
+    nodes = Counter(str(node.target).partition(".")[2] for node in seen[0].graph.nodes if "dpfast" in str(node.target))
+    assert nodes["kept.default"] == nodes["weighted_rows.default"] == 2 and nodes["sq_norm.default"] == 0, nodes
+    assert nodes["weighted_side_by_side.default"] == 1, nodes
+
+
 def test_rows_whose_norms_have_a_launch_of_their_own(monkeypatch):
     """A bias takes norms of rows alone; while a graph is captured there is nothing to launch a kernel on."""
     monkeypatch.setenv("DPFAST_BACKEND", "triton")

@@ -19,6 +19,15 @@ def test_runs_of_a_row(length, slots):
         assert_close(actual, run.sum(1), run.abs().sum(1), tolerance=1e-7)
 
 
+@pytest.mark.parametrize(("length", "slots"), [(1, 2), (3, 5), (300, 601)])
+def test_where_they_are_to_stand(length, slots):
+    partials = torch.randn(4, slots, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    sums = sum_partials(partials, length)
+    out = partials.new_full((len(sums), 4), float("nan"))
+    found = sum_partials(partials, length, out=out)
+    assert identical(out, torch.stack(sums)) and all(x.data_ptr() == y.data_ptr() for x, y in zip(found, out, strict=True))
+
+
 def test_a_row_is_bitwise_the_same_in_any_batch():
     partials = torch.randn(5, 700, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     (whole,) = sum_partials(partials, 700)
