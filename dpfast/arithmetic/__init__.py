@@ -10,7 +10,7 @@ from dpfast.arithmetic.backends import backend_report
 from dpfast.arithmetic.bounds import SquaredNorm
 from dpfast.arithmetic.finishing import AnyNorm, dense_sq_norm, finish, finished, rows_in_order
 from dpfast.arithmetic.kernel_calls import PairCalls, RowNormCalls, are_plain, calls_like
-from dpfast.arithmetic.kernel_norms import UnitRuns, lookup_sq_norm, lookup_unit_sq_norm
+from dpfast.arithmetic.kernel_norms import UnitRuns, lookup_sq_norm, lookup_unit_sq_norm, weighted_side_by_side
 from dpfast.arithmetic.noise import Noise, noise_way
 from dpfast.arithmetic.patch_norms import unfinished_gram_of_patches
 from dpfast.arithmetic.precision import (
@@ -102,4 +102,5 @@ __all__ = [
     "unfinished_norms",
     "unfinished_of_products",
     "unit_runs",
+    "weighted_side_by_side",
 ]

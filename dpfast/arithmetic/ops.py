@@ -293,13 +293,6 @@ def weighted_values(values: Tensor, coefficients: Tensor) -> Tensor:
     return reference.weighted_values(values, coefficients).squeeze(1)
 
 
-def weighted_side_by_side(values: Sequence[Tensor], coefficients: Tensor) -> Tensor:
-    """The same of (N, K) each, in one product: (1, sum of the K)."""
-    if is_traced() and values[0].dtype is torch.float32 and runs_kernels(*values):
-        return kernel_norms.weighted_side_by_side([*values], towards_zero(coefficients, torch.float32))
-    return weighted_values(torch.cat([*values], 1).unsqueeze(0), coefficients)
-
-
 normalized_sum = kernel_norms.normalized_sum
 """Where :func:`runs_kernels` says so."""
 

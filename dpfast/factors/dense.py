@@ -19,10 +19,13 @@ from dpfast.arithmetic import (
     bounds,
     dense_sq_norm,
     finished,
+    is_traced,
     ops,
     reference,
     sums,
+    towards_zero,
     unfinished_norm,
+    weighted_side_by_side,
 )
 from dpfast.errors import InputError
 
@@ -228,7 +231,11 @@ def weighted_together(
         rounded: what becomes of the sums, entry by entry.
     """
     values = [f.values if f.values.dim() == 2 else f.values.reshape(f.num_samples, -1) for f in factors]
-    total = ops.weighted_side_by_side(values, coefficients.to(values[0].device))
+    coefficients = coefficients.to(values[0].device)
+    if is_traced() and values[0].dtype is torch.float32 and ops.runs_kernels(values[0]):
+        total = weighted_side_by_side(values, towards_zero(coefficients, torch.float32))
+    else:
+        total = ops.weighted_values(torch.cat(values, 1).unsqueeze(0), coefficients)
     total = total if rounded is None else rounded(total)
     each = zip(total[0].split([v.shape[1] for v in values]), factors, strict=True)
     return [x if len(f.shape) == 1 else x.view(f.shape) for x, f in each]
