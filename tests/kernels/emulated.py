@@ -205,11 +205,11 @@ def normalised_pass(emulator, sizes, dtype, layouts):
         norms = row_norm(x)
         weights = torch.linspace(0.0, 1.0, sizes[1])
         rows = run.make(emulator, *sizes, torch.float32, "contiguous", seed=5)
-        total = weighted_rows(rows, weights)
+        total, rounded = weighted_rows(rows, weights), weighted_rows(rows, weights, out_dtype=torch.bfloat16)
     compare(norms, x.double().norm(dim=2), x.double().norm(dim=2))
     exact = torch.einsum("j,bjk->bk", weights.double(), rows.double())
     compare(total, exact, torch.einsum("j,bjk->bk", weights.double(), rows.double().abs()))
-    right = max(errors) <= 8e-6 and not emulator.findings
+    right = max(errors) <= 8e-6 and torch.equal(rounded, total.to(torch.bfloat16)) and not emulator.findings
     print(
         f"{'PASS' if right else 'FAIL'} normalized_sum, row_norm, weighted_rows {sizes} {dtype} {' '.join(layouts)} |"
         f" {' '.join(emulator.launches)} | {max(errors):.1e}",
