@@ -3,6 +3,7 @@ makes it, and whoever else reads it reads it there."""
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ def pin_where_made(graph: fx.Graph) -> None:
         if x.meta["val"].dtype.itemsize != 2 or made.op != "call_function":
             continue
         if made.target is not _pinned:
-            if _is_written_to(made):
+            if _is_written_to(_memory_of(made)):  # before the pin, or after it: it stays between
                 continue
             if made not in pins:
                 with graph.inserting_after(made):
@@ -47,19 +48,33 @@ def pin_where_made(graph: fx.Graph) -> None:
         graph.erase_node(pin)
 
 
-def _is_written_to(x: fx.Node) -> bool:
+def _memory_of(x: fx.Node) -> fx.Node:
+    """What made the memory that it is in."""
+    while _is_in_memory_of_others(x):
+        x = x.args[0]  # type: ignore[assignment]
+    return x
+
+
+def _is_written_to(memory: fx.Node) -> bool:
     """Whether an operation in place writes to it or to a view of it."""
-    views = [x]
+    views = [memory]
     while views:
         for user in views.pop().users:
             schema = getattr(user.target, "_schema", None)
-            if schema is None and user.op == "call_function":
-                return True  # of a kind that is not known
-            if schema is not None and schema.is_mutable:
+            of_no_kind_known = schema is None and user.op == "call_function" and user.target is not operator.getitem
+            if of_no_kind_known or (schema is not None and schema.is_mutable):
                 return True
-            if schema is not None and any(r.alias_info is not None for r in schema.returns):
+            if _is_in_memory_of_others(user):
                 views.append(user)
     return False
+
+
+def _is_in_memory_of_others(x: fx.Node) -> bool:
+    """Whether it may be a view of its first argument, or one of several views."""
+    if x.target is operator.getitem:
+        return True
+    schema = getattr(x.target, "_schema", None)
+    return schema is not None and any(r.alias_info is not None for r in schema.returns)
 
 
 def leave_pins_to_inductor() -> None:

@@ -49,9 +49,18 @@ def in_place_of_a_view(x):
     return kept, made
 
 
+def beside_it(x):
+    """What is pinned is a part of what is written to before that."""
+    made = x.sin()
+    some, _ = made.split(2, 1)
+    made[:, 0] = 0.0
+    return pinned(some.t()), some
+
+
 @pytest.mark.parametrize(
     "function",
     [
+        beside_it,
         in_place_of_a_view,  # the pin is what it was before
         lambda x: pinned(x.t()),  # somebody else's, who may write to it
         lambda x: pinned(x.float().sin().t()),  # 32 bits are the same to all readers
