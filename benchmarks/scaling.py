@@ -32,7 +32,7 @@ from workloads import Gpt, language_losses
 import dpfast
 from dpfast.arithmetic import buffers, cost, ops
 from dpfast.arithmetic.products import multiplier
-from dpfast.factors import InTurn, OuterProduct, norm_or_unfinished, total_sq_norm
+from dpfast.factors import InTurn, OuterProduct, norms_or_unfinished, total_sq_norm
 from dpfast.modes.clipped import clip_to
 from dpfast.modes.clippers import ConstantFlatClipper
 from dpfast.modes.in_turn import clip_in_turn
@@ -148,7 +148,7 @@ def turns() -> None:
 
         def otherwise(make: Callable[[], list[OuterProduct]] = products) -> None:
             factors = [factor.kept() for factor in make()]
-            norm = total_sq_norm([norm_or_unfinished(f) for f in factors], 8, [[i] for i in range(len(factors))])
+            norm = total_sq_norm(norms_or_unfinished(factors), 8, [[i] for i in range(len(factors))])
             weights = clip_to(1.0, norm, 1.0).single
             for factor in factors:
                 factor.weighted_sum(weights)

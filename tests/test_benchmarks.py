@@ -2,6 +2,7 @@
 
 import argparse
 import copy
+import importlib
 import importlib.util
 import json
 import os
@@ -22,6 +23,7 @@ import loops_report
 import pytest
 import report
 import rows
+import scaling
 import step
 import torch
 import triton
@@ -364,3 +366,21 @@ def test_other_peoples_models_have_a_line_each():
     ]
     *_, line = report.medium(rows)
     assert line == "| a model | 100 | 1.10 | RuntimeError: no | 1.21 (1.10) | 0.0001 | abc, 6 |"
+
+
+@pytest.mark.parametrize("path", sorted(rows.ROOT.glob("benchmarks/*.py")), ids=lambda path: path.stem)
+def test_every_benchmark_imports_what_there_is(path):
+    importlib.import_module(path.stem)
+
+
+@pytest.mark.on_cpu
+def test_where_each_way_wins(monkeypatch, tmp_path):
+    monkeypatch.setattr(scaling, "RESULTS", tmp_path)
+    monkeypatch.setattr(scaling, "ROUNDS", 1)
+    monkeypatch.setattr(scaling, "NEAR_EQUAL", [(16, 24, 12)])
+    monkeypatch.setattr(scaling, "TURNS", [(2, 16, 24, 12)])
+    scaling.norms()
+    scaling.turns()
+    norms, turns = (json.loads((tmp_path / f"{name}.jsonl").read_text()) for name in ("norms", "turns"))
+    assert norms["gram_over_direct"] > 0.0 and turns["in_turn_over_otherwise"] > 0.0
+    assert min(scaling.step_ratio(2, 16, 32)) > 0.5
