@@ -152,7 +152,8 @@ def _part(factor: Factor, a: Tensor, b: Tensor) -> _Part | None:
     if not isinstance(factor, OuterProduct) or a.dim() != b.dim() or factor.of not in (of, of[::-1]):
         return None
     x, y = factor.activations, factor.backprops
-    made = factor.materialized() if factor.keeps else factor
+    # One sample's, which tell as much as all: a block for these would stay for good.
+    made = factor.taken(slice(0, 1)).materialized() if factor.keeps else factor
     unfinished = made.unfinished()
     if not isinstance(unfinished, Unfinished):
         return None
