@@ -17,6 +17,7 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from dpfast.arithmetic.tracing import is_traced
 
@@ -41,21 +42,37 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 
 
 def place_for_others(rows: int, columns: int, like: Tensor) -> Tensor | None:
-    """Empty memory, (rows, columns), in whose place one of torch's own of that size can stand once it is free: glibc
-    looks for aligned memory where that and the alignment fit, and so finds no place that a tensor of the same size has
-    left, and takes more from the operating system. None where that is no matter: of what is small, or no fp32 on a CPU.
+    """Empty memory, (rows, columns), that stands where another one of that size has stood, and where one of torch's own
+    can stand after it: glibc looks for aligned memory where that, the alignment and a little more fit, so it passes by
+    a place that a tensor of the same size has left, and takes more from the operating system. This is asked for without
+    alignment, larger than need be, and aligned within. None where that is no matter: of what is small, or no fp32 on a
+    CPU.
     """
     numbers = rows * columns
     if numbers <= _LARGE or like.dtype is not torch.float32 or not like.is_cpu:
         return None
-    return torch.empty(numbers + _ALIGNMENT, dtype=torch.float32, device="cpu")[:numbers].view(rows, columns)
+    if isinstance(like, FakeTensor) or is_traced():
+        return None
+    memory = _new_memory(None, numbers * like.itemsize + _ROOM)
+    start = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % _ALIGNMENT
+    # The tensor's storage holds a reference to it.
+    return torch.frombuffer(memory, dtype=torch.float32, offset=start)[:numbers].view(rows, columns)
 
 
 _LARGE = SMALLEST // 4
 """Numbers."""
 
-_ALIGNMENT = 128
-"""Numbers: torch's alignment and glibc's smallest piece in bytes are less."""
+_ALIGNMENT = 64
+"""Bytes: torch's own."""
+
+_ROOM = 512
+"""Bytes: the alignment, here and where torch asks for it, and glibc's smallest piece are less."""
+
+
+_new_memory = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)(
+    ("PyByteArray_FromStringAndSize", ctypes.pythonapi)
+)
+"""``(None, size)``: a bytearray by the C library's ``malloc``, not written to. Python's own ways write zeros."""
 
 
 def _block(size: int) -> mmap.mmap:

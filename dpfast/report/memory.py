@@ -71,13 +71,14 @@ def _mark() -> None:
 
 @contextmanager
 def _seen_by_the_profiler() -> Iterator[None]:
-    """The profiler does not see the blocks of ``buffers``."""
-    before = buffers.empty
+    """The profiler does not see the memory of ``buffers``."""
+    before = buffers.empty, buffers.place_for_others
     buffers.empty = lambda shape, dtype, device: torch.empty(shape, dtype=dtype, device=device)
+    buffers.place_for_others = lambda rows, columns, like: None
     try:
         yield
     finally:
-        buffers.empty = before
+        buffers.empty, buffers.place_for_others = before
 
 
 def storages(x: Any, seen: set[int] | None = None) -> Iterator[tuple[StorageWeakRef, int]]:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from memory import resident
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dpfast.arithmetic import buffers
 
@@ -108,6 +109,38 @@ def test_a_place_for_others_is_fp32_on_the_cpu_whatever_the_default_is():
         torch.set_default_dtype(before)
     assert (place.shape, place.dtype, place.device.type) == ((513, 512), torch.float32, "cpu")
     assert place.untyped_storage().nbytes() >= place.nbytes + 64 and place.is_contiguous()
+    assert place.data_ptr() % 64 == 0
     assert buffers.place_for_others(512, 512, like) is None
     assert buffers.place_for_others(513, 512, like.double()) is None
     assert buffers.place_for_others(513, 512, torch.zeros(3, device="meta")) is None
+    with FakeTensorMode() as fake:
+        assert buffers.place_for_others(513, 512, fake.from_tensor(like)) is None
+
+
+@pytest.mark.skipif(buffers._malloc_trim() is None, reason="the C library is not glibc")
+def test_a_place_is_taken_by_the_next_one_and_by_a_tensor_of_its_size():
+    """Where memory in use stands on both sides. A tensor of torch's does not find its own place again."""
+    like, rows = torch.zeros(3), 1201
+    torch.empty(2**22)  # freed, it has glibc take what is smaller from the heap
+
+    def of_torch():
+        return torch.empty(rows, 1024)
+
+    places = [buffers.place_for_others(rows, 1024, like) for _ in range(9)]
+    small = []
+    for take in (lambda: buffers.place_for_others(rows, 1024, like), of_torch):
+        before = sorted(x.data_ptr() for x in places[1:8:2])
+        places[1:8:2] = [None] * 4
+        small += [bytearray(300) for _ in range(50)]  # in what is left between them
+        places[1:8:2] = [take() for _ in range(4)]
+        after = sorted(x.data_ptr() for x in places[1:8:2])
+        assert all(abs(x - y) <= 512 for x, y in zip(before, after, strict=True))
+
+
+def test_a_place_outlives_what_has_made_it():
+    place = buffers.place_for_others(513, 512, torch.zeros(3)).fill_(3.0)
+    view, others = place[100:].t(), []
+    del place
+    for _ in range(5):
+        others.append(buffers.place_for_others(513, 512, torch.zeros(3)).fill_(4.0))
+    assert bool((view == 3.0).all())
