@@ -8,9 +8,9 @@
 Before a leg is timed, its clipped gradient is compared with an fp64 loop over samples. On a CPU each leg has a process
 of its own, as a user's training has, with the C library's allocator as it comes; the processes take turns, round after
 round, in several generations. One thread is measured in CPU time, several in wall time. The figure is the median over
-rounds of (leg / plain) within a round. Peak memory is that of the process, beyond what it had before, and that of
-tensors alone beside it, which does not depend on the allocator; on a GPU all legs run in one process, and torch's
-allocator counts. `ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 ATEN_CPU_CAPABILITY=avx2` in front imitates a
+rounds of (leg / plain) within a round. Peak memory is that of the process, beyond what it had before, the median over
+generations, because where the allocator finds room differs from process to process; and that of tensors alone beside
+it, which does not depend on the allocator. On a GPU all legs run in one process, and torch's allocator counts. `ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 ATEN_CPU_CAPABILITY=avx2` in front imitates a
 smaller processor. Rows go to benchmarks/results/step.jsonl, one a leg. A GPU's workloads are the "steps" of
 benchmarks/gpu.py.
 """
@@ -39,7 +39,7 @@ from dpfast.testing import clipped_sum, loop_over_samples
 # Of the clipped gradient against fp64, the slack of the norm's bound included. In 16 bits, and in deep models, the
 # model's own forward and backward round, so there twice the error of a loop over samples in that dtype is allowed too.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
-GENERATIONS = 2
+GENERATIONS = 3
 WARM_UP = 2  # steps of each process: until then its memory grows
 SLOW = 10.0  # a leg that takes this many plain steps is timed once
 SIGMA = 1.0
@@ -89,6 +89,7 @@ def measure_in_turns(
     clock = "cpu" if threads == 1 else "wall"
     found = {leg: {"workload": workload.name, "leg": leg, "clock": clock, **known} for leg, known in errors.items()}
     steps: dict[str, list[dict]] = {leg: [] for leg, row in found.items() if "note" not in row}
+    peaks: dict[str, list[dict]] = {leg: [] for leg in steps}
     running = list(steps)
     for generation in range(GENERATIONS):
         turns = Turns({leg: (_warm_up(leg), _builder(workload, leg)) for leg in running}, threads, allocator)
@@ -108,7 +109,7 @@ def measure_in_turns(
                 # Its gradients may fill the memory. In the first step models are looked at, too.
                 if warm_up and first.get(clock, 0.0) > limit:
                     steps[leg] = [first]
-                    found[leg].update(turns.ask(leg, "peak"))
+                    peaks[leg].append(turns.ask(leg, "peak"))
                     turns.ask(leg, "end")
                     running.remove(leg)
         for i in range(rounds):
@@ -117,12 +118,14 @@ def measure_in_turns(
                 answer = step(leg)
                 if "note" not in answer:
                     steps[leg].append(answer)
-        for leg in running if generation == 0 else ():
-            found[leg].update(turns.ask(leg, "peak"))
-            found[leg].update(turns.ask(leg, "tensors"))
+        for leg in running:
+            peaks[leg].append(turns.ask(leg, "peak"))
+            if generation == 0:  # which does not differ
+                found[leg].update(turns.ask(leg, "tensors"))
         turns.close()
     seconds = {leg: [s[clock] for s in own] for leg, own in steps.items() if own and "note" not in found[leg]}
     for leg in seconds:
+        found[leg].update({key: statistics.median(peak[key] for peak in peaks[leg]) for key in peaks[leg][0]})
         found[leg].update(_figures(seconds, leg), faults=int(statistics.median(s["faults"] for s in steps[leg])))
     return list(found.values())
 
