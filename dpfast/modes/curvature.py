@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from dpfast.arithmetic import is_traced
+from dpfast.arithmetic import buffers, is_traced
 from dpfast.errors import DpfastWarning, UnsupportedModuleError
 from dpfast.modes.ranked import ranked_samples
 from dpfast.taps import is_of_tap, nodes_behind, noise_like, said_by
@@ -109,12 +109,15 @@ def check_apart(losses: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Non
         marked = {node: outputs for node, outputs in marked.items() if node not in behind}
     outputs = {GradientEdge(node, number): x for node, some in marked.items() for number, x in some.items()}
     _check_ranks(nodes, outputs)
+    buffers.give_back()  # what is free between activations is too small for what follows, and would stay beside it
     try:
         with _hooks_off(outputs.values()), torch.enable_grad():
             met = _met(losses, grads, outputs)
     except Exception as error:  # whatever functions raise that have no second derivative
         warnings.warn(_NOT_SEEN.format(said_by(error)), DpfastWarning, stacklevel=_CALLER)
         return
+    finally:
+        buffers.give_back()  # a step takes less
     if met is not None:
         raise UnsupportedModuleError(_MEET.format(*met))
 
