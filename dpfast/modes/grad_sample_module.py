@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from dpfast.arithmetic import buffers
 from dpfast.distributed import Wrapper, find_wrapper, not_in
 from dpfast.errors import DpfastWarning, InputError, StateError, UnsupportedModuleError
 from dpfast.factors import Dense, Factor
@@ -106,6 +107,7 @@ class GradSampleModule(nn.Module):
         self.grad_accumulation_allowed = True
         self._tapped: Hooks | None = None
         self._escaped = DroppedSamples(_ESCAPED)
+        buffers.keep_what_is_free()
         self.add_hooks(
             loss_reduction=loss_reduction, batch_first=batch_first, force_functorch=force_functorch, layout=layout
         )

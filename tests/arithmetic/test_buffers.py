@@ -1,5 +1,9 @@
 """Blocks are used again when, and only when, no tensor stands on them."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from memory import resident
@@ -144,3 +148,37 @@ def test_a_place_outlives_what_has_made_it():
     for _ in range(5):
         others.append(buffers.place_for_others(513, 512, torch.zeros(3)).fill_(4.0))
     assert bool((view == 3.0).all())
+
+
+FAULTS = """
+import platform, resource, sys
+import torch
+from torch import nn
+import dpfast
+
+def step():
+    some = [torch.ones(2**21) for _ in range(6)]  # 8 MB each, as a small network's activations
+
+def faults():
+    for _ in range(3):
+        step()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(3):
+        step()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+before = faults()
+dpfast.GradSampleModuleFastGradientClipping(nn.Linear(2, 2))
+print(platform.libc_ver()[0], before, faults())
+"""
+
+
+def test_memory_that_is_free_at_the_end_of_the_heap_is_kept():
+    """In a process of its own, which has freed nothing large."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD"))}
+    done = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    library, before, after = done.stdout.split()
+    if library != "glibc":
+        pytest.skip("about glibc")
+    assert 10 * int(after) <= max(1000, int(before)), "48 MB are 12,000 pages, three times; few where pages are huge"
