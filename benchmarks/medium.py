@@ -98,7 +98,6 @@ def main() -> None:
     options = parser.parse_args()
     sys.path.append(str(options.packages.resolve()))
     _alive.append(import_torchvision())
-    step.GENERATIONS = options.generations
     where = {"threads": 1, "allocator": allocator_name(AS_IT_IS)}
     for name in options.models or MODELS:
         table = Rows(RESULTS / "medium.jsonl", {**environment("cpu"), **processor()})
@@ -106,7 +105,7 @@ def main() -> None:
             print(f"{name}: this commit has its rows in {table.out.name}")
             continue
         errors = step.gradient_errors(MODELS[name], CHOSEN)
-        rows = step.measure_in_turns(MODELS[name], errors, options.rounds, 1, AS_IT_IS)
+        rows = step.measure_in_turns(MODELS[name], errors, options.rounds, 1, AS_IT_IS, options.generations)
         rows = [{**row, **where, "title": MODELS[name].title} for row in rows]
         for row in [] if options.no_write else rows:
             table.add(**row)

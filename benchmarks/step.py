@@ -49,7 +49,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("workloads", nargs="*", metavar="workload", help=", ".join(WORKLOADS))
     parser.add_argument("--legs", nargs="*", help=f"these of {', '.join((*LEGS, FASTDP))}; the plain ones always run")
-    parser.add_argument("--rounds", type=int, default=6, help=f"of each of {GENERATIONS} generations of processes")
+    parser.add_argument("--rounds", type=int, default=6, help="of each generation of processes")
+    parser.add_argument("--generations", type=int, default=GENERATIONS)
     parser.add_argument("--threads", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--allocator", nargs="*", choices=ALLOCATORS, default=[AS_IT_IS])
     parser.add_argument("--fastdp", type=Path, metavar="PATH", help="sources of fastDP, whose leg runs too")
@@ -70,7 +71,7 @@ def main() -> None:
                     continue
                 if not errors:
                     errors = gradient_errors(workload, chosen)
-                rows = measure_in_turns(workload, errors, options.rounds, threads, allocator)
+                rows = measure_in_turns(workload, errors, options.rounds, threads, allocator, options.generations)
                 rows = [{**row, **where} for row in rows]
                 if not options.no_write:
                     for row in rows:
@@ -79,7 +80,12 @@ def main() -> None:
 
 
 def measure_in_turns(
-    workload: Workload, errors: dict[str, dict], rounds: int, threads: int, allocator: str
+    workload: Workload,
+    errors: dict[str, dict],
+    rounds: int,
+    threads: int,
+    allocator: str,
+    generations: int = GENERATIONS,
 ) -> list[dict]:
     """One row a leg, on a CPU: milliseconds, ratios to plain and plain+noise, their spread, page faults, peak memory.
 
@@ -91,7 +97,7 @@ def measure_in_turns(
     steps: dict[str, list[dict]] = {leg: [] for leg, row in found.items() if "note" not in row}
     peaks: dict[str, list[dict]] = {leg: [] for leg in steps}
     running = list(steps)
-    for generation in range(GENERATIONS):
+    for generation in range(generations):
         turns = Turns({leg: (_warm_up(leg), _builder(workload, leg)) for leg in running}, threads, allocator)
 
         def step(leg: str, turns: Turns = turns) -> dict:
