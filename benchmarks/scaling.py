@@ -1,36 +1,31 @@
-"""Where each way wins: time and memory of one-pass clipping over the plain step against T, N and width, and the
-measured crossover of the direct and the Gram norm beside that of ``cost.py``.
+"""Where each way wins: time and memory of one-pass clipping over the plain step against T, N and width, and what the
+ways to a norm cost beside what ``cost.py`` reckons.
 
-    python benchmarks/scaling.py          # a few minutes on one CPU thread; writes docs/scaling.png
+    python benchmarks/scaling.py          # ten minutes: steps by T, N and width
     python benchmarks/scaling.py norms    # a minute: what a FLOP of the Gram norm takes beside one of the direct norm
     python benchmarks/scaling.py turns    # a minute: layers taken in turn beside the way that they would go otherwise
 
-The second writes rows to results/norms.jsonl, of which ``cost.GRAM_FLOP`` has the median for each set of instructions,
-the third to results/turns.jsonl, on which ``cost.IN_TURN_SAVES`` and ``cost.IN_TURN_CACHED`` rest;
+The first writes rows to results/scaling.jsonl, of which report.py makes docs/scaling.png and a table; the second to
+results/norms.jsonl, of which ``cost.GRAM_FLOP`` has the median for each set of instructions; the third to
+results/turns.jsonl, on which ``cost.IN_TURN_SAVES`` and ``cost.IN_TURN_CACHED`` rest.
 ``MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2`` in front imitates a smaller processor.
 """
 
 from __future__ import annotations
 
-import copy
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import torch
+from in_turns import AS_IT_IS, Build, Turns, allocator_name
 from rows import RESULTS, Rows, environment, processor
-from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
+from torch import Tensor
 from workloads import Gpt, language_losses
 
 import dpfast
-from dpfast.arithmetic import buffers, cost, ops
+from dpfast.arithmetic import cost, ops
 from dpfast.arithmetic.products import multiplier
 from dpfast.factors import InTurn, OuterProduct, norms_or_unfinished, total_sq_norm
 from dpfast.modes.clipped import clip_to
@@ -38,14 +33,15 @@ from dpfast.modes.clippers import ConstantFlatClipper
 from dpfast.modes.in_turn import clip_in_turn
 from dpfast.modes.memory_budget import size_of
 
-PICTURE = Path(__file__).resolve().parents[1] / "docs" / "scaling.png"
 ROUNDS = 9
-STEPS = {  # what varies -> its values and (N, T, width) of each
-    "T": [(t, (max(1, 1024 // t), t, 128)) for t in (64, 128, 256, 512, 1024, 2048, 4096, 8192)],
-    "N": [(n, (n, 128, 128)) for n in (1, 4, 16, 32)],
-    "width": [(d, (8, 128, d)) for d in (64, 128, 256, 512)],
+GENERATIONS, WARM_UP, TURNS_EACH = 3, 2, 12
+STEPS_A_TURN = 5  # as in a training one follows the other: the caches hold a step's code. The first ones look at models
+PLAIN, ONE_PASS = "plain", "dpfast one-pass"
+STEPS = {  # what varies -> (N, T, width) of its values
+    "T": [(max(1, 1024 // t), t, 128) for t in (64, 128, 256, 512, 1024, 2048, 4096, 8192)],
+    "N": [(n, 128, 128) for n in (1, 4, 16, 32)],
+    "width": [(8, 128, d) for d in (64, 128, 256, 512)],
 }
-NORMS = [(128, 128), (256, 256), (256, 1024), (256, 8)]  # D, P
 NEAR_EQUAL = [(256, 256, 128), (256, 768, 128), (256, 1024, 128), (256, 1024, 256), (768, 768, 512), (1024, 1024, 512)]
 """D, P and T at which both norms count about as many FLOPs, of layers large enough for a count to tell."""
 
@@ -75,43 +71,63 @@ def _interleaved(calls: list[Callable[[], None]]) -> list[list[float]]:
     return seconds
 
 
-def step_ratio(n: int, t: int, d: int) -> tuple[float, float]:
-    """(time, peak memory) of forward and one-pass backward over the plain ones; a block and head of 256 words."""
-    torch.manual_seed(0)
-    model = Gpt(256, d, 1, t, heads=4)
-    batch = tuple(torch.randint(0, 256, (n, t)) for _ in range(2))
-    wrapped = dpfast.GradSampleModuleFastGradientClipping(copy.deepcopy(model))
-
-    def step(module: nn.Module) -> None:
-        module.zero_grad(set_to_none=True)
-        language_losses(module, *batch).mean().backward()
-
-    plain, private = _interleaved([lambda: step(model), lambda: step(wrapped)])
-    ratio = statistics.median(y / x for x, y in zip(plain, private, strict=True))
-    parameters = sum(p.numel() * p.element_size() for p in model.parameters())
-    peaks = [parameters + _peak(lambda module=module: step(module)) for module in (model, wrapped)]
-    return ratio, peaks[1] / peaks[0]
+def steps() -> None:
+    """A row for each of STEPS: forward and backward, without noise and optimizer, on one thread."""
+    table = Rows(RESULTS / "scaling.jsonl", {**environment("cpu"), **processor(), "allocator": allocator_name(AS_IT_IS)})
+    for varies, points in STEPS.items():
+        for n, t, width in points:
+            row = table.add(varies=varies, n=n, t=t, width=width, **compare_steps(n, t, width))
+            print({key: row[key] for key in ("varies", "n", "t", "width", "ratio", "quartiles", "tensors")}, flush=True)
 
 
-def _peak(call: Callable[[], None]) -> int:
-    """Bytes of tensors that ``call`` holds at most, kept gradients included."""
-    empty = buffers.empty
+def compare_steps(n: int, t: int, width: int) -> dict[str, object]:
+    """One-pass clipping over the plain step, of a block and a head of 256 words, each in processes of its own.
 
-    def watched(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)  # the profiler sees no other memory
+    Returns:
+        "ms" of both by CPU time, the median "ratio" of turns that followed each other and its "quartiles", and the
+        ratio of the most memory that "tensors" take.
+    """
+    builds = {leg: (_tiny, _builder(leg, n, t, width)) for leg in (PLAIN, ONE_PASS)}
+    seconds: dict[str, list[float]] = {leg: [] for leg in builds}
+    for _ in range(GENERATIONS):
+        turns = Turns(builds, 1, AS_IT_IS)
+        for i in range(WARM_UP + TURNS_EACH):
+            for leg, own in seconds.items():
+                taken = turns.ask(leg, "step")["cpu"]
+                if i >= WARM_UP:
+                    own.append(taken)
+        tensors = [turns.ask(leg, "tensors")["tensors_mb"] for leg in builds]
+        turns.close()
+    ratios = [ours / plain for plain, ours in zip(*seconds.values(), strict=True)]
+    low, ratio, high = statistics.quantiles(ratios, n=4)
+    return {
+        "ms": {leg: round(1e3 * statistics.median(own) / STEPS_A_TURN, 2) for leg, own in seconds.items()},
+        "ratio": round(ratio, 3),
+        "quartiles": [round(low, 3), round(high, 3)],
+        "rounds": len(ratios) * STEPS_A_TURN,
+        "tensors": round(tensors[1] / tensors[0], 3),
+    }
 
-    buffers.empty = watched
-    try:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
-            call()
-    finally:
-        buffers.empty = empty
-    now = peak = 0
-    events = [e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"]
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        now += event.nbytes()
-        peak = max(peak, now)
-    return peak
+
+def _builder(leg: str, n: int, t: int, width: int) -> Build:
+    def make() -> tuple[Callable[[], None], list[Tensor]]:
+        model = Gpt(256, width, 1, t, heads=4)
+        batch = tuple(torch.randint(0, 256, (n, t)) for _ in range(2))
+        module = model if leg == PLAIN else dpfast.GradSampleModuleFastGradientClipping(model)
+
+        def some_steps() -> None:
+            for _ in range(STEPS_A_TURN):
+                module.zero_grad(set_to_none=True)
+                language_losses(module, *batch).mean().backward()
+
+        return some_steps, [*model.parameters(), *batch]
+
+    return make
+
+
+def _tiny() -> None:
+    for leg in (PLAIN, ONE_PASS):
+        _builder(leg, 2, 4, 8)()[0]()
 
 
 def norms() -> None:
@@ -171,12 +187,6 @@ def turns() -> None:
         print({key: row[key] for key in shown}, flush=True)
 
 
-def crossover(d: int, p: int) -> tuple[list[int], list[float]]:
-    """(T, time of the Gram norm / time of the direct norm)."""
-    positions = [t for t in (16, 32, 64, 128, 256, 512, 1024) if t * max(d, p) <= 2**19]
-    return positions, _gram_over_direct(d, p, positions)
-
-
 def _gram_over_direct(d: int, p: int, positions: list[int]) -> list[float]:
     ratios = []
     for t in positions:
@@ -190,35 +200,7 @@ def _gram_over_direct(d: int, p: int, positions: list[int]) -> list[float]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    for name, rows in (("norms", norms), ("turns", turns)):
-        if name in sys.argv[1:]:
-            rows()
-            return
-    figure, axes = plt.subplots(1, 4, figsize=(15, 3.6), layout="constrained")
-    for axis, (name, points) in zip(axes, STEPS.items(), strict=False):
-        values = [value for value, _ in points]
-        ratios = [step_ratio(*sizes) for _, sizes in points]
-        for i, label in enumerate(("time", "peak memory")):
-            axis.plot(values, [r[i] for r in ratios], marker="o", label=label)
-        for value, (seconds, memory) in zip(values, ratios, strict=True):
-            print(f"{name} = {value}: time {seconds:.2f}, memory {memory:.2f} of plain", flush=True)
-        axis.axhline(1.0, color="black", linewidth=0.8)
-        axis.set(xscale="log", xlabel=name, ylim=(0.8, None), title=f"one-pass / plain against {name}")
-        axis.set_xticks(values, values, minor=False)
-        axis.minorticks_off()
-        axis.legend()
-    for i, (d, p) in enumerate(NORMS):
-        positions, ratios = crossover(d, p)
-        model = next(t for t in range(2, d + p) if cost.norm_way(t, d, p, torch.device("cpu")) == "direct")
-        measured = next((t for t, r in zip(positions, ratios, strict=True) if r >= 1.0), None)
-        taken = [cost.norm_way(t, d, p, torch.device("cpu")) for t in positions]
-        print(f"D, P = {d}, {p}: Gram costs as much as direct from T = {measured}, model T = {model}; {taken}")
-        axes[3].plot(positions, ratios, marker="o", color=f"C{i}", label=f"{d}×{p}")
-        axes[3].axvline(model, color=f"C{i}", linestyle=":")
-    axes[3].axhline(1.0, color="black", linewidth=0.8)
-    axes[3].set(xscale="log", yscale="log", xlabel="T", title="Gram / direct norm (dotted: as modelled)")
-    axes[3].legend(title="D×P")
-    figure.savefig(PICTURE, dpi=130)
+    {"steps": steps, "norms": norms, "turns": turns}[sys.argv[1] if len(sys.argv) > 1 else "steps"]()
 
 
 if __name__ == "__main__":
