@@ -1,5 +1,6 @@
 """What `digits.py` measures beside accuracy: the clipped gradient's error, a step's time and peak memory."""
 
+import json
 import re
 import subprocess
 import sys
@@ -63,25 +64,52 @@ def step(model, optimizer, criterion, x: torch.Tensor, y: torch.Tensor) -> None:
     optimizer.zero_grad()
 
 
-def step_times(trainings: dict[str, tuple], x, y, rounds: int, steps_a_turn: int) -> dict[str, torch.Tensor]:
-    """Seconds a step takes, of each leg in each round. The legs take turns, so all meet the same machine.
+def in_processes(
+    script: str, model_name: str, legs: Iterable[str], rounds: int, steps_a_turn: int
+) -> tuple[dict[str, torch.Tensor], dict[str, float | None]]:
+    """Of each leg: the seconds a step takes, in each round, and the peak memory in MB, None where it cannot be known.
 
-    A step is all of it: forward, backward, clipping, noise and the update.
+    Each leg has a process of its own, as a training has, and they take turns, so all meet the same machine. A step is
+    all of it: forward, backward, clipping, noise and the update.
     """
-    times = {leg: [] for leg in trainings}
-    for training in trainings.values():  # not measured: buffers are allocated, kernels compiled
-        step(*training, x, y)
-    with progress_bar("timing the steps", "round", rounds) as bar:
-        for _ in range(rounds):
-            for leg, training in trainings.items():
-                synchronize(x)
-                start = time.perf_counter()
-                for _ in range(steps_a_turn):
-                    step(*training, x, y)
-                synchronize(x)
-                times[leg].append((time.perf_counter() - start) / steps_a_turn)
-            bar.update()
-    return {leg: torch.tensor(values) for leg, values in times.items()}
+    command = [sys.executable, script, "--leg", model_name]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    processes = {leg: subprocess.Popen([*command, leg], **pipes) for leg in legs}
+
+    def answer(leg: str) -> float | None:
+        line = processes[leg].stdout.readline()
+        if not line:
+            raise RuntimeError(f"{model_name}, {leg}: its process has ended, with status {processes[leg].wait()}")
+        return json.loads(line)
+
+    try:
+        memory = {leg: answer(leg) for leg in processes}
+        times = {leg: [] for leg in processes}
+        with progress_bar("timing the steps", "round", rounds) as bar:
+            for _ in range(rounds):
+                for leg, process in processes.items():
+                    print(steps_a_turn, file=process.stdin, flush=True)
+                    times[leg].append(answer(leg))
+                bar.update()
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.communicate()
+    return {leg: torch.tensor(values) for leg, values in times.items()}, memory
+
+
+def serve(make_training: Callable[[], tuple], x: torch.Tensor, y: torch.Tensor) -> None:
+    """What such a process does: says the peak memory, then, for each number of steps that it reads, the seconds of
+    one."""
+    training = make_training()
+    print(json.dumps(peak_memory(make_training, training, x, y)), flush=True)
+    for line in sys.stdin:
+        synchronize(x)
+        start = time.perf_counter()
+        for _ in range(int(line)):
+            step(*training, x, y)
+        synchronize(x)
+        print((time.perf_counter() - start) / int(line), flush=True)
 
 
 def synchronize(x: torch.Tensor) -> None:
@@ -89,20 +117,7 @@ def synchronize(x: torch.Tensor) -> None:
         torch.cuda.synchronize()
 
 
-def peak_memory_of_each(script: str, model_name: str, legs: Iterable[str]) -> dict[str, float | None]:
-    """Peak memory of each leg in MB, each in a process of its own; None where it cannot be known."""
-    command = [sys.executable, script, "--memory", model_name]
-    processes = {leg: subprocess.Popen([*command, leg], stdout=subprocess.PIPE, text=True) for leg in legs}
-    answers = {}
-    for leg, process in processes.items():
-        answer = process.communicate()[0].strip()
-        if process.returncode:
-            raise RuntimeError(f"{model_name}, {leg}: the memory measurement failed")
-        answers[leg] = None if answer == "None" else float(answer)
-    return answers
-
-
-def peak_memory(make_training: Callable[[], tuple], x: torch.Tensor, y: torch.Tensor) -> float | None:
+def peak_memory(make_training: Callable[[], tuple], training: tuple, x: torch.Tensor, y: torch.Tensor) -> float | None:
     """MB that three steps take at their peak on top of what the process holds before the first.
 
     On a CPU it is the peak of the resident set, which only Linux lets a process reset. (`ru_maxrss` would
@@ -111,7 +126,6 @@ def peak_memory(make_training: Callable[[], tuple], x: torch.Tensor, y: torch.Te
     if not x.is_cuda and not CLEAR_PEAK.exists():
         return None
     step(*make_training(), x[:2], y[:2])  # not measured: libraries are loaded
-    training = make_training()
     if x.is_cuda:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

@@ -3,9 +3,10 @@
     python examples/digits.py [--out DIR] [--markdown FILE] [--quick]
 
 Each model is trained four times, from the same weights, on the same Poisson batches and with the same noise:
-without privacy, with Opacus's two engines, and with dpfast. Privacy itself (the sampler, the noise, the
-accountant) is Opacus's in every private run; the engines differ in how they clip each sample's gradient. So
-the private runs should learn the same, and the step's time and memory tell the engines apart.
+without privacy, with Opacus's two engines, and with dpfast. Privacy itself (the sampler, the accountant) is
+Opacus's in every private run, and dpfast's optimizer draws the noise that Opacus's would, to the bit; the
+engines differ in how they clip each sample's gradient. So the private runs should learn the same, and the
+step's time and memory tell the engines apart.
 
 Prints a table and writes `demo.png` and `demo.json`. Fails if dpfast's clipped gradient is not that of a loop
 over the samples, or if a private model stays below 80 % on the test set.
@@ -31,6 +32,7 @@ from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 
 import dpfast
+from dpfast.opacus import DPOptimizerFast
 
 SEED = 0
 EPSILON, DELTA = 8.0, 1e-4  # the privacy to reach
@@ -51,7 +53,6 @@ class Plan:
     reference_samples: int
     timing_rounds: int
     steps_a_turn: int
-    weighed: tuple[str, ...]  # the legs whose memory is measured
 
 
 # The four ways to train. Each takes a network, its optimizer and the noise, and returns what the same loop
@@ -79,7 +80,7 @@ def opacus_ghost(net, optimizer, noise):
 def dpfast_one_pass(net, optimizer, noise):
     """One backward pass of an ordinary loss, after which p.grad is the sum of the clipped gradients."""
     model = dpfast.GradSampleModuleFastGradientClipping(net, max_grad_norm=MAX_GRAD_NORM, loss_reduction="mean")
-    optimizer = DPOptimizerFastGradientClipping(optimizer, max_grad_norm=MAX_GRAD_NORM, **noise)
+    optimizer = DPOptimizerFast(optimizer, max_grad_norm=MAX_GRAD_NORM, **noise)
     return model, optimizer, nn.CrossEntropyLoss()
 
 
@@ -92,8 +93,8 @@ def noise_alone(net, optimizer, noise):
 LEGS = {"plain": plain, "Opacus hooks": opacus_hooks, "Opacus ghost": opacus_ghost, "dpfast": dpfast_one_pass}
 TIMED = LEGS | {"noise alone": noise_alone}
 
-FULL = Plan(epochs=30, reference_samples=BATCH_SIZE, timing_rounds=15, steps_a_turn=5, weighed=tuple(LEGS))
-QUICK = Plan(epochs=1, reference_samples=32, timing_rounds=2, steps_a_turn=1, weighed=("plain", "dpfast"))
+FULL = Plan(epochs=30, reference_samples=BATCH_SIZE, timing_rounds=15, steps_a_turn=5)
+QUICK = Plan(epochs=1, reference_samples=32, timing_rounds=2, steps_a_turn=1)
 
 
 def build(model_name: str, leg: str, sigma: float):
@@ -183,17 +184,14 @@ def run_model(model_name: str, sigma: float, plan: Plan, train_set, test_set) ->
     if differences["dpfast"] >= DIFFERENCE_TO_STAY_BELOW:
         sys.exit(f"{model_name}: dpfast's clipped gradient is off by {differences['dpfast']:.1e}")
 
-    x, y = (tensor.to(DEVICE) for tensor in train_set[:BATCH_SIZE])
-    trainings = {leg: build(model_name, leg, sigma) for leg in TIMED}
-    times = measure.step_times(trainings, x, y, plan.timing_rounds, plan.steps_a_turn)
+    times, memory = measure.in_processes(__file__, model_name, TIMED, plan.timing_rounds, plan.steps_a_turn)
     ratios = {leg: (times[leg] / times["plain"]).median().item() for leg in TIMED}
-    memory = measure.peak_memory_of_each(__file__, model_name, plan.weighed)
     for row in rows:
         leg = row["leg"]
         row["samples_per_second"] = BATCH_SIZE / times[leg].median().item()
         row["step_ratio"] = ratios[leg]
         row["noise_alone_ratio"] = ratios["noise alone"]
-        row["memory_mb"] = memory.get(leg)
+        row["memory_mb"] = memory[leg]
         row["difference"] = differences.get(leg)
     return rows
 
@@ -203,16 +201,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(), metavar="DIR", help="where the results go")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table as Markdown too")
     parser.add_argument("--quick", action="store_true", help="a few steps only, to see that everything works")
-    parser.add_argument("--memory", nargs=2, help=argparse.SUPPRESS)  # see measure.peak_memory_of_each
+    parser.add_argument("--leg", nargs=2, help=argparse.SUPPRESS)  # see measure.in_processes
     options = parser.parse_args()
     # Opacus's hooks on a first layer, whose input needs no gradient, and its accountant's first guess: harmless.
     warnings.filterwarnings("ignore", "Full backward hook is firing|Optimal order is the largest alpha")
 
     torch.set_num_threads(1)  # steps this small gain little from more, and wait for the slowest
     train_set, test_set = digits()
-    if options.memory:
-        x, y = (tensor.to(DEVICE) for tensor in train_set[:BATCH_SIZE])
-        print(measure.peak_memory(lambda: build(*options.memory, sigma=1.0), x, y))
+    if options.leg:
+        measure.serve(lambda: build(*options.leg, sigma=1.0), *(x.to(DEVICE) for x in train_set[:BATCH_SIZE]))
         return
 
     plan = QUICK if options.quick else FULL
