@@ -23,7 +23,7 @@ from dpfast.arithmetic.precision import (
     towards_zero,
 )
 from dpfast.arithmetic.products import product_report
-from dpfast.arithmetic.reference_norms import gram_positions, gram_tile, rank_one_norm, unfinished_of_products
+from dpfast.arithmetic.reference_norms import gram_tile, rank_one_norm, unfinished_of_products
 from dpfast.arithmetic.row_norms import RowNorms, lowered, taken_once
 from dpfast.arithmetic.stacked_grams import UnfinishedGram
 from dpfast.arithmetic.stacked_kernel_norms import KernelDirect
@@ -70,7 +70,6 @@ __all__ = [
     "exact_convolutions",
     "finish",
     "finished",
-    "gram_positions",
     "gram_tile",
     "in_cuda_graph",
     "is_traced",

@@ -34,7 +34,7 @@ GRAM_FLOP = {"MKL AVX-512": 1.3, "MKL AVX2": 1.2, "oneDNN AVX-512": 1.1}
 the rows of ``benchmarks/scaling.py norms`` (results/norms.jsonl; on an Intel CPU, the last two imitated there). Of
 other instructions there is no row, and FLOPs are counted as they are."""
 
-SMALL_GRADIENT = 2**14
+SMALL_GRADIENT = 2**13
 """Bytes of a sample's gradient up to which the reference takes the direct way: the Gram way is several times as many
 calls, and here these take the time, not the products."""
 
@@ -55,6 +55,12 @@ def norm_flops(way: Way, t: int, d: int, p: int) -> int:
     return 2 * d * p
 
 
+def gram_positions(t: int) -> int:
+    """How many positions the reference's Gram way has for T: rows of zeros up to there change no bit of value and
+    bound."""
+    return -(-t // products.BATCH_INVARIANT_FROM) * products.BATCH_INVARIANT_FROM
+
+
 def gram_slack(t: int, d: int, p: int) -> float:
     """The share of the norm that the Gram way's error bound takes on ordinary data (docs/bounds.md, "Size")."""
     terms = bounds.blocked_terms(d, bounds.DOT_BLOCK) + bounds.blocked_terms(p, bounds.DOT_BLOCK)
@@ -62,11 +68,15 @@ def gram_slack(t: int, d: int, p: int) -> float:
 
 
 def norm_way(t: int, d: int, p: int, device: torch.device | None = None) -> Literal["rank_one", "gram", "direct"]:
-    """The cheapest way to take ‖G_n‖ without writing G_n; on a CPU :data:`GRAM_FLOP` weighs the counts."""
+    """The cheapest way to take ‖G_n‖ without writing G_n; ``device``: the reference's, None: kernels. On a CPU
+    :data:`GRAM_FLOP` weighs the counts, and the Gram way has some positions more."""
     if t <= 1:
         return "rank_one"
-    flop = _GRAM_FLOP_HERE if device is not None and device.type == "cpu" else 1.0
-    gram, direct = flop * norm_flops("gram", t, d, p), norm_flops("direct", t, d, p)
+    direct = norm_flops("direct", t, d, p)
+    if device is not None and device.type == "cpu":
+        gram = _GRAM_FLOP_HERE * norm_flops("gram", gram_positions(t), d, p)
+    else:
+        gram = norm_flops("gram", t, d, p)
     if gram < direct and gram_slack(t, d, p) <= MAX_GRAM_SLACK:
         return "gram"
     return "direct"

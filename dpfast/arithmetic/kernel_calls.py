@@ -50,7 +50,7 @@ class PairCalls:
     def __init__(self, a: Tensor, b: Tensor) -> None:
         kernels, _ = import_kernels()
         (_, t, d), p = a.shape, b.shape[2]
-        self._way, self.excess = cost.norm_way(t, d, p, a.device), ops.sum_excess(a, b)
+        self._way, self.excess = cost.norm_way(t, d, p), ops.sum_excess(a, b)
         self._row_norms = calls_like("row_norm"), calls_like("row_norm")
         self._gram = kernels.Like(kernels.gram_partials, "row_norm_activations", "row_norm_backprops")
         self._kept = calls_like("outer_product", norm=True, row_products=True, partials=True)

@@ -167,8 +167,9 @@ def norm_way(activations: Tensor, backprops: Tensor) -> cost.Way:
 def norm_ways(activations: Tensor, backprops: Tensor, lengths: Sequence[int]) -> list[cost.Way]:
     """:func:`norm_way` of inputs that have these in the place of T."""
     d, p = activations.shape[-1], backprops.shape[-1]
+    if runs_kernels(activations, backprops):
+        return [cost.norm_way(t, d, p) for t in lengths]
     small = d * p * accumulating_dtype(activations, backprops).itemsize <= cost.SMALL_GRADIENT
-    small = small and not runs_kernels(activations, backprops)
     return ["direct" if small and t > 1 else cost.norm_way(t, d, p, activations.device) for t in lengths]
 
 

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpfast.arithmetic import reference
+from dpfast.arithmetic import cost, reference
 from dpfast.arithmetic.precision import accumulating_dtype, exact_arithmetic
-from dpfast.arithmetic.reference_norms import gram_from_tiles, gram_part, gram_positions, gram_tile
+from dpfast.arithmetic.reference_norms import gram_from_tiles, gram_part, gram_tile
 from dpfast.arithmetic.stacked_grams import UnfinishedGram
 
 
@@ -32,7 +32,7 @@ def unfinished_gram_of_patches(
     t, p = positions.numel(), rows.shape[1]
     windows, every = list(_windows(kernel, dilation, positions)), (slice(None),)
     pixels, b = image.to(dtype).flatten(2), rows.to(dtype).flatten(2)
-    missing, more = (gram_positions(x.shape[2]) - x.shape[2] for x in (b, pixels))
+    missing, more = (cost.gram_positions(x.shape[2]) - x.shape[2] for x in (b, pixels))
     b = (F.pad(b, (0, missing)) if missing else b).mT
     pixels = (F.pad(pixels, (0, more)) if more else pixels).mT
 

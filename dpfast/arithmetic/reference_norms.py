@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpfast.arithmetic import bounds, products, reference, sums
+from dpfast.arithmetic import bounds, cost, products, reference, sums
 from dpfast.arithmetic.bounds import SquaredNorm
 from dpfast.arithmetic.finishing import finished
 from dpfast.arithmetic.precision import accumulating_dtype, smallest_normal
@@ -78,11 +78,6 @@ def unfinished_direct(activations: Tensor, backprops: Tensor, error: SumError | 
     return Unfinished(norm, min(d, sums.SUM_BLOCK), p * d, dtype, error)
 
 
-def gram_positions(t: int) -> int:
-    """How many positions the Gram way has for T: rows of zeros up to there change no bit of value and bound."""
-    return -(-t // products.BATCH_INVARIANT_FROM) * products.BATCH_INVARIANT_FROM
-
-
 def gram_sq_norm(activations: Tensor, backprops: Tensor) -> SquaredNorm:
     """‖G_n‖² = Σ_tt' (a_t·a_t')(b_t·b_t')."""
     return finished(unfinished_gram(activations, backprops))
@@ -93,7 +88,7 @@ def unfinished_gram(activations: Tensor, backprops: Tensor) -> UnfinishedGram:
     dtype = accumulating_dtype(activations, backprops)
     activations, backprops = activations.to(dtype), backprops.to(dtype)
     n, t, d = activations.shape
-    missing = gram_positions(t) - t
+    missing = cost.gram_positions(t) - t
     if missing:  # rows of zeros, so that no tile is narrower than what products.batched needs
         activations, backprops = (F.pad(x, (0, 0, 0, missing)) for x in (activations, backprops))
     return gram_from_tiles(

@@ -136,9 +136,9 @@ def unfinished_norm(blocks: Iterable[Tensor], error: Tensor | SumError | None = 
 
 def unfinished_norms(values: Sequence[Tensor], errors: Sequence[Tensor | SumError | None]) -> list[Unfinished]:
     """Of values of one shape (M, ...) and dtype, contiguous, each with its error: all read together."""
-    all_of_them = unfinished_norm([torch.stack(tuple(values)).flatten(0, 1)])
-    norms = all_of_them.norm.view(len(values), -1).unbind()
-    return [all_of_them._replace(norm=norm, error=error) for norm, error in zip(norms, errors, strict=True)]
+    norm, width, numel, dtype, _ = unfinished_norm([torch.stack(tuple(values)).flatten(0, 1)])
+    norms = norm.view(len(values), -1).unbind()
+    return [Unfinished(own, width, numel, dtype, error) for own, error in zip(norms, errors, strict=True)]
 
 
 class NormsOfLayers:

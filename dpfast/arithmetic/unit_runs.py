@@ -34,7 +34,7 @@ def launch_class(verb: Verb, t: int, d: int, p: int, dtype: torch.dtype, device:
     kernels, _ = import_kernels()
     launcher = "outer_product"
     if verb == "sq_norm":
-        way = cost.norm_way(t, d, p, device)
+        way = cost.norm_way(t, d, p)
         if way == "rank_one":
             return None
         launcher = "gram_norm" if way == "gram" else "outer_norm"
@@ -46,7 +46,7 @@ def launch_class(verb: Verb, t: int, d: int, p: int, dtype: torch.dtype, device:
 def sq_norm(activations: Tensor, backprops: Tensor, runs: UnitRuns) -> SquaredNorm:
     """``‖G_u‖²``, (U,), and its bound."""
     a, b = _rows(activations), _rows(backprops)
-    way = cost.norm_way(runs.longest, a.shape[2], b.shape[2], a.device)
+    way = cost.norm_way(runs.longest, a.shape[2], b.shape[2])
     with exact_arithmetic():
         return kernel_norms.sq_norm(a, b, way, runs)
 

@@ -14,7 +14,6 @@ from dpfast.arithmetic import (
     Unfinished,
     accumulating_dtype,
     bounds,
-    cost,
     finished,
     is_traced,
     lookup_sq_norm,
@@ -27,10 +26,12 @@ from dpfast.arithmetic import (
 from dpfast.factors.dense import Dense, Factor
 from dpfast.factors.runs import take
 
+_SMALL_TABLE = 2**14  # bytes
+
 
 def is_small_table(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether a sample's whole table takes less than bringing equal indices together; ``dtype``: of sums."""
-    return device.type == "cpu" and shape.numel() * dtype.itemsize <= cost.SMALL_GRADIENT
+    return device.type == "cpu" and shape.numel() * dtype.itemsize <= _SMALL_TABLE
 
 
 _WHOLE_TABLE = 3

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dpfast.arithmetic import SquaredNorm, accumulating_dtype, bounds, gram_positions, ops, reference, sums, unit_runs
+from dpfast.arithmetic import SquaredNorm, accumulating_dtype, bounds, cost, ops, reference, sums, unit_runs
 from dpfast.errors import InputError
 from dpfast.factors.dense import Dense, Factor
 from dpfast.factors.in_runs import InRuns, LookedUpInRuns
@@ -163,7 +163,7 @@ class Ragged:
             lengths = [bucket.length for bucket in self.runs.buckets]
             for i, way in enumerate(ops.norm_ways(rows.activations, rows.backprops, lengths)):
                 if way == "gram":
-                    alike.setdefault(gram_positions(lengths[i]), []).append(i)
+                    alike.setdefault(cost.gram_positions(lengths[i]), []).append(i)
         alike = {length: tuple(some) for length, some in alike.items() if len(some) > 1}
         yield from self._parts("sq_norm", without={i for some in alike.values() for i in some})
         for length, some in alike.items():

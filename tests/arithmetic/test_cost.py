@@ -93,6 +93,13 @@ def test_a_cpu_goes_direct_where_its_gram_norm_takes_longer(monkeypatch, who):
     assert who in cost.norm_report()
 
 
+@pytest.mark.parametrize(("t", "way"), [(4, "direct"), (8, "direct"), (16, "gram"), (17, "direct"), (32, "direct")])
+def test_positions_that_only_the_gram_way_has_count(t, way):
+    """It has 16 or 32 here. Of what kernels do with T = 8 or 17, which they take as it is, that says nothing."""
+    assert cost.norm_way(t, 64, 64, CPU) == way
+    assert cost.norm_way(8, 64, 64) == cost.norm_way(17, 64, 64) == "gram"
+
+
 def test_instructions_without_a_row_are_weighed_by_flops():
     """In a process of its own, in which MKL is told to use none that a row is of."""
     code = (
