@@ -17,6 +17,7 @@ import kernel_report
 import loops_report
 import matplotlib
 import scale_report
+import scaling_report
 import section_reports
 import why_report
 
@@ -272,7 +273,11 @@ def documents(results: Path = RESULTS, root: Path = ROOT) -> dict[Path, str]:
     """{file: what it must hold}; of a page that people write, what stands between its markers is replaced."""
     rows = latest_rows(results)
     sections = {
-        "performance.md": {"steps": summary_of_steps(rows, cuda=False), "gpu": summary_of_gpu(results, rows)},
+        "performance.md": {
+            "steps": summary_of_steps(rows, cuda=False),
+            "scaling": scaling_report.lines(results),
+            "gpu": summary_of_gpu(results, rows),
+        },
         "bounds.md": {"watch": section_reports.watch(results)},
         "compiled.md": {"compiled": section_reports.compiled(results)},
         "layouts.md": {"looks": section_reports.looks(results)},
@@ -314,6 +319,7 @@ def main() -> None:
         path.write_text(text)
     picture(latest_rows(), ROOT / "docs" / "step.png")
     why_report.picture(latest_rows(), ROOT / "docs" / "why.png")
+    scaling_report.picture(RESULTS, ROOT / "docs" / "scaling.png")
     if machines := kernel_report.newest():
         kernel_report.roofline(machines, ROOT / "docs" / "roofline.png")
 

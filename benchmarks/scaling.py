@@ -1,7 +1,7 @@
 """Where each way wins: time and memory of one-pass clipping over the plain step against T, N and width, and what the
 ways to a norm cost beside what ``cost.py`` reckons.
 
-    python benchmarks/scaling.py          # ten minutes: steps by T, N and width
+    python benchmarks/scaling.py          # ten minutes: steps by T, N and width, one thread
     python benchmarks/scaling.py norms    # a minute: what a FLOP of the Gram norm takes beside one of the direct norm
     python benchmarks/scaling.py turns    # a minute: layers taken in turn beside the way that they would go otherwise
 
@@ -73,7 +73,8 @@ def _interleaved(calls: list[Callable[[], None]]) -> list[list[float]]:
 
 def steps() -> None:
     """A row for each of STEPS: forward and backward, without noise and optimizer, on one thread."""
-    table = Rows(RESULTS / "scaling.jsonl", {**environment("cpu"), **processor(), "allocator": allocator_name(AS_IT_IS)})
+    where = {**environment("cpu"), **processor(), "allocator": allocator_name(AS_IT_IS)}
+    table = Rows(RESULTS / "scaling.jsonl", where)
     for varies, points in STEPS.items():
         for n, t, width in points:
             row = table.add(varies=varies, n=n, t=t, width=width, **compare_steps(n, t, width))
