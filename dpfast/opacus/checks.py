@@ -88,6 +88,7 @@ def check_frozen(optimizer: optim.Optimizer) -> None:
 
 
 def check_clipped(params: Sequence[nn.Parameter], left: Left | None) -> None:
+    """Raises StateError where p.grad is not a clipped sum; the norms of Opacus's ghost clipping are used up by it."""
     others = [] if left is None else not_noted(params)
     if others:
         raise StateError(
@@ -110,18 +111,38 @@ def check_clipped(params: Sequence[nn.Parameter], left: Left | None) -> None:
             "GradSampleModuleFastGradientClipping"
         )
     if left is None and (ordinary := [p for p in not_noted(params) if not _is_known(p)]):
+        if any(hasattr(p, "_norm_sample") for p in ordinary):
+            raise StateError(
+                f"p.grad of {len(ordinary)} of the {len(params)} parameters, one {tuple(ordinary[0].shape)}, is of a "
+                "single backward pass of ghost clipping, which clips in the second one: call backward() on the loss of "
+                "the criterion that make_private returns (DPLossFastGradientClipping(model, optimizer, criterion)), "
+                "with this optimizer"
+            )
         raise StateError(
             f"p.grad of {len(ordinary)} of the {len(params)} parameters, one {tuple(ordinary[0].shape)}, is of no "
             "private backward pass, or was put in the place of what one has left: nobody has clipped it. Wrap the "
             "model that has these parameters in GradSampleModuleFastGradientClipping; who clips by other code takes "
             "Opacus's DPOptimizerFastGradientClipping, which adds noise to any sum"
         )
+    for p in params if left is None else ():
+        if hasattr(p, "_norm_sample"):
+            p._norm_sample._clips = False
+
+
+def note_norms(params: Sequence[nn.Parameter]) -> None:
+    """Of ``zero_grad()``, which Opacus's ghost clipping calls between its two passes: norms that are there for the
+    first time are of the first, so what stands in p.grad later, beside the very same, is of the second."""
+    for p in params:
+        norms: Any = getattr(p, "_norm_sample", None)
+        if norms is not None and not hasattr(norms, "_clips"):
+            norms._clips = True
 
 
 def _is_known(p: nn.Parameter) -> bool:
-    """Whether an unnoted gradient is of Opacus's ghost clipping, which leaves the norms that it clips by, or is what
-    the last step has released, which Opacus refuses."""
-    return hasattr(p, "_norm_sample") or hasattr(getattr(p, "summed_grad", None), "_processed")
+    """Whether an unnoted gradient is of the second pass of Opacus's ghost clipping, or is what the last step has
+    released, which Opacus refuses."""
+    norms = getattr(p, "_norm_sample", None)
+    return getattr(norms, "_clips", False) or hasattr(getattr(p, "summed_grad", None), "_processed")
 
 
 def check_one(modules: frozenset[int]) -> None:

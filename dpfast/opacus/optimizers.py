@@ -40,6 +40,7 @@ from dpfast.opacus.checks import (
     check_noise,
     check_one,
     check_ranks,
+    note_norms,
     parameters_of,
 )
 from dpfast.opacus.noise import add_noise_by_blocks, add_noise_to_all, are_worth_blocks, new_secret
@@ -252,6 +253,7 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """As in Opacus, which leaves what is frozen just now with the sums of its last step."""
+        note_norms(self.params)
         super().zero_grad(set_to_none)
         if getattr(self.original_optimizer.zero_grad, "__func__", None) is optim.Optimizer.zero_grad:
             note_zeros(parameters_of(self.original_optimizer))
