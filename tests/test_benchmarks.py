@@ -23,8 +23,6 @@ import loops_report
 import pytest
 import report
 import rows
-import scaling
-import scaling_report
 import step
 import torch
 import triton
@@ -203,7 +201,7 @@ def results(folder, **row):
     """Pages with marked sections, and kernel rows of an invented device."""
     (folder / "docs").mkdir()
     pages = {
-        "performance": ("steps", "gpu"),
+        "performance": ("steps", "scaling", "gpu"),
         "bounds": ("watch",),
         "compiled": ("compiled",),
         "layouts": ("looks",),
@@ -372,30 +370,3 @@ def test_other_peoples_models_have_a_line_each():
 @pytest.mark.parametrize("path", sorted(rows.ROOT.glob("benchmarks/*.py")), ids=lambda path: path.stem)
 def test_every_benchmark_imports_what_there_is(path):
     importlib.import_module(path.stem)
-
-
-@pytest.mark.on_cpu
-def test_where_each_way_wins(monkeypatch, tmp_path):
-    monkeypatch.setattr(scaling, "RESULTS", tmp_path)
-    monkeypatch.setattr(scaling, "ROUNDS", 1)
-    monkeypatch.setattr(scaling, "NEAR_EQUAL", [(16, 24, 12)])
-    monkeypatch.setattr(scaling, "TURNS", [(2, 16, 24, 12)])
-    scaling.norms()
-    scaling.turns()
-    norms, turns = (json.loads((tmp_path / f"{name}.jsonl").read_text()) for name in ("norms", "turns"))
-    assert norms["gram_over_direct"] > 0.0 and turns["in_turn_over_otherwise"] > 0.0
-
-
-@pytest.mark.on_cpu
-def test_steps_by_length_batch_and_width(monkeypatch, tmp_path):
-    monkeypatch.setattr(scaling, "RESULTS", tmp_path)
-    monkeypatch.setattr(scaling, "GENERATIONS", 1)
-    monkeypatch.setattr(scaling, "TURNS_EACH", 2)
-    monkeypatch.setattr(scaling, "STEPS", {"T": [(2, 16, 32), (1, 32, 32)], "N": [(2, 16, 32)]})
-    scaling.steps()
-    for row in map(json.loads, (tmp_path / "scaling.jsonl").read_text().splitlines()):
-        assert 0.5 < row["quartiles"][0] <= row["ratio"] <= row["quartiles"][1] and row["tensors"] > 0.9
-    by_t = next(table for table in "\n".join(scaling_report.lines(tmp_path)).split("\n\n"))
-    assert by_t.splitlines()[0] == "| T (width = 32) | 16 | 32 |" and by_t.count("\n| time | ") == 1
-    scaling_report.picture(tmp_path, tmp_path / "scaling.png")
-    assert (tmp_path / "scaling.png").stat().st_size > 10_000
