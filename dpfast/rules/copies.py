@@ -68,8 +68,9 @@ def _rows_of(n: int) -> Callable[..., tuple[Tensor, ...]]:
 
 
 def in_a_row(x: Tensor, n: int) -> Tensor:
-    """n copies of (C,), one after the other, (n·C,); ``repeat`` makes more calls."""
-    return x.expand(n, -1).flatten() if n != 1 else x.clone()
+    """n copies of (C,), one after the other, (n·C,); ``repeat`` makes more calls. In memory of their own, one channel's
+    too, which a view would be n times the same: torch's group norm takes weights for contiguous and reads on."""
+    return _unsafe_view(x.expand(n, -1).contiguous(), (-1,)) if n != 1 else x.clone()
 
 
 def can_be_one(input: Tensor, num_groups: int, parameters: Sequence[Tensor | None]) -> bool:
