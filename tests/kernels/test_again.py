@@ -16,8 +16,8 @@ import triton.language as tl
 from hypothesis import given
 from triton import knobs
 from triton.backends.compiler import GPUTarget
-from triton.runtime import driver, interpreter
-from triton.runtime.jit import JITFunction, compute_cache_key
+from triton.runtime import driver, interpreter, jit
+from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import dpfast.kernels
@@ -97,7 +97,7 @@ def theirs(kernel, tile, values):
     _, keys, _, _, bind = kernel.device_caches[0]
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "debug": kernel.debug or knobs.runtime.debug}
     _, specialization, options = bind(**values, **options, instrumentation_mode=knobs.compilation.instrumentation_mode)
-    return compute_cache_key(keys, specialization, options)
+    return jit.compute_cache_key(keys, specialization, options)
 
 
 # -- keys ----------------------------------------------------------------------------------------------
