@@ -14,6 +14,7 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from dpfast.taps.copied_hooks import hang_up_copies
@@ -94,6 +95,8 @@ def _copied(name: str, value: Any, memo: dict[int, Any]) -> Any:
         return kind({k: None if x is None else copy.deepcopy(x, memo) for k, x in value.items()})
     if isinstance(value, _NEVER_COPIED):
         return value
+    if kind is torch.Generator and id(value) not in memo:  # in a fake mode its deep copy ends torch 2.8's process
+        memo[id(value)] = value.clone_state()
     return copy.deepcopy(value, memo)
 
 
