@@ -78,3 +78,11 @@ def launches(monkeypatch, kernels_run):
         if name.startswith("dpfast.kernels.") and getattr(module, "launch", None) is launch:
             monkeypatch.setattr(module, "launch", counted)
     return started
+
+
+@pytest.fixture
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -36,7 +36,7 @@ def is_small_table(shape: torch.Size, dtype: torch.dtype, device: torch.device) 
 
 _WHOLE_TABLE = 3
 """Rows of a table for each position up to which a CPU writes a sample's whole table sooner than it brings equal indices
-together: 0.5 to 0.9 of the time (T = 32 to 1024, D = 64 to 256), and fewer calls by twenty."""
+together, and in fewer calls by twenty."""
 
 
 class Lookup:
