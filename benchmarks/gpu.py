@@ -2,6 +2,7 @@
 
     python benchmarks/gpu.py                                  # all parts, those first whose rows are worth most
     python benchmarks/gpu.py --part kernels --budget-seconds 460 --out FOLDER
+    python benchmarks/gpu.py --part steps --fastdp ../fast-differential-privacy
 
 Parts, in the order in which one call takes them: the kernels' tests on the device; the kernels on layers of GPT-2 and
 the 1B Llama against cuBLAS; the private steps of both against the plain ones, then both compiled; the whole kernel
@@ -26,7 +27,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from legs import GRAPHED_LEGS
+from legs import GRAPHED_LEGS, add_fastdp
 from rows import RESULTS, ROOT, DeviceLost, Rows, environment
 
 PARTS = ("tests", "first-kernels", "first-steps", "compiled", "kernels", "steps", "sanitize", "ceilings", "tiles")
@@ -52,10 +53,13 @@ def main() -> None:
     parser.add_argument("--part", choices=(*PARTS, "all", "smoke"), default="all")
     parser.add_argument("--budget-seconds", type=float, default=540, help="of the whole call")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder that rows are appended in")
+    parser.add_argument("--fastdp", type=Path, metavar="PATH", help="sources of fastDP, whose steps are taken too")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         sys.exit("no GPU here: nothing to measure")
+    if options.fastdp:
+        add_fastdp(options.fastdp)
     if options.part == "smoke":
         smoke(options.device)
     elif options.part == "all":
@@ -77,6 +81,7 @@ def run_all(options: argparse.Namespace) -> int:
 def run_alone(part: str, options: argparse.Namespace, seconds: float) -> int:
     """The part in a process of its own, so that a lost device or a leak ends with it."""
     command = [sys.executable, __file__, "--out", str(options.out), "--device", options.device, "--part", part]
+    command += ["--fastdp", str(options.fastdp)] if options.fastdp else []
     until = time.monotonic() + seconds
     status = AGAIN
     while status == AGAIN and (left := until - time.monotonic()) > 0:
