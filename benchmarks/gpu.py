@@ -17,17 +17,19 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import torch
-from legs import GRAPHED_LEGS, add_fastdp
+from legs import FASTDP, GRAPHED_LEGS, add_fastdp
 from rows import RESULTS, ROOT, DeviceLost, Rows, environment
 
 PARTS = ("tests", "first-kernels", "first-steps", "compiled", "kernels", "steps", "sanitize", "ceilings", "tiles")
@@ -199,11 +201,31 @@ def steps(rows: Rows, device: str, left: Left, first: bool = False) -> int:
         missing = [leg for leg in legs if not rows.has(workload=workload.name, leg=leg)]
         if workload.device != device or (first and workload.name not in FIRST_WORKLOADS) or not missing or left() <= 0:
             continue
-        bases = (*FIRST_LEGS[:2], *graphed)  # a ratio is to steps of the same run
-        chosen = [leg for leg in legs if leg in (*bases, *missing)]
-        for row in step.measure(workload, chosen, rounds=9, memory=device == "cuda"):
-            rows.add(**row)
+        bases = FIRST_LEGS[:2]  # a ratio is to steps of the same run
+        for chosen in [*([*bases, leg] for leg in legs if leg in missing and leg not in (*bases, *graphed)), graphed]:
+            asked = [leg for leg in chosen if leg in missing]
+            if asked and left() > 0:
+                measured = _measured if device == "cpu" else _in_a_process
+                for row in measured(workload.name, [*bases, *(leg for leg in chosen if leg not in bases)]):
+                    if row["leg"] in asked:
+                        rows.add(**row)
+                        missing.remove(row["leg"])
     return 0
+
+
+def _in_a_process(name: str, legs: list[str]) -> list[dict]:
+    """The rows of these legs from a process of their own: other legs' hooks and memory would slow them."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_measured, name, legs).result()
+
+
+def _measured(name: str, legs: list[str]) -> list[dict]:
+    import step
+
+    if FASTDP in legs and FASTDP not in step.LEGS:  # a new process has the path of its sources, not the leg
+        add_fastdp(Path(importlib.util.find_spec("fastDP").origin).parents[1])
+    workload = step.WORKLOADS[name]
+    return step.measure(workload, legs, rounds=9, memory=workload.device == "cuda")
 
 
 def compiled(rows: Rows, device: str, left: Left) -> int:
