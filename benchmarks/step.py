@@ -10,7 +10,8 @@ of its own, as a user's training has, with the C library's allocator as it comes
 round, in several generations. One thread is measured in CPU time, several in wall time. The figure is the median over
 rounds of (leg / plain) within a round. Peak memory is that of the process, beyond what it had before, the median over
 generations, because where the allocator finds room differs from process to process; and that of tensors alone beside
-it, which does not depend on the allocator. On a GPU all legs run in one process, and torch's allocator counts.
+it, which does not depend on the allocator. On a GPU a leg has a process with the plain ones, they take
+turns of several steps, and torch's allocator counts.
 `ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 ATEN_CPU_CAPABILITY=avx2` in front imitates a smaller processor.
 Rows go to benchmarks/results/step.jsonl, one a leg. A GPU's workloads are the "steps" of benchmarks/gpu.py.
 """
@@ -41,6 +42,8 @@ from dpfast.testing import clipped_sum, loop_over_samples
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 GENERATIONS = 3
 WARM_UP = 2  # steps of each process: until then its memory grows
+GPU_WARM_UP = 12  # what is compiled, captured or looked at at first is not a step's time
+GPU_TURN = 5  # steps, as a training takes them one after another; the first follow another leg's and are not counted
 SLOW = 10.0  # a leg that takes this many plain steps is timed once
 SIGMA = 1.0
 
@@ -221,8 +224,8 @@ def measure(workload: Workload, legs: list[str], rounds: int, memory: bool) -> l
                 rows[leg].update(_peak_memory(workload, leg))
             step = build(leg, copy.deepcopy(model), workload, SIGMA)
             first = timed(workload, step, batch)
-            if workload.device == "cuda":  # what is compiled, captured or looked at at first is not a step's time
-                first = min(timed(workload, step, batch) for _ in range(4))
+            if workload.device == "cuda":
+                first = min(timed(workload, step, batch) for _ in range(GPU_WARM_UP))
             if leg == "plain":
                 limit = SLOW * first
             if first > limit:  # its gradients may fill the memory; it does not stay
@@ -301,7 +304,8 @@ def _interleaved(workload: Workload, steps: dict, batch: tuple, rounds: int) -> 
     gc.disable()
     for i in range(rounds):
         for leg in order[i % len(order) :] + order[: i % len(order)]:
-            seconds[leg].append(timed(workload, steps[leg], batch))
+            turn = [timed(workload, steps[leg], batch) for _ in range(GPU_TURN if workload.device == "cuda" else 1)]
+            seconds[leg].append(statistics.median(turn[len(turn) // 2 :]))
         gc.collect()
     gc.enable()
     return seconds
