@@ -214,7 +214,7 @@ def steps(rows: Rows, device: str, left: Left, first: bool = False) -> int:
 
 
 def _in_a_process(name: str, legs: list[str]) -> list[dict]:
-    """The rows of these legs from a process of their own: other legs' hooks and memory would slow them."""
+    """The rows of these legs from a process of their own, as a user's training has one."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(_measured, name, legs).result()
 

@@ -88,8 +88,9 @@ def _lines(rows: dict[Key, dict[str, dict]]) -> Iterator[str]:
         "relative error of a parameter's clipped gradient against an fp64 loop over samples; for dpfast it is the "
         "slack of the proven norm bound. Every private leg adds the same noise as *plain+noise*. `used` says what a "
         "processor that is told by its environment to use less still may, which imitates a smaller one. On a GPU: bf16,"
-        " all legs in one process, wall time. A step named *graph* is one CUDA graph, noise and SGD in it, and is "
-        "compared with the plain step as one."
+        " wall time, a leg in a process with the plain ones or, in rows of 5c96e59 and before, with others; where rows "
+        "are of several commits, each one's ratios are to the plain step of its own run. A step named *graph* is one "
+        "CUDA graph, noise and SGD in it, and is compared with the plain step as one."
     )
     for workload in dict.fromkeys(key[1] for key in rows):
         chosen = {key: legs for key, legs in rows.items() if key[1] == workload}
@@ -101,7 +102,9 @@ def _lines(rows: dict[Key, dict[str, dict]]) -> Iterator[str]:
             some = next(iter(legs.values()))
             yield ""
             where = f", {threads} thread{'s' * (threads > 1)}, {allocator}" if allocator else ""
-            yield f"{machine}{where}, torch {some['torch']}, commit {some['commit']}, {some['date']}:"
+            commits = list(dict.fromkeys(row["commit"] for row in legs.values()))
+            of = f"commit{'s' * (len(commits) > 1)} {', '.join(commits)}"
+            yield f"{machine}{where}, torch {some['torch']}, {of}, {some['date']}:"
             yield ""
             memory = "memory, MB | / plain | tensors, MB | / plain"
             yield f"| leg | ms | / plain | quartiles | / plain+noise | faults | {memory} | error |"

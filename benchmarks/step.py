@@ -10,8 +10,8 @@ of its own, as a user's training has, with the C library's allocator as it comes
 round, in several generations. One thread is measured in CPU time, several in wall time. The figure is the median over
 rounds of (leg / plain) within a round. Peak memory is that of the process, beyond what it had before, the median over
 generations, because where the allocator finds room differs from process to process; and that of tensors alone beside
-it, which does not depend on the allocator. On a GPU a leg has a process with the plain ones, they take
-turns of several steps, and torch's allocator counts.
+it, which does not depend on the allocator. On a GPU a leg shares a process with the plain ones,
+they take turns of several steps, and torch's allocator counts.
 `ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 ATEN_CPU_CAPABILITY=avx2` in front imitates a smaller processor.
 Rows go to benchmarks/results/step.jsonl, one a leg. A GPU's workloads are the "steps" of benchmarks/gpu.py.
 """

@@ -365,3 +365,15 @@ def test_other_peoples_models_have_a_line_each():
 @pytest.mark.parametrize("path", sorted(rows.ROOT.glob("benchmarks/*.py")), ids=lambda path: path.stem)
 def test_every_benchmark_imports_what_there_is(path):
     importlib.import_module(path.stem)
+
+
+@pytest.mark.on_cpu
+def test_a_leg_is_measured_in_a_process_of_its_own():
+    rows = {row["leg"]: row for row in gpu._in_a_process("mlp", ["plain", "plain+noise"])}
+    assert rows["plain"]["ratio_plain"] == 1.0 and rows["plain+noise"]["rounds"] == 9
+
+
+def test_a_table_names_the_commits_of_all_its_rows():
+    row = {"ms": 1.0, "ratio_plain": 1.0, "ratio_noise": 1.0, "quartiles": [1.0, 1.0], "torch": "2", "date": "today"}
+    legs = {leg: {**row, "leg": leg, "commit": commit} for leg, commit in (("plain", "aaa"), ("plain+noise", "bbb"))}
+    assert "a GPU, torch 2, commits aaa, bbb, today:" in list(report._lines({("a GPU", "mlp", None, None): legs}))

@@ -10,7 +10,7 @@ from dpfast import kernels
 from dpfast.kernels import _repeat
 from dpfast.kernels._launch import launch
 
-N, T, D, P = 2, 5, 16, 48  # Triton 3.4 takes descriptors of rows of 16 elements, interpreted
+N, T, D, P = 2, 5, 16, 48  # multiples of 16: Triton 3.4's interpreter asks that of a descriptor's rows
 OF_PRODUCT = {"norm": True, "row_products": True, "partials": True}
 
 

@@ -14,7 +14,7 @@ from dpfast.kernels._tiles import Tile, cdiv
 from dpfast.kernels.row_sq_norm import _row_sq_norm_kernel
 
 BF16, FP32 = torch.bfloat16, torch.float32
-N, T, D, P = 2, 5, 16, 48  # Triton 3.4 takes descriptors of rows of 16 elements, interpreted
+N, T, D, P = 2, 5, 16, 48  # multiples of 16: Triton 3.4's interpreter asks that of a descriptor's rows
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from dpfast.factors import KernelRecipe, outer_product
 from dpfast.modes import deferred, tapped_model
 from dpfast.testing import clipped_sum, loop_over_samples, relative_error
 
-N, T, D = 2, 2, 16  # Triton 3.4 takes descriptors of rows of 16 elements, interpreted
+N, T, D = 2, 2, 16  # multiples of 16: Triton 3.4's interpreter asks that of a descriptor's rows
 LONG = 8  # positions from which gradients are kept
 C = 0.5
 
