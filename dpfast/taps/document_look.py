@@ -26,7 +26,7 @@ from dpfast.taps.layout import Place, Rows, tokens_in
 from dpfast.taps.passes import in_backward
 from dpfast.taps.random_numbers import same_random_numbers
 from dpfast.taps.registry import find_by_row, find_forward
-from dpfast.taps.same_kernels import same_kernels
+from dpfast.taps.same_kernels import attention_written_out, same_kernels
 from dpfast.taps.seen import Key
 from dpfast.taps.tap import Tap
 from dpfast.taps.witness import copied, replaced, stand_ins
@@ -112,10 +112,11 @@ class DocumentLook:
                 "in the shape of the tokens, or one of each sample (N,)"
             )
         try:
+            first, other = attention_written_out()
             try:
-                return self._told()
+                return self._told(attention=first)
             except torch.OutOfMemoryError:  # of scores written out, it may be
-                return self._told(attention=False)
+                return self._told(attention=other)
         except DpfastError:
             raise
         except Exception as error:  # whatever a model raises
@@ -124,7 +125,7 @@ class DocumentLook:
                 f"them exchanged ({type(error).__name__}: {error}); give ids (N,) and a document a row (padded)"
             ) from error
 
-    def _told(self, *, attention: bool = True) -> Told:
+    def _told(self, *, attention: bool) -> Told:
         with same_random_numbers() as again, same_kernels(attention=attention):
             base, masks = self._run(None, again, backwards=True), self._masks()
             runs = [self._run(mask, again, backwards=True) for mask in masks]

@@ -27,7 +27,7 @@ from dpfast.taps.met_in_backward import Exchanged, Which
 from dpfast.taps.picks import NO_ROUTES
 from dpfast.taps.places_told import OTHER_ORDER, parted_told, place_told
 from dpfast.taps.random_numbers import RandomNumbers, same_random_numbers
-from dpfast.taps.same_kernels import same_kernels
+from dpfast.taps.same_kernels import attention_written_out, same_kernels
 from dpfast.taps.seen import Key, Run, alike, equal, gradients_alike, said_by
 from dpfast.taps.tap import Tap
 from dpfast.taps.told import NOTHING, Told, together
@@ -89,7 +89,8 @@ def told_by_exchange(
     first = without = ""  # without: why there is no noise
     ways: tuple[tuple[bool, dict[int, Any]], ...] = ((True, others), (False, others), (False, {}))
     for size, (noisy, numbers) in itertools.product(dict.fromkeys(s for s in sizes if s > 1), ways):
-        for attention in (True, False):
+        wrong: Told | None = None
+        for attention in attention_written_out():
             try:
                 with same_random_numbers() as again, same_kernels(attention=attention):
                     exchange = _Exchange(model, taps, leaves, structure, dims, places, size, numbers, again)
@@ -98,13 +99,18 @@ def told_by_exchange(
                         exchange, told = exchange.beside_the_longest(told, noisy, at_once)
                     carried = exchange.carried(told)
                     told = exchange.with_lengths(told)._replace(noise=None if noisy else without)
-                    places = told.places | dict.fromkeys(exchange.reordered, OTHER_ORDER)  # where it is not followed
-                    return told._replace(places=places, routes=exchange.routes, carried=carried)
+                    by_place = told.places | dict.fromkeys(exchange.reordered, OTHER_ORDER)  # where it is not followed
+                    told = told._replace(places=by_place, routes=exchange.routes, carried=carried)
+                    if attention or not told.is_wrong:
+                        return told
+                    wrong = told  # and is it so where no kernel is another for a mask?
             except Exception as error:  # whatever a model raises that wants its batch, or its values, otherwise
                 first = first or said_by(error)
                 without = said_by(error) if noisy else without
                 if not isinstance(error, torch.OutOfMemoryError):  # of scores written out, it may be
                     break
+        if wrong is not None:
+            return wrong
     return NOTHING._replace(why=_FAILS.format(first)) if first else NOTHING
 
 

@@ -16,8 +16,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from dpfast.taps.written_out import InParts
 
 
+def attention_written_out() -> tuple[bool, bool]:
+    """Whether looks write attention out, in the order to be tried: on a GPU first, and as it is where that holds too
+    much; on a CPU as it is, and written out where samples meet, for there too a kernel may be another for a mask
+    (torch 2.8 has none with ``enable_gqa``)."""
+    return (True, False) if torch.cuda.is_initialized() else (False, True)
+
+
 @contextmanager
-def same_kernels(*, attention: bool = True) -> Iterator[None]:
+def same_kernels(*, attention: bool) -> Iterator[None]:
     """Within it, what torch has a kernel for that adds up in one order takes that; what has none goes on as it was.
 
     The switches are the process's: to be entered within ``same_random_numbers``, which lets one thread look at a time
@@ -29,7 +36,8 @@ def same_kernels(*, attention: bool = True) -> Iterator[None]:
             scores is there at a time (``written_out``), but those of ``nn.MultiheadAttention`` all are.
     """
     if not torch.cuda.is_initialized():  # on a CPU kernels add up in one order
-        yield
+        with _written_out() if attention else nullcontext():
+            yield
         return
     # Not by torch.use_deterministic_algorithms, which would have torch.compile compile otherwise.
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
