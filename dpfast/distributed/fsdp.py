@@ -87,8 +87,7 @@ class ShardedSums:
                     "model's place between forward and backward, whose gradients dpfast does not find; use "
                     "reshard_after_forward=True or False"
                 )
-            shared = getattr(state, "_state_ctx", None)  # nothing public tells
-            if getattr(shared, "post_backward_final_callback_queued", False):
+            if state._state_ctx.post_backward_final_callback_queued:  # nothing public tells
                 raise StateError(
                     "a backward pass of this FSDP2 model has failed, and FSDP2 does not recover: its parameters stay "
                     "gathered, on each rank its own. Build and shard the model anew and load the last checkpoint"
@@ -172,9 +171,12 @@ class ShardedSums:
 
 
 def _groups(state: Any) -> Sequence[Any]:
-    """A unit's groups of parameters; nothing public has them."""
-    groups: Sequence[Any] = getattr(state, "_fsdp_param_groups", ())
-    return groups
+    """A unit's groups of parameters; nothing public has them. Where torch has them by another name, an AttributeError:
+    that sums stay on their rank for now would be overlooked."""
+    if hasattr(state, "_fsdp_param_groups"):
+        groups: Sequence[Any] = state._fsdp_param_groups
+        return groups
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # torch 2.8 has one
 
 
 class _Flight(NamedTuple):

@@ -257,12 +257,14 @@ def test_a_group_norm_of_half_the_channels_has_the_same_bits_in_every_batch(cls,
             OfHalfTheChannels(copy.deepcopy(layer)), max_grad_norm=1e-3, loss_reduction="sum"
         )
         (wrapped(x[some]) * weights[some]).sum().backward()
-        assert wrapped.get_norm_sample().isfinite().all()
         return torch.stack([wrapped.get_norm_sample(), wrapped.get_clipping_coef()])
 
     whole = norms(slice(None))
+    said = OfHalfTheChannels(layer)(x).isfinite().all()
+    assert whole.isfinite().all() == said
+    assert said or large  # torch 2.8 makes NaN of such variances
     for i in range(9):
-        assert torch.equal(norms(slice(i, i + 1)), whole[:, i : i + 1])
+        torch.testing.assert_close(norms(slice(i, i + 1)), whole[:, i : i + 1], rtol=0.0, atol=0.0, equal_nan=True)
     if large:  # variances are inf in fp32
         return
     exact = loop_over_samples(
