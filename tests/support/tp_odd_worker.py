@@ -55,7 +55,15 @@ def with_adapters():
 
 
 def parted(model, **styles):
-    return parallelize_module(model, mesh(), styles or {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return parted_as(model, styles or {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+def parted_as(model, plan):
+    trained = {name: p.requires_grad for name, p in model.named_parameters()}
+    parallelize_module(model, mesh(), plan)
+    for name, p in model.named_parameters():  # torch 2.8's are new ones that are trained
+        p.requires_grad_(trained[name])
+    return model
 
 
 def gradients(model):
@@ -78,7 +86,7 @@ def adapters():
         plan = {"k": column(), "v": column()}
         plan |= {f"{name}.{part}": column() for name in ("q", "up") for part in ("base_layer", "lora_B.default")}
         plan |= {f"{name}.{part}": row() for name in ("o", "down") for part in ("base_layer", "lora_A.default")}
-        parallelize_module(block, mesh(), plan)
+        parted_as(block, plan)
     return step(model, x, y, of=tp_worker.losses)
 
 
