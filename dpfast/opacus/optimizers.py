@@ -94,6 +94,7 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
     _passes = 0
     _taken = 0.0  # the largest sensitivity that this step has taken
     _modules: frozenset[int] = frozenset()  # whose sums this step has taken
+    takes = False  # whether this step has begun to take gradients
     _divides = _divided = False  # whether adding noise may divide, too, and whether it has
     _draw: int | None = None  # of the batches, as ranks have agreed on it in this step's last backward pass
     _numbers: tuple[Any, ...] = ()  # that the noise of this step follows from
@@ -183,6 +184,7 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
             self._taken = max(self._taken, left.sensitivity)
         self._check_taken()
         goes_on = self._check_skip_next_step(pop_next=False)
+        self.takes = True
         for p in params:
             grad = torch.zeros_like(p) if p.grad is None else _own(p.grad, stays=goes_on)
             p.grad = None
@@ -278,7 +280,8 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
         check_frozen(self.original_optimizer)
         self._divides = getattr(self.scale_grad, "__func__", None) is DPOptimizerFast.scale_grad
         try:
-            full_step = super().pre_step(closure)
+            with self._step_skip_queue.of_step():
+                full_step = super().pre_step(closure)
         finally:
             self._divides = False
         if full_step:
@@ -355,8 +358,7 @@ class TwoPassOptimizer(_BoundToModule):
         module: the module whose norms the criterion has weighted the losses by.
         max_grad_norm: C. Others: as in Opacus.
 
-    Raises:
-        StateError: ``step()`` without both backward passes since the last one.
+    Raises: StateError, ``step()`` without both backward passes since the last one.
     """
 
 
@@ -367,8 +369,7 @@ class OnePassOptimizer(_BoundToModule):
         module: a ``GradSampleModuleFastGradientClipping(passes=1)``.
         max_grad_norm: C; with per-layer clipping ‖(C_p)‖, see PrivacyEngine. Others: as in Opacus.
 
-    Raises:
-        StateError: ``step()`` without a backward pass since the last one.
+    Raises: StateError, ``step()`` without a backward pass since the last one.
     """
 
 

@@ -160,14 +160,103 @@ def ahead(batches):
         following = batch
 
 
-def test_fetching_ahead_over_the_end_of_the_loader_is_refused():
-    """As nobody can tell it from a loop that was given up at the same place."""
-    training = Training("dpfast")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_fetching_ahead_is_refused(workers):
+    """As nobody can tell it from a loop that has left out its first part."""
+    training = Training("dpfast", workers)
     with training.parts() as parts:
-        with pytest.raises(StateError, match="1 parts of draws were fetched"):
-            for part in ahead(itertools.chain.from_iterable(parts for _ in range(2))):
+        with pytest.raises(StateError, match=r"given part 1 .* that of part 0"):
+            for part in ahead(iter(parts)):
                 training.step(*part)
-        training.epoch()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", DpfastWarning)
+            training.epoch()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("left_out", [0, 1, 2])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_part_that_is_left_out(mode, left_out, workers):
+    """Each step from there on would have been that of the part before: draws would end where others do."""
+    training = Training(mode, workers)
+    with training.parts() as parts:
+        loop = iter(parts)
+        with pytest.raises(StateError, match=rf"given part {left_out + 1} .* that of part {left_out}:"):
+            for number, part in enumerate(loop):
+                if number != left_out:
+                    training.step(*part)
+        assert all(p.summed_grad is None for p in training.optimizer.params)
+        with pytest.raises(StateError, match="goes on after"):  # who catches errors and goes on
+            for _ in loop:
+                pass
+    training.epoch()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_of_no_samples_in_the_place_of_a_part(mode):
+    """The remedy that the error names."""
+    training = Training(mode)
+    taken, first = [], True
+    with training.parts() as parts:
+        for x, y, which in parts:
+            n = 0 if first else len(x)
+            taken, first = taken + which[:n].tolist(), False
+            if training.step(x[:n], y[:n]):
+                exact = clipped_sum({name: g[taken] for name, g in training.samples.items()}, C)
+                assert_gradients({name: p.grad for name, p in training.net.named_parameters()}, exact)
+                taken = []
+    assert not first
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("mode", MODES)
+def test_draws_of_no_samples_may_be_left_out(mode, workers):
+    training = Training(mode, workers)
+    sampler = training.loader.batch_sampler
+
+    class WithEmpty(Training.Recorded):
+        def __iter__(self):
+            for number, draw in enumerate(self.sampler):
+                yield draw
+                yield from [[]] * number  # none, then one, then two: the last draw of all is empty
+
+    training.loader.__dict__["batch_sampler"] = WithEmpty(sampler, None)
+    taken, steps = [], 0
+    with warnings.catch_warnings(), training.parts() as parts:
+        warnings.simplefilter("error", DpfastWarning)
+        for x, y, which in itertools.chain.from_iterable(parts for _ in range(2)):
+            if len(x) == 0:
+                continue
+            taken += which.tolist()
+            if training.step(x, y):
+                assert sorted(taken) == training.draws[steps]
+                taken, steps = [], steps + 1
+    assert steps == len(training.draws) == 2 * len(sampler) and not taken
+
+
+@pytest.mark.parametrize("mode", ["dpfast", "dpfast_two_pass"])
+def test_an_interrupted_step_adds_nothing_to_the_next_one(mode):
+    """A loop that calls zero_grad() behind step(), which an interrupted one does not come to."""
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    training = Training(mode)
+    parts, parameters = [slice(0, 3), slice(3, 7), slice(7, 11)], dict(training.net.named_parameters())
+
+    def part_of(some, *, skipped=False):
+        training.optimizer.signal_skip_step(skipped)
+        training.criterion(training.module(training.x[some]), training.y[some]).backward()
+        training.optimizer.step()
+
+    part_of(parts[0], skipped=True)
+    training.optimizer.add_noise = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        part_of(parts[1])
+    del training.optimizer.add_noise
+    part_of(parts[2])
+    exact = clipped_sum({name: g[parts[2]] for name, g in training.samples.items()}, C)
+    assert_gradients({name: p.grad for name, p in parameters.items()}, exact)
 
 
 def test_another_loop_within_one_is_refused():
