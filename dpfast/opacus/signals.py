@@ -27,8 +27,8 @@ from dpfast.modes import wait_for_noise
 _FETCHED = (
     "{} parts of draws were fetched through BatchMemoryManager and not stepped on, and its loader is gone through once "
     "more: which step is to be skipped is not known. What waited has been dropped, and nothing was released. Where the "
-    "loop was given up, start it again, and enter BatchMemoryManager anew; fetch no part ahead of the loop, and look at "
-    "other batches than its own in between"
+    "loop was given up, start it again, and enter BatchMemoryManager anew; fetch no part ahead of the loop, and look "
+    "at other batches than its own in between"
 )
 _TWO_LOOPS = (
     "a loop over BatchMemoryManager goes on after another one with the same optimizer began, or after an error that "
@@ -100,13 +100,15 @@ class Signals(list[bool]):
     def _find_part(self) -> None:
         """Puts the given part's signal in front. Draws of no samples may have been left out: nothing is lost. Other
         parts may not, and who fetches ahead of the loop looks as if it had left the first one out."""
-        loader = self._parts[0] and self._parts[0].loader()
+        part = self._parts[0]
+        loader = None if part is None else part.loader()
         if loader is None:  # there was none, or the loop is over
             return
         given = loader._num_yielded - 1
-        while self._in_step and len(self) > 1 and self._parts[0].number < given and self._parts[0].is_empty:
+        while self._in_step and part is not None and part.is_empty and part.number < given and len(self) > 1:
             del self[0], self._parts[0]
-        waits = self._parts[0].number
+            part = self._parts[0]
+        waits = given if part is None else part.number
         self._in_step = waits == given
         if not self._in_step:
             self._given_up, self._iteration = self._iteration, None
@@ -160,7 +162,8 @@ class Signals(list[bool]):
 def _splits() -> tuple[FrameType | None, Any]:
     """The frame of the generator that splits draws into parts, where it is what asks, and the iterator of a loader that
     it is asked by."""
-    frame, splits = sys._getframe(2), None
+    frame: FrameType | None = sys._getframe(2)
+    splits: FrameType | None = None
     while frame is not None:
         if splits is not None and isinstance(loader := frame.f_locals.get("self"), _BaseDataLoaderIter):
             return splits, loader
@@ -168,7 +171,7 @@ def _splits() -> tuple[FrameType | None, Any]:
             frame.f_locals.get("self"), BatchSplittingSampler
         ):
             splits = frame
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return splits, None
 
 
