@@ -22,6 +22,7 @@ from dpfast.rules.convolution import convolution, transposed_convolution
 from dpfast.rules.copies import can_be_one, group_norm_as_one, in_a_row, of_copies
 from dpfast.rules.embedding import embedding as embedding_rule
 from dpfast.rules.linear import linear as linear_rule
+from dpfast.rules.normalization import eps_of_torch
 from dpfast.rules.normalization import group_norm as group_norm_rule
 from dpfast.rules.normalization import layer_norm as layer_norm_rule
 from dpfast.rules.normalization import rms_norm as rms_norm_rule
@@ -214,7 +215,7 @@ def layer_norm(
 def rms_norm(meeting: Meeting, input: Tensor, normalized_shape: Any, weight: Any = None, eps: Any = None) -> Any:
     """The rule of nn.RMSNorm."""
     shape = tuple(normalized_shape)
-    epsilon = torch.finfo(input.dtype).eps if eps is None else eps
+    epsilon = eps_of_torch(input) if eps is None else eps
 
     def factors(values: Any, activations: Any, backprops: Tensor) -> Any:
         return rms_norm_rule(_layer(values), activations[0], backprops, values[0].numel(), epsilon)

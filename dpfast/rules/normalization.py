@@ -311,8 +311,13 @@ def rms_norm(layer: Any, inputs: Tensor, backprops: Tensor, width: int, eps: flo
 @register_rule(nn.RMSNorm, fresh=True, alike=lambda layer: (layer.weight.shape, layer.eps))
 def torch_rms_norm(layer: nn.RMSNorm, activations: Activations, backprops: Tensor) -> dict[nn.Parameter, Factor]:
     """activations[0] and backprops (N, ..., *normalized_shape)."""
-    eps = torch.finfo(activations[0].dtype).eps if layer.eps is None else layer.eps
+    eps = eps_of_torch(activations[0]) if layer.eps is None else layer.eps
     return rms_norm(layer, activations[0], backprops, layer.weight.numel(), eps)
+
+
+def eps_of_torch(inputs: Tensor) -> float:
+    """What torch's RMS norm adds where no eps is given: of 16-bit inputs, too, that of what it computes in."""
+    return torch.finfo(accumulating_dtype(inputs)).eps
 
 
 @register_rule(nn.GroupNorm, fresh=True)
