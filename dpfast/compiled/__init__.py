@@ -4,7 +4,7 @@
 ``batches`` pads and masks. Imports ``modes`` and below.
 """
 
-from dpfast.compiled.batches import num_samples, padded
+from dpfast.compiled.batches import Batch, num_samples, padded
 from dpfast.compiled.step import compile_step
 
-__all__ = ["compile_step", "num_samples", "padded"]
+__all__ = ["Batch", "compile_step", "num_samples", "padded"]

@@ -154,6 +154,23 @@ def check_one(modules: frozenset[int]) -> None:
         )
 
 
+def keep_what_is_counted(optimizer: Any, accountant: Any) -> None:
+    """The accountant takes the entry of all steps so far out of its history, and puts it back with one more: an
+    interrupt between the two (Ctrl-C) would have it forget them."""
+    count = optimizer.step_hook
+
+    def counted(private: Any) -> None:
+        entries, last = len(accountant.history), accountant.history[-1:]
+        try:
+            count(private)
+        except BaseException:
+            if len(accountant.history) < entries:
+                accountant.history += last
+            raise
+
+    optimizer.attach_step_hook(counted)
+
+
 def warn_of_another(engine: Any, module: Any) -> None:
     """Warns where the engine has made another module private that lives: its accountant counts each one's steps as on
     draws of their own, and two on one draw are one release with 2**0.5 times the sensitivity."""

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten
 from torch.utils.data import DataLoader
 
-from dpfast.compiled import num_samples, padded
+from dpfast.compiled import Batch, num_samples, padded
 from dpfast.errors import InputError
 
 
@@ -35,10 +35,13 @@ def losses_of(criterion: Callable[[Any, Tensor], Tensor]) -> Callable[..., Tenso
         )
     by_sample: Any = copy.copy(criterion)
     by_sample.reduction = "none"
+    added_up = criterion.reduction in ("sum", "batchmean")  # of a sample's losses
 
     def losses(model: nn.Module, *batch: Any) -> Tensor:
         found: Tensor = by_sample(model(*batch[:-1]), batch[-1])
-        return found.flatten(1).mean(1) if found.dim() > 1 else found
+        if found.dim() < 2:
+            return found
+        return found.flatten(1).sum(1) if added_up else found.flatten(1).mean(1)
 
     return losses
 
@@ -55,17 +58,13 @@ class PaddedCollate:
         self.collate, self.size = collate, size
 
     def __call__(self, samples: Sequence[Any]) -> tuple[Any, Tensor]:
-        batch = self.collate(samples)
-        leaves, structure = tree_flatten(batch)
-        places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
-        tensors = [leaves[i] for i in places]
-        n = num_samples(tensors)
-        parts = list(padded(tensors, torch.ones(n, dtype=torch.bool), self.size))
+        batch = Batch(*tree_flatten(self.collate(samples)))
+        n = num_samples(batch.tensors)
+        parts = list(padded(batch.tensors, torch.ones(n, dtype=torch.bool), self.size))
         if not parts:
-            return batch, torch.ones(0, dtype=torch.bool)
-        for i, pieces in zip(places, zip(*(some for some, _ in parts), strict=True), strict=True):
-            leaves[i] = torch.cat(pieces)
-        return tree_unflatten(leaves, structure), torch.cat([mask for _, mask in parts])
+            return batch.of(batch.tensors), torch.ones(0, dtype=torch.bool)
+        pieces = zip(*(some for some, _ in parts), strict=True)
+        return batch.of([torch.cat(some) for some in pieces]), torch.cat([mask for _, mask in parts])
 
 
 def padded_loader(loader: DataLoader[Any], size: int) -> DataLoader[Any]:

@@ -26,7 +26,7 @@ from dpfast.distributed import (
 from dpfast.errors import InputError, StateError
 from dpfast.errors import UnsupportedModuleError as OurError
 from dpfast.modes import ConstantPerLayerClipper, GradSampleModule, GradSampleModuleFastGradientClipping
-from dpfast.opacus.checks import check_before_steps, check_noise, warn_of_another
+from dpfast.opacus.checks import check_before_steps, check_noise, keep_what_is_counted, warn_of_another
 from dpfast.opacus.compiled import graph_size, losses_of, padded_loader
 from dpfast.opacus.losses import ClippedLoss
 from dpfast.opacus.optimizers import (
@@ -181,6 +181,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
         self._dealt_out, self._drawn_from = True, data_loader
         try:
             module, optimizer, data_loader = super().make_private(**arguments)
+            keep_what_is_counted(optimizer, self.accountant)
             warn_of_another(self, module)
             if grad_sample_mode != "dpfast_two_pass":
                 return module, optimizer, data_loader

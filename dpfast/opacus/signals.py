@@ -40,7 +40,8 @@ _LEFT_OUT = (
     "one was not stepped on, or twice, or something fetches ahead of the loop. So no step is known to end with its "
     "draw, and a sample could count twice in one. What waited has been dropped, and nothing was released. Call step() "
     "once for each part, one that is left out too (a backward pass of no samples, x[:0], leaves zeros), and let the "
-    "loader's workers fetch ahead; then begin a new loop over it"
+    "loader's workers fetch ahead (Accelerate's loader does so, too: prepare() the engine's, and BatchMemoryManager "
+    "around what that gives); then begin a new loop over it"
 )
 _DROPPED = (
     "the last loop over BatchMemoryManager ended within a draw or before parts that it had fetched. What waited of "
@@ -72,7 +73,7 @@ class Signals(list[bool]):
         self._iteration: FrameType | None = None  # the frame itself: another one could get its id
         self._given_up: FrameType | None = None
         self._parts: list[_Part | None] = []  # of each signal; None: of one's own
-        self._in_step = False  # whether a step of this iteration was for the part that the loop had just been given
+        self._in_step = False  # whether the step before was for the part that its loop had been given last
 
     def append(self, skip: bool) -> None:
         """Raises StateError where two loops are mixed up, so that no step is known to end with its draw."""
@@ -143,7 +144,7 @@ class Signals(list[bool]):
     def _begin(self, iteration: FrameType) -> None:
         if self._in_step and all(part is not None and part.is_empty for part in self._parts):
             self.clear()  # draws of no samples that were left out
-        before, self._iteration, self._in_step = self._iteration, iteration, False
+        before, self._iteration = self._iteration, iteration
         goes_on = iteration is self._given_up
         parts, private = len(self), self._of()
         within = goes_on or parts > 0 or private._is_last_step_skipped

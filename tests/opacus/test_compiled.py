@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+import transformers
 from small_steps import Mlp
 from torch import nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpfast.errors import InputError
 from dpfast.opacus import PrivacyEngine
-from dpfast.opacus.compiled import losses_of
+from dpfast.opacus.compiled import PaddedCollate, losses_of
 from dpfast.testing import clipped_sum, loop_over_samples, relative_error
 
 
@@ -78,6 +79,33 @@ def test_losses_of_a_criterion():
     torch.testing.assert_close(found.mean(), nn.functional.cross_entropy(x, y))
     with pytest.raises(InputError, match="no reduction"):
         losses_of(lambda x, y: x)
+
+
+@pytest.mark.parametrize(
+    "criterion",
+    [
+        nn.MSELoss(reduction="sum"),
+        nn.MSELoss(),
+        nn.CrossEntropyLoss(reduction="sum"),
+        nn.KLDivLoss(reduction="batchmean"),
+        nn.KLDivLoss(reduction="sum"),
+    ],
+    ids=lambda criterion: f"{type(criterion).__name__}-{criterion.reduction}",
+)
+def test_losses_add_up_as_the_criterion_says(criterion):
+    x, y = torch.randn(4, 3, 5), torch.rand(4, 3, 5)
+    if isinstance(criterion, nn.CrossEntropyLoss):
+        y = torch.randint(0, 3, (4, 5))
+    found = losses_of(criterion)(lambda x: x, x, y)
+    torch.testing.assert_close(found.sum() if criterion.reduction == "sum" else found.mean(), criterion(x, y))
+
+
+def test_a_batch_that_hides_its_tensors():
+    def collate(some):
+        return transformers.BatchEncoding({"x": torch.stack(some)})
+
+    with pytest.raises(InputError, match=r"holds a BatchEncoding.*dict\(batch\)"):
+        PaddedCollate(collate, 4)([torch.randn(3)])
 
 
 def test_what_does_not_fit():

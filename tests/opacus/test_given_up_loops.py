@@ -31,7 +31,9 @@ class Training:
         # On the CPU, as usual: forked workers have no GPU, and loaders draw there.
         data = TensorDataset(self.x.cpu(), self.y.cpu(), torch.arange(N, device="cpu"))
         loader = DataLoader(data, batch_size=12, num_workers=workers, generator=torch.Generator("cpu").manual_seed(3))
-        self.module, self.optimizer, *criterion, self.loader = PrivacyEngine(accountant="rdp").make_private(
+        engine = PrivacyEngine(accountant="rdp")
+        self.accountant = engine.accountant
+        self.module, self.optimizer, *criterion, self.loader = engine.make_private(
             module=self.net,
             optimizer=torch.optim.SGD(self.net.parameters(), lr=0.0),
             data_loader=loader,
@@ -217,6 +219,7 @@ def test_draws_of_no_samples_may_be_left_out(mode, workers):
     class WithEmpty(Training.Recorded):
         def __iter__(self):
             for number, draw in enumerate(self.sampler):
+                yield from [[]] * (number == 0 and len(training.draws) > 1)  # another iteration begins with one
                 yield draw
                 yield from [[]] * number  # none, then one, then two: the last draw of all is empty
 
@@ -232,6 +235,27 @@ def test_draws_of_no_samples_may_be_left_out(mode, workers):
                 assert sorted(taken) == training.draws[steps]
                 taken, steps = [], steps + 1
     assert steps == len(training.draws) == 2 * len(sampler) and not taken
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_interrupt_in_the_accountant_loses_no_steps(mode, monkeypatch):
+    """It takes the entry of all steps so far out of its history, and puts it back with one more."""
+    training = Training(mode)
+    for some in (slice(0, 3), slice(3, 7)):
+        training.step(training.x[some], training.y[some])
+    history, accountant = list(training.accountant.history), training.accountant
+
+    def interrupted(self, **_):
+        self.history.pop()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(accountant), "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        training.step(training.x[:4], training.y[:4])
+    assert accountant.history == history == [(0.0, 0.5, 2)]
+    monkeypatch.undo()
+    training.step(training.x[:4], training.y[:4])
+    assert accountant.history == [(0.0, 0.5, 3)]
 
 
 @pytest.mark.parametrize("mode", ["dpfast", "dpfast_two_pass"])
