@@ -30,6 +30,7 @@ from dpfast.taps.same_kernels import attention_written_out, same_kernels
 from dpfast.taps.seen import Key
 from dpfast.taps.tap import Tap
 from dpfast.taps.witness import copied, replaced, stand_ins
+from dpfast.taps.written import begun_anew
 
 _SAME = 0.02
 """How far, in norm, a layer's rows may be from those of its tokens in another order: rounding, in 16 bits too."""
@@ -103,6 +104,7 @@ class DocumentLook:
             for rank in (*tap.places, *range(1, 6))
         }
 
+    @begun_anew
     def told(self) -> Told:
         tokens = [x for x in self.leaves if isinstance(x, Tensor) and x.shape[: self.raw.dim()] == self.raw.shape]
         if not tokens:

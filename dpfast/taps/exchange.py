@@ -38,6 +38,7 @@ from dpfast.taps.witness import (
     stand_ins,
     with_one_more,
 )
+from dpfast.taps.written import begun_anew
 
 _IN_BACKWARD = (
     "the gradient at its output changes with a sample that is not its own, and what the forward pass gives does not; "
@@ -65,6 +66,7 @@ _MOST_DRAWS = 12
 8,192 is still out then."""
 
 
+@begun_anew
 def told_by_exchange(
     model: nn.Module,
     taps: Sequence[Tap],

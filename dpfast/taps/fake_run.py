@@ -224,6 +224,7 @@ class Nobody:
 
     active = inserts = picks_rows = False
     batch_dim = 0
+    shared: Sequence[tuple[nn.Parameter, Tensor]] = ()  # the model's parameters, and what the copy has in their place
 
     def is_input(self, x: Tensor, *, whole: bool = False) -> bool:
         return True  # what a 1-D input is is found out here, and no value is looked at

@@ -18,6 +18,7 @@ from dpfast.taps.layout import Place
 from dpfast.taps.node import TappedLayer
 from dpfast.taps.packed import packed_in
 from dpfast.taps.passes import in_backward
+from dpfast.taps.written import Unwritten
 
 
 def experts_of(module: nn.Module) -> list[nn.Module]:
@@ -73,10 +74,11 @@ def end_model(taps: object) -> None:
 
 @contextmanager
 def following_model(taps: Any, model: nn.Module, inputs: Any) -> Iterator[None]:
-    """The same in a copy's forward."""
+    """The same in a copy's forward, which writes to none of the parameters that it shares."""
     follow_model(taps, model, inputs)
     try:
-        yield
+        with Unwritten(taps.shared):
+            yield
     finally:
         end_model(taps)
 

@@ -19,6 +19,7 @@ from dpfast.taps.layout import Call
 from dpfast.taps.random_numbers import same_random_numbers
 from dpfast.taps.tap import Tap
 from dpfast.taps.witness import copied, first_samples
+from dpfast.taps.written import begun_anew
 
 _SIZES = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37)
 
@@ -29,6 +30,7 @@ def told_apart(sizes: Iterable[int]) -> list[int]:
     return [p for p in _SIZES if all(size % p for size in found)][:2]
 
 
+@begun_anew
 def calls_in_turns(
     model: nn.Module,
     taps: Sequence[Tap],

@@ -26,6 +26,7 @@ from dpfast.taps.tap import ALONE, OWN, Tap
 from dpfast.taps.told import NOTHING as TOLD_NOTHING
 from dpfast.taps.told import Told
 from dpfast.taps.witness import first_samples, run_on
+from dpfast.taps.written import begun_anew
 
 SAMPLES = 3
 _PRIMES = (53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109, 113)
@@ -190,6 +191,7 @@ def _found(
     return found
 
 
+@begun_anew
 def _calls_on_data(
     model: nn.Module, taps: Sequence[Tap], leaves: list[Any], structure: Any, dims: list[int | None], size: int
 ) -> list[list[tuple[int | None, Call]]]:

@@ -34,6 +34,7 @@ from dpfast.taps.seen import Beside, Key, Run, backwards
 from dpfast.taps.shared import Operation, Shared
 from dpfast.taps.tap import Tap
 from dpfast.taps.unsharded import copied_whole, whole_stand_in
+from dpfast.taps.written import is_written
 
 _NUMBERS = 1021  # of noise, over and over: a prime, so that no two rows are likely to have the same
 _NOISE = 0.125
@@ -302,13 +303,20 @@ def _forget(parameter: Tensor) -> None:
 def copied(
     model: nn.Module, taps: Sequence[Tap], stand_ins: dict[int, Any] | None = None
 ) -> tuple[nn.Module, list[Tap]]:
-    """The model with its taps, on the same parameters but for those that something stands in for; buffers and all that
-    a forward, or its hooks, may keep are its own."""
-    memo: dict[int, Any] = without_graphs(model) | {id(p): p for p in model.parameters()} | (stand_ins or {})
+    """The model with its taps, on the same parameters but for those that something stands in for, or that a forward
+    writes to; buffers and all that a forward, or its hooks, may keep are its own."""
+    shared = {id(p): p for p in model.parameters()} | (stand_ins or {})
+    own = {id(p): _own(p, shared[id(p)]) for p in model.parameters() if is_written(p)}
+    memo: dict[int, Any] = without_graphs(model) | shared | own
     memo[id(taps[0].taps)] = nobody = Nobody()
+    nobody.shared = [(p, shared[id(p)]) for p in model.parameters() if id(p) not in own]
     nobody.picks_rows, nobody.batch_dim = taps[0].taps.picks_rows, taps[0].taps.batch_dim
     with copied_whole(model, memo):
         return copy_of(model, taps, memo, hooks=True)
+
+
+def _own(parameter: nn.Parameter, stands_there: Tensor) -> nn.Parameter:
+    return leaf_of(nn.Parameter(stands_there.detach().clone(), requires_grad=parameter.requires_grad))
 
 
 def stand_ins(model: nn.Module) -> dict[int, Any]:

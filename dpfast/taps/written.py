@@ -1,0 +1,86 @@
+"""Parameters that a forward itself writes to: a moving average of others, weights that a first call scales.
+
+What looks at a model runs copies that share its parameters, so such a write would come to the model, once a run. It
+does not happen: the look begins anew, and from then on each copy has that parameter for itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_written: Any = WeakIdKeyDictionary()
+
+
+class ParameterWritten(BaseException):
+    """A copy was about to write to a parameter of its model. No Exception, which looks and models may catch."""
+
+
+def is_written(parameter: nn.Parameter) -> bool:
+    """Whether a forward was seen to write to it."""
+    return parameter in _written
+
+
+def begun_anew(look: Callable[P, R]) -> Callable[P, R]:
+    """Decorates a look. It begins anew where a copy was about to write to a parameter: then each has it for itself."""
+
+    @functools.wraps(look)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        while True:
+            try:
+                return look(*args, **kwargs)
+            except ParameterWritten:  # one more is known now
+                continue
+
+    return call
+
+
+class Unwritten(TorchDispatchMode):
+    """Within it a write to one of these parameters raises ParameterWritten before it happens.
+
+    Args:
+        shared: (the model's parameter, what a copy has in its place, in memory that others have too).
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, shared: Iterable[tuple[nn.Parameter, Tensor]]):
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self._shared: dict[int, list[nn.Parameter]] = {}
+        for parameter, x in shared:
+            if (place := _memory(x)) is not None:
+                self._shared.setdefault(place, []).append(parameter)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        schema = getattr(func, "_schema", None)  # higher-order operators have none
+        if schema is not None and schema.is_mutable:
+            for x in _written_by(schema, args, kwargs):
+                if parameters := self._shared.get(_memory(x) or 0):
+                    for parameter in parameters:
+                        _written[parameter] = True
+                    raise ParameterWritten
+        return func(*args, **kwargs)
+
+
+def _written_by(schema: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterable[Tensor]:
+    for i, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            x = args[i] if i < len(args) else kwargs.get(argument.name)
+            yield from (y for y in (x if isinstance(x, (list, tuple)) else (x,)) if isinstance(y, Tensor))
+
+
+def _memory(x: Tensor) -> int | None:
+    """The address of what holds its numbers; None of what has other tensors inside, or no numbers."""
+    if type(x) not in (Tensor, nn.Parameter) or x.is_meta or x.layout != torch.strided:
+        return None
+    return x.untyped_storage().data_ptr() or None
