@@ -4,10 +4,15 @@ Of a sum of samples' own losses, a sample's gradient at the outputs changes with
 derivatives between two samples are zero, to the bit, as each is computed from its own rows. Their product with noise on
 half of the samples takes one backward pass more of the loss's own graph, and no forward pass (Pearlmutter, "Fast exact
 multiplication by the Hessian", 1994). It must stay away from the other half.
+
+A loss may also take tensors that the forward pass has made and the model does not return: kept in an attribute, by a
+hook, in an object of somebody's own. They are where the loss's graph enters nodes that the forward has made, which
+autograd numbers one after the other.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,13 +25,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from dpfast.arithmetic import buffers, is_traced
 from dpfast.errors import DpfastWarning, UnsupportedModuleError
+from dpfast.modes.cut_graph import Cut
 from dpfast.modes.ranked import ranked_samples
 from dpfast.taps import is_of_tap, nodes_behind, noise_like, said_by
 
 _MARK = "dpfast_outputs"  # in the metadata of autograd's nodes, which live as long as their graph
 
 _MEET = (
-    "behind output {} of the model, {}, samples meet in the loss: a sample's gradient there changes with the outputs "
+    "behind {}, {}, samples meet in the loss: a sample's gradient there changes with the outputs "
     "of another one (statistics of the batch, a root or logarithm of the mean loss, comparisons of samples), and "
     "clipping bounds nothing; make losses of shape (N,), each from its own sample, and take their mean or sum"
 )
@@ -42,23 +48,42 @@ _NOT_SEEN = (
     "That it is a sum or mean of samples' own losses is taken on trust: if it is not so, clipping bounds nothing "
     "(docs/layouts.md)"
 )
+_KEPT_ON_TRUST = (
+    "the loss was made from {}, {}, and in which of its dimensions the batch's {} samples are is not known. That the "
+    "loss is a sum or mean of samples' own losses is taken on trust: if it is not so, clipping bounds nothing "
+    "(docs/layouts.md); keep it with the samples in a dimension of their own"
+)
+_KEPT = "a tensor of the model's that is no output of it (an attribute, a hook's)"
 _ONCE = ("Error", "CompiledFunctionBackwardBackward")  # torch's classes; what these come from is behind no edge
 _AT_ONCE = 2**20  # numbers of second derivatives
+_now = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]  # of autograd's nodes
 _CALLER = 5  # frames from a warning to who called loss.backward()
 
 
+class Looked(NamedTuple):
+    """A forward pass whose loss is to be looked at: of so many samples, with these numbers of autograd's nodes."""
+
+    n: int
+    nodes: range
+
+
 class _Output(NamedTuple):
-    """One of a model's.
+    """One of a model's, or what it keeps.
 
     Attributes:
-        hooks: on its gradient, which are for the step's. dims: where its samples may be; none where it is one number.
+        tensor, hooks: and those on its gradient, which are for the step's; None where it is kept. name: in words.
+        dims: where its samples may be; none where it is one number; None: not known.
     """
 
-    tensor: weakref.ref[Tensor]
+    tensor: weakref.ref[Tensor] | None
     hooks: Any
-    number: int
-    n: int
-    dims: Sequence[int]
+    name: str
+    forward: Looked
+    dims: Sequence[int] | None
+
+    @property
+    def n(self) -> int:
+        return self.forward.n
 
 
 class _First(NamedTuple):
@@ -78,41 +103,56 @@ class _First(NamedTuple):
         return cls(at, g.new_empty(()).expand(g.shape), output)
 
 
-def mark_outputs(outputs: Sequence[Any], n: int, parted: Mapping[int, Sequence[int]]) -> None:
-    """The loss that is made of these, which have hooks, is to be looked at.
+def mark_outputs(outputs: Sequence[Any], n: int, parted: Mapping[int, Sequence[int]], graph: Any) -> None:
+    """The loss that is made of a forward pass is to be looked at.
 
     Args:
-        n: their number of samples. parted: the dimensions of each output, by its number, in which these are.
+        outputs: which have hooks. n: the number of samples. parted: the dimensions of each output, by its number, in
+            which these are. graph: of the pass (``steps.Graph``).
     """
+    if n < 2 or graph is None:
+        return
+    graph.looked = forward = Looked(n, range(graph.begun, _now()))
     for i, x in enumerate(outputs):
-        if n < 2 or not isinstance(x, Tensor) or x.grad_fn is None or x.is_complex():
-            continue
-        dims = [d for d in parted.get(i, ()) if d < x.dim() and x.shape[d] == n]
-        if dims or x.numel() == 1:
+        if isinstance(x, Tensor) and x.grad_fn is not None:
+            dims = None if x.is_complex() else _dims(x.shape, parted.get(i, ()), n)
+            output = _Output(weakref.ref(x), x._backward_hooks, f"output {i} of the model", forward, dims)
             node: Any = x.grad_fn
-            node.metadata.setdefault(_MARK, {})[x.output_nr] = _Output(weakref.ref(x), x._backward_hooks, i, n, dims)
+            node.metadata.setdefault(_MARK, {})[x.output_nr] = output
+
+
+def _dims(shape: Sequence[int], some: Iterable[int], n: int) -> list[int] | None:
+    found = [d for d in some if d < len(shape) and shape[d] == n]
+    return found if found or math.prod(shape) == 1 else None
 
 
 def check_apart(losses: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-    """Raises UnsupportedModuleError where samples meet between marked outputs and the losses. Warns where these have no
-    second derivatives (functions of one's own, code of torch.compile).
+    """Raises UnsupportedModuleError where samples meet between what the model gave and the losses. Warns where these
+    have no second derivatives (functions of one's own, code of torch.compile).
 
     Args:
         grads: what their gradients start from; ones where it is not given.
     """
-    nodes = list(nodes_behind((loss.grad_fn for loss in losses), _is_behind_outputs))
-    marked: dict[Any, dict[int, _Output]] = {x: x.metadata.pop(_MARK) for x in nodes if _MARK in x.metadata}
-    if not marked or is_traced():
+    forwards: list[Looked] = []
+    marked: dict[Any, dict[int, _Output]] = {}
+    for node in nodes_behind((loss.grad_fn for loss in losses), _is_behind_outputs):
+        if _MARK in node.metadata:
+            marked[node] = node.metadata.pop(_MARK)
+            forwards += [x.forward for x in marked[node].values()]
+        elif is_of_tap(node) and node.record.graph is not None and node.record.graph.looked is not None:
+            forwards.append(node.record.graph.looked)
+    if not forwards or is_traced():
         return
-    if len(marked) > 1:  # the way from one to another is the model's own
-        behind = {node for one in marked for node in nodes_behind(x for x, _ in one.next_functions)}
-        marked = {node: outputs for node, outputs in marked.items() if node not in behind}
-    outputs = {GradientEdge(node, number): x for node, some in marked.items() for number, x in some.items()}
-    _check_ranks(nodes, outputs)
+    nodes, outputs = _ends(losses, marked, list(dict.fromkeys(forwards)))
+    told = {edge: x for edge, x in outputs.items() if x.dims is not None}
+    if not told:
+        return
+    cut = Cut(list(outputs), by_hand=any(x.tensor is None for x in outputs.values()))
+    _check_ranks(nodes, told, cut)
     buffers.give_back()  # what is free between activations is too small for what follows, and would stay beside it
     try:
         with _hooks_off(outputs.values()), torch.enable_grad():
-            met = _met(losses, grads, outputs)
+            met = _met(losses, grads, told, cut)
     except Exception as error:  # whatever functions raise that have no second derivative
         warnings.warn(_NOT_SEEN.format(said_by(error)), DpfastWarning, stacklevel=_CALLER)
         return
@@ -122,12 +162,54 @@ def check_apart(losses: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Non
         raise UnsupportedModuleError(_MEET.format(*met))
 
 
-def _check_ranks(nodes: Sequence[Any], outputs: dict[GradientEdge, _Output]) -> None:
-    n = next(iter(outputs.values())).n if outputs else 0
-    dims = {edge: x.dims for edge, x in outputs.items() if x.n == n}
+def _ends(
+    losses: Sequence[Tensor], marked: dict[Any, dict[int, _Output]], forwards: Sequence[Looked]
+) -> tuple[list[Any], dict[GradientEdge, _Output]]:
+    """The losses' own nodes, and where they enter what the forward passes made: outputs, and what is kept, of which a
+    warning says where its samples cannot be told."""
+
+    def of(node: Any) -> Looked | None:
+        return next((x for x in forwards if node._sequence_nr() in x.nodes), None)
+
+    def is_own(node: Any) -> bool:
+        return not (node in marked or is_of_tap(node) or of(node) is not None)
+
+    nodes = [x for x in nodes_behind((loss.grad_fn for loss in losses), is_own) if is_own(x)]
+    roots = [(loss.grad_fn, loss.output_nr) for loss in losses]
+    outputs: dict[GradientEdge, _Output] = {}
+    for node, number in (*roots, *(edge for x in nodes for edge in x.next_functions)):
+        edge = GradientEdge(node, number)
+        if node is None or edge in outputs:
+            continue
+        output = marked.get(node, {}).get(number)
+        forward = of(node)
+        if output is None and forward is not None and _leads_to_tap(node):
+            output = _kept(edge, forward)
+        if output is not None:
+            outputs[edge] = output
+    return nodes, outputs
+
+
+def _leads_to_tap(node: Any) -> bool:
+    """Whether gradients there come to a layer; what is in a reentrant checkpoint is not in the graph."""
+    return any(is_of_tap(x) or type(x).__name__ == "CheckpointFunctionBackward" for x in nodes_behind([node]))
+
+
+def _kept(edge: GradientEdge, forward: Looked) -> _Output:
+    like: Any = edge.node._input_metadata[edge.output_nr]
+    shape = tuple(like.shape)
+    dims = None if like.dtype.is_complex else _dims(shape, range(len(shape)), forward.n)
+    if dims is None:
+        warnings.warn(_KEPT_ON_TRUST.format(_KEPT, shape, forward.n), DpfastWarning, stacklevel=_CALLER + 2)
+    return _Output(None, {}, _KEPT, forward, dims)
+
+
+def _check_ranks(nodes: Sequence[Any], outputs: dict[GradientEdge, _Output], cut: Cut) -> None:
+    n = next(iter(outputs.values())).n
+    dims = {edge: x.dims for edge, x in outputs.items() if x.n == n and x.dims}
     try:
         with _hooks_off(outputs.values()):
-            name = ranked_samples(nodes, dims, _half(n))
+            name = ranked_samples(nodes, dims, _half(n), cut)
     except Exception:  # of what has no gradients, the look at second derivatives says why
         return
     if name is not None:
@@ -138,7 +220,8 @@ def _check_ranks(nodes: Sequence[Any], outputs: dict[GradientEdge, _Output]) -> 
 def _hooks_off(outputs: Iterable[_Output]) -> Iterator[None]:
     """No hook on these gradients runs, and none is kept."""
     hooks = [(output.hooks, dict(output.hooks)) for output in outputs]
-    kept = [(x, x.grad) for x in (output.tensor() for output in outputs) if x is not None and x.retains_grad]
+    tensors = [output.tensor() for output in outputs if output.tensor is not None]
+    kept = [(x, x.grad) for x in tensors if x is not None and x.retains_grad]
     for of_output, _ in hooks:
         of_output.clear()
     try:
@@ -155,43 +238,43 @@ def _is_behind_outputs(node: Any) -> bool:
 
 
 def _met(
-    losses: Sequence[Tensor], grads: Sequence[Tensor | None], outputs: dict[GradientEdge, _Output]
-) -> tuple[int, tuple[int, ...]] | None:
-    """The number and the shape of an output behind which samples meet."""
+    losses: Sequence[Tensor], grads: Sequence[Tensor | None], outputs: dict[GradientEdge, _Output], cut: Cut
+) -> tuple[str, tuple[int, ...]] | None:
+    """The name and the shape of an output behind which samples meet."""
     # Which have gradients, or functions that are differentiable once would pass for linear.
     given = [
         (torch.ones_like(x) if g is None else g.detach().clone()).requires_grad_()
         for x, g in zip(losses, grads, strict=True)
     ]
-    first = torch.autograd.grad(losses, list(outputs), given, create_graph=True, allow_unused=True)
+    first = cut.gradients(losses, given, list(outputs), create_graph=True)
     used = {edge: _First.of(g, outputs[edge]) for edge, g in zip(outputs, first, strict=True) if g is not None}
     del first
-    ends = {edge.node for edge in outputs}
-    for node in nodes_behind((x.at.node for x in used.values() if x.at), lambda node: node not in ends):
+    for node in nodes_behind((x.at.node for x in used.values() if x.at), lambda node: node not in cut.nodes):
         if type(node).__name__ in _ONCE:  # torch 2.8's do not all tell their name()
             raise NotImplementedError("a function is differentiable once (once_differentiable, torch.compile)")
     by_sample = {edge: x for edge, x in used.items() if x.output.dims}
-    looks = max((len(x.output.dims) for x in by_sample.values()), default=1)
-    found = None
-    for look in range(looks):  # where an output is as long as the batch in two dimensions, it may be either
-        found = _met_in(by_sample or used, look)
-        if found is None:
+    numbers = {edge: x for edge, x in used.items() if not x.output.dims}
+    found = _met_in(numbers, 0, cut)
+    looks = max((len(x.output.dims or ()) for x in by_sample.values()), default=0)
+    for look in range(looks if found is None else 0):
+        found = _met_in(by_sample, look, cut)
+        if found is None:  # where an output is as long as the batch in two dimensions, it may be either
             break
     return found
 
 
-def _met_in(used: dict[GradientEdge, _First], look: int) -> tuple[int, tuple[int, ...]] | None:
+def _met_in(used: dict[GradientEdge, _First], look: int, cut: Cut) -> tuple[str, tuple[int, ...]] | None:
     seconds: Sequence[Tensor | None] = ()
     if used:
         grads = [x.at for x in used.values() if x.at]
         if len(grads) < len(used):
             raise NotImplementedError("a gradient is no function of the one that it was made of")
         noise = [_noise(x, look) for x in used.values()]
-        seconds = torch.autograd.grad(grads, list(used), noise, retain_graph=True, allow_unused=True)
+        seconds = cut.gradients(grads, noise, list(used))
         del noise
     for second, (_, like, output) in zip(seconds, used.values(), strict=True):
         if second is not None and _is_anything(second, output, look):
-            return output.number, tuple(like.shape)
+            return output.name, tuple(like.shape)
     return None
 
 

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from dpfast.arithmetic import in_cuda_graph
 from dpfast.errors import StateError, UnsupportedModuleError
 from dpfast.modes.curvature import check_apart, mark_outputs
+from dpfast.modes.running import Pass
 from dpfast.taps import is_of_tap, nodes_behind
 
 _MEANS = ("NllLossBackward0", "NllLoss2DBackward0")
@@ -69,15 +70,15 @@ def _check_for_pairs(losses: Sequence[Tensor]) -> None:
         _expected.discard(record.tap.taps)
 
 
-def note_forward(model: Any, outputs: Sequence[Any], n: int | None, parted: Mapping[int, Sequence[int]] | None) -> None:
+def note_forward(model: Any, outputs: Sequence[Any], ended: Pass, parted: Mapping[int, Sequence[int]] | None) -> None:
     """The tapped model has given outputs that gradients may come to.
 
     Args:
-        n, parted: as ``curvature.mark_outputs``'.
+        parted: as ``curvature.mark_outputs``'.
     """
     _have_run.add(model)
-    if model in _expected and n is not None and parted is not None:
-        mark_outputs(outputs, n, parted)
+    if model in _expected and ended.size is not None and parted is not None:
+        mark_outputs(outputs, ended.size, parted, ended.graph)
 
 
 def check_for_counts(loss: Tensor) -> None:

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
+
+from dpfast.modes.cut_graph import Cut
 
 # The dimensions are what they have saved; None: all.
 _ALONG = ("Topk", "Sort", "Kthvalue", "Max", "Min", "Amax", "Amin", "Cummax", "Cummin")
@@ -24,16 +25,18 @@ _RANK = {
 }
 
 
-def ranked_samples(nodes: Iterable[Any], dims: dict[GradientEdge, Sequence[int]], half: Tensor) -> str | None:
+def ranked_samples(nodes: Iterable[Any], dims: dict[GradientEdge, Sequence[int]], half: Tensor, cut: Cut) -> str | None:
     """The name of an operation that ranks samples, where one of the nodes is of such.
 
     Args:
         nodes: between a model's outputs and its loss. dims: of each output, where its samples may be.
-        half: of the samples (N,), bool.
+        half: of the samples (N,), bool. cut: where the loss's graph ends, there among others.
     """
     for node in nodes:
         name = type(node).__name__
-        if name in _RANK and any(_are_samples(*where, dims, half) for where in _ranked(node, _RANK[name], len(half))):
+        if name in _RANK and any(
+            _are_samples(*where, dims, half, cut) for where in _ranked(node, _RANK[name], len(half))
+        ):
             return name.partition("Backward")[0].lower()
     return None
 
@@ -53,7 +56,12 @@ def _ranked(node: Any, saved: str | None, n: int) -> Iterator[tuple[GradientEdge
 
 
 def _are_samples(
-    ranked: GradientEdge, shape: Sequence[int], dim: int, dims: dict[GradientEdge, Sequence[int]], half: Tensor
+    ranked: GradientEdge,
+    shape: Sequence[int],
+    dim: int,
+    dims: dict[GradientEdge, Sequence[int]],
+    half: Tensor,
+    cut: Cut,
 ) -> bool:
     """Whether either half of the entries along that dimension comes of that half of the samples."""
     like: Any = ranked.node._input_metadata[ranked.output_nr]
@@ -61,8 +69,8 @@ def _are_samples(
     came = 0
     for own in (half, ~half):
         mask = (where if own is half else ~where).expand(shape).to(device=like.device, dtype=like.dtype)
-        found = torch.autograd.grad([ranked], list(dims), [mask], retain_graph=True, allow_unused=True)
-        rows = [_rows_of(g, d, len(half)) for g, d in zip(found, dims.values(), strict=True) if g is not None and d]
+        found = cut.gradients([ranked], [mask], list(dims))
+        rows = [_rows_of(g, d, len(half)) for g, d in zip(found, dims.values(), strict=True) if g is not None]
         if any(bool((some & ~own).any()) for some in rows):
             return False
         came += sum(int(some.sum()) for some in rows)

@@ -24,6 +24,7 @@ from dpfast.modes.units import Units
 from dpfast.taps import Record, in_backward
 
 _count: Any = collections._count_elements  # type: ignore[attr-defined]  # what Counter.update does at last
+_now = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]  # of autograd's nodes
 _pass_here = torch._C._current_graph_task_id  # -1: no backward pass
 
 
@@ -187,6 +188,10 @@ class Graph:
     """Stands for what autograd keeps of one forward pass, and lives as long."""
 
     is_clipped = False  # whether a private backward pass has gone through it
+    looked: Any = None  # what is to be known of it where its loss is to be looked at (``curvature.Looked``)
+
+    def __init__(self) -> None:
+        self.begun = _now()  # the number of its first node
 
 
 class Steps:

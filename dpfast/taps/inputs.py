@@ -39,10 +39,17 @@ def results_in(output: Any, depth: int = _DEPTH) -> list[Any]:
     for x in tree_leaves(output):
         inside: Any = None
         if depth and not isinstance(x, (Tensor, torch.nn.Module, *WITHOUT_TENSORS)):
-            inside = list(x.values()) if isinstance(x, Mapping) else getattr(x, "__dict__", None)
+            inside = list(x.values()) if isinstance(x, Mapping) else attributes_of(x)
         some = results_in(inside, depth - 1) if inside else []
         found += some if any(isinstance(y, Tensor) for y in some) else [x]
     return found
+
+
+def attributes_of(x: Any) -> dict[str, Any]:
+    """What an object of somebody's own holds by names, in slots too."""
+    slots = [vars(cls) for cls in type(x).__mro__ if "__slots__" in vars(cls)]
+    names = [name for known in slots for name, y in known.items() if isinstance(y, types.MemberDescriptorType)]
+    return {**{name: getattr(x, name, None) for name in names}, **getattr(x, "__dict__", {})}
 
 
 def tensors_in(x: Any) -> list[Tensor]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from dpfast.taps.inputs import attributes_of
 from dpfast.taps.tap import Tap, TappedForward
 
 _DEPTH = 4  # of objects in objects
@@ -58,15 +59,9 @@ def _parts(path: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple[
     elif isinstance(value, dict):
         inner = [(f"{path}[{key!r}]", x) for key, x in value.items()]
     else:
-        slots = [name for cls in type(value).__mro__ for name in _names(vars(cls).get("__slots__", ()))]
-        own = {**{name: getattr(value, name, None) for name in slots}, **getattr(value, "__dict__", {})}
-        inner = [(f"{path}.{key}", x) for key, x in own.items()]
+        inner = [(f"{path}.{key}", x) for key, x in attributes_of(value).items()]
     for name, x in inner:
         yield from _parts(name, x, seen, depth - 1)
-
-
-def _names(slots: Any) -> Sequence[str]:
-    return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
 def differentiable(model: nn.Module, outputs: Sequence[Any]) -> dict[str, Tensor]:
