@@ -9,7 +9,7 @@ from torch import nn
 
 from dpfast.factors import Factor
 from dpfast.rules.functorch import functorch
-from dpfast.taps import Activations, register_rule
+from dpfast.taps import Activations, register_rule, runs_again
 
 _ATTENTIONS = [
     *(f"torchvision.models.swin_transformer.ShiftedWindowAttention{version}" for version in ("", "V2")),
@@ -25,6 +25,7 @@ _ATTENTIONS = [
 
 
 @register_rule(_ATTENTIONS, whole=True)
+@runs_again
 def window_attention(layer: nn.Module, activations: Activations, backprops: Any) -> dict[nn.Parameter, Factor]:
     """activations[0] and backprops (N, ...), or (k·N, T, D) with a sample's windows together."""
     return functorch(layer, activations, backprops)

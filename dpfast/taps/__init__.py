@@ -14,6 +14,7 @@ from dpfast.taps.document_look import Told
 from dpfast.taps.documents import Documents
 from dpfast.taps.followed import Source
 from dpfast.taps.gathered import end_model, experts_of, follow_model
+from dpfast.taps.gave import Gave, compare_next_if_changed, runs_again
 from dpfast.taps.held import Held
 from dpfast.taps.inputs import keys_of, leaves_of, results_in
 from dpfast.taps.layout import (
@@ -67,6 +68,7 @@ __all__ = [
     "BroadcastMethod",
     "DetachableParameters",
     "Documents",
+    "Gave",
     "Held",
     "LeftBehind",
     "Meeting",
@@ -85,6 +87,7 @@ __all__ = [
     "Told",
     "batch_in_front",
     "batch_to_front",
+    "compare_next_if_changed",
     "end_model",
     "ends_among",
     "experts_of",
@@ -127,6 +130,7 @@ __all__ = [
     "registry",
     "remaining",
     "results_in",
+    "runs_again",
     "said_by",
     "same_random_numbers",
     "sees_its_own_heads",

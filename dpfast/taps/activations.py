@@ -8,9 +8,13 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from dpfast.taps.gave import Gave
+
 
 class Activations(list[Any]):
     """A module's positional inputs, and in ``kwargs`` those that can only be passed by keyword."""
+
+    gave: Gave | None = None  # what the layer made of them, where that is to be compared
 
     def __init__(self, values: Iterable[Any] = (), kwargs: Mapping[str, Any] | None = None):
         super().__init__(values)
@@ -26,4 +30,6 @@ class Activations(list[Any]):
         raw = not self.kwargs and all(isinstance(x, Tensor) for x in self)  # nearly all: trees take their time
         found = Activations(*(map(function, self),) if raw else tree_map_only(Tensor, function, ([*self], self.kwargs)))
         found.__dict__.update(self.__dict__, kwargs=found.kwargs)
+        if self.gave is not None:
+            found.gave = self.gave.map(function)
         return found

@@ -14,6 +14,7 @@ from dpfast.arithmetic import exact_arithmetic
 from dpfast.errors import InputError, StateError, UnsupportedModuleError
 from dpfast.factors import Factor
 from dpfast.taps.activations import Activations
+from dpfast.taps.gave import Gave
 from dpfast.taps.layout import Given, Mixed, Place, Places, Rows, layout_line
 from dpfast.taps.passes import in_backward
 from dpfast.taps.registry import Rule
@@ -126,6 +127,7 @@ class Record:
     place: Place = None
     uses: Counter[int] | None = None
     watch: Watch | None = None  # where the module may have kept its outputs
+    gave: Gave | None = None  # its outputs, where these are to be compared with those of another run
     seen_by: object = None  # what the receiver notes of the backward pass that came by
     picked: Any = None  # the rows that it saw, within an expert
     names: tuple[str, ...] | None = None  # of its parameters in the module, where that is a plain layer
@@ -218,6 +220,8 @@ class Record:
             activations = Activations(*tree_unflatten(leaves, self.structure))
         activations.followed, activations.layer = self.followed, self.tap.layer
         activations.num_samples = self.batch_size
+        if self.gave is not None:
+            activations.gave = self.gave
         return activations
 
 

@@ -22,6 +22,7 @@ from dpfast.errors import InputError, StateError, UnsupportedModuleError
 from dpfast.taps.around import is_around, sees_its_own_heads, with_inner, without_its_own_sums
 from dpfast.taps.detached import DetachableParameters, detached_parameters
 from dpfast.taps.gathered import RoutedLayer, picked_here
+from dpfast.taps.gave import gave
 from dpfast.taps.layout import NO_SAMPLES, NOT_RUN, SHARED, Mixed, Place, Rows, kind_here, place_in
 from dpfast.taps.leaves import leaf
 from dpfast.taps.node import Record, TapFunction
@@ -312,6 +313,8 @@ class Tap(RoutedLayer):
             # It passes on as the tensor itself, no view of it, because an in-place activation may follow.
             tensors = as_no_views(tensors)
         record = Record(self, inputs, parameters, num_outputs=len(places), fresh=fresh, rule=rule, as_is=as_is)
+        if not as_is:
+            record.gave = gave(self.module, tensors, None if self.taps.force_functorch else rule)
         if watch is not None:
             record.watch = watch
             tensors = watch.watched(tensors, not_its_own=(*record.leaves, *self.module._buffers.values()))

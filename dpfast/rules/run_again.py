@@ -1,0 +1,186 @@
+"""A layer's forward as it runs again in the backward pass, by samples or on the whole batch.
+
+What runs is the forward itself, without the hooks in front of the layer and behind it: these ran beside the tap, on the
+way to its inputs and from its outputs, and gradients go through them by themselves. Each run finds the attributes as
+the layer's forward, or whoever came after it, left them, and leaves them so.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import grad, vmap
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from dpfast.errors import UnsupportedModuleError
+
+WAYS_OUT = "Register a rule (dpfast.register_rule) or freeze its parameters."
+
+OTHER_SHAPE = (
+    "it has no rule, and one sample alone gives an output of another shape: it reaches a batch that is not among its "
+    f"inputs. {WAYS_OUT}"
+)
+
+
+class Parted(NamedTuple):
+    """How rows (N·k, ...) are parted by samples."""
+
+    num_samples: int
+    together: bool
+
+    def by_sample(self, x: Tensor) -> Tensor:
+        """(N, k, ...)"""
+        n = self.num_samples
+        return x.unflatten(0, (n, -1)) if self.together else x.unflatten(0, (-1, n)).transpose(0, 1)
+
+    def as_rows(self, x: Tensor) -> Tensor:
+        """(N·k, ...)"""
+        return (x if self.together else x.transpose(0, 1)).flatten(0, 1)
+
+
+class Run:
+    """The layer's forward and its gradient, by samples or on the whole batch."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        own: dict[str, nn.Parameter],
+        leaves: list[Any],
+        structure: Any,
+        batch_dim: int,
+        parted: Parted,
+        dtype: torch.dtype | None,
+    ):
+        self._made_of = module, own, leaves, structure, batch_dim, parted
+        self.dtype, self.parted = dtype, parted
+        self.module, self.structure, self.batch_dim = module, structure, batch_dim
+        self.leaves = [cast(x, dtype) for x in leaves]
+        self.as_given = [
+            x.movedim(0, batch_dim) if isinstance(x, Tensor) and x.dim() > batch_dim else x for x in self.leaves
+        ]
+        self.own = {name: cast(p.detach(), dtype) for name, p in own.items()}
+        others = itertools.chain(
+            module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+        )
+        self._others = {name: cast(p.detach(), dtype) for name, p in others if name not in own}
+
+    def outputs_in_its_own_dtype(self) -> list[Tensor]:
+        """Of the whole batch, samples in front, in the dtype that the forward ran in."""
+        return Run(*self._made_of, None).outputs()
+
+    def _outputs(self, parameters: dict[str, Tensor], leaves: list[Any], *, writes: bool = True) -> list[Tensor]:
+        """
+        Args:
+            writes: the forward may write to the layer's buffers, in whose place it gets copies (torch.func forbids it).
+        """
+        args, kwargs = tree_unflatten(leaves, self.structure)
+        tensors = {**self._others, **parameters}
+        if writes:
+            tensors.update({n: tensors[n].clone() for n, _ in self.module.named_buffers(remove_duplicate=False)})
+        # As functional_call, which would run the hooks too. A child that shares a parameter has a tap of its own: names
+        # are not tied here.
+        with _attributes_kept(self.module), _reparametrize_module(self.module, tensors, tie_weights=False):
+            outputs = self.module.forward(*args, **kwargs)
+        return [o for o in tree_flatten(outputs)[0] if is_float(o)]
+
+    def mapped(self, per_sample: list[bool], backprops: list[Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """Gradients {name: (N, *shape)} and the outputs, samples in front."""
+
+        def loss(
+            parameters: dict[str, Tensor], sample: list[Tensor], gradients: list[Tensor]
+        ) -> tuple[Any, list[Tensor]]:
+            samples = iter(sample)
+            leaves = [
+                next(samples).movedim(0, self.batch_dim) if yes else x
+                for x, yes in zip(self.as_given, per_sample, strict=True)
+            ]
+            outputs = [o.movedim(self.batch_dim, 0) for o in self._outputs(parameters, leaves, writes=False)]
+            if any(o.shape != g.shape for o, g in zip(outputs, gradients, strict=True)):
+                raise UnsupportedModuleError(OTHER_SHAPE)
+            return sum((o * g).sum() for o, g in zip(outputs, gradients, strict=True)), outputs
+
+        by_sample = self.parted.by_sample
+        batched = [by_sample(x) for x, yes in zip(self.leaves, per_sample, strict=True) if yes]
+        found, outputs = vmap(grad(loss, has_aux=True), in_dims=(None, 0, 0))(
+            self.own, batched, [by_sample(b) for b in backprops]
+        )
+        return found, [self.parted.as_rows(o) for o in outputs]
+
+    def one_by_one(self, per_sample: list[bool], backprops: list[Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """The same by a loop."""
+        gradients: list[dict[str, Tensor]] = []
+        outputs: list[list[Tensor]] = []
+        by_sample = self.parted.by_sample
+        for i in range(self.parted.num_samples):
+            leaves = [
+                by_sample(x)[i].movedim(0, self.batch_dim if x.dim() > self.batch_dim else 0) if yes else given
+                for x, given, yes in zip(self.leaves, self.as_given, per_sample, strict=True)
+            ]
+            found, outputs_of_one = self._differentiated(leaves, [by_sample(g)[i] for g in backprops])
+            gradients.append(found)
+            outputs.append(outputs_of_one)
+        together = {name: torch.stack([g[name] for g in gradients]) for name in self.own}
+        return together, [self.parted.as_rows(torch.stack(some)) for some in zip(*outputs, strict=True)]
+
+    def whole(self, backprops: list[Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """The ordinary gradients and the outputs of the whole batch, samples in front."""
+        return self._differentiated(self.as_given, backprops)
+
+    def outputs(self) -> list[Tensor]:
+        """Of the whole batch, samples in front."""
+        return [o.movedim(self.batch_dim, 0) for o in self._outputs(self.own, self.as_given)]
+
+    def _differentiated(self, leaves: list[Any], backprops: list[Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
+        leaves = [x.clone() if isinstance(x, Tensor) else x for x in leaves]  # which the forward may change in place
+        with torch.enable_grad():
+            own = {name: p.detach().requires_grad_() for name, p in self.own.items()}
+            outputs = [o.movedim(self.batch_dim, 0) for o in self._outputs(own, leaves)]
+            if any(o.shape != g.shape for o, g in zip(outputs, backprops, strict=True)):
+                raise UnsupportedModuleError(OTHER_SHAPE)
+            followed = [(o, g) for o, g in zip(outputs, backprops, strict=True) if o.requires_grad]
+            gradients: Sequence[Tensor | None] = [None] * len(own)
+            if followed:
+                ends, starts = zip(*followed, strict=True)
+                gradients = torch.autograd.grad(ends, list(own.values()), starts, allow_unused=True)
+        found = {
+            name: torch.zeros_like(p) if g is None else g.to_dense() if g.layout != torch.strided else g
+            for (name, p), g in zip(self.own.items(), gradients, strict=True)
+        }
+        return found, [o.detach() for o in outputs]
+
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+@contextmanager
+def _attributes_kept(module: nn.Module) -> Iterator[None]:
+    """What runs within it may set attributes of the module and its children, and add to lists and dicts there: under
+    vmap what it leaves is dead when the run has ended."""
+    before = [(vars(m), dict(vars(m))) for m in module.modules()]
+    held = [x for _, then in before for name, x in then.items() if name not in _OF_EVERY_MODULE]
+    contents = [(x, x.copy()) for x in held if type(x) in (list, dict)]
+    try:
+        yield
+    finally:
+        for now, then in before:
+            for name in now.keys() - then.keys():
+                del now[name]
+            now.update(then)
+        for x, then in contents:
+            x.clear()
+            x.extend(then) if isinstance(x, list) else x.update(then)
+
+
+def is_float(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
+
+
+def cast(x: Any, dtype: torch.dtype | None) -> Any:
+    """A tensor of floats in that dtype; None: its own."""
+    return x.to(dtype) if is_float(x) else x
