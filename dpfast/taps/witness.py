@@ -158,7 +158,8 @@ class Witness(AtMeetings):
         self.took_and_gave.append((rank, (shapes_taken(self.module, (args, kwargs)), [x.shape for x in outputs])))
         key, place = (self.number, rank), self.at.get((self.number, rank))
         self.seen.order.setdefault(key, len(self.seen.order))
-        if not outputs or not isinstance(place, (int, Rows)):
+        # A layer of samples may run on what has none too (prototypes), whose rows may be as many by accident.
+        if not outputs or isinstance(output, Shared) or not isinstance(place, (int, Rows)):
             return None
         x, dim = outputs[0], place.dim if isinstance(place, Rows) else place
         size = x.shape[dim] if dim < x.dim() else 0
