@@ -13,7 +13,8 @@ from typing import Any
 from torch import nn
 
 from dpfast.errors import StateError
-from dpfast.modes.grad_sample_module import GradSampleModule, Hooks
+from dpfast.modes.grad_sample_module import GradSampleModule
+from dpfast.modes.hooks import Hooks
 
 _NAME = "autograd_grad_sample_hooks"  # as in Opacus, so that each refuses a model that the other has
 

@@ -16,9 +16,9 @@ from dpfast.errors import DpfastWarning, InputError, StateError, UnsupportedModu
 from dpfast.factors import Dense, Factor
 from dpfast.modes.accumulation import check_same_parameters, wait_for_noise
 from dpfast.modes.gathered import ordinary
+from dpfast.modes.hooks import Hooks
 from dpfast.modes.nonfinite_samples import DroppedSamples
 from dpfast.modes.steps import Step, check_mask, check_own
-from dpfast.modes.tapped_model import TappedModel
 from dpfast.rules import functorch
 from dpfast.taps import Activations, batch_to_front, registry
 
@@ -26,20 +26,6 @@ _ESCAPED = (
     "a gradient reached a parameter of {count} steps past its own module's forward, or past a second use of it; their "
     "grad_sample is NaN: call the module instead of using its weight functionally"
 )
-
-
-class Hooks(TappedModel):
-    """The taps of one module; ``dpfast.autograd_grad_sample.disable_hooks`` switches off those of every module."""
-
-    enabled_in_process: ClassVar[bool] = True
-
-    @property
-    def enabled(self) -> bool:
-        return self._enabled and Hooks.enabled_in_process
-
-    @enabled.setter
-    def enabled(self, enabled: bool) -> None:
-        self._enabled = enabled
 
 
 class GradSampleModule(nn.Module):
@@ -121,7 +107,7 @@ class GradSampleModule(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "_module":
+            if name in ("_module", "__deepcopy__", "__copy__"):  # a copy is one of the whole
                 raise
             if isinstance(getattr(type(self), name, None), property):
                 return object.__getattribute__(self, name)  # the property's own error, not the module's
@@ -131,6 +117,11 @@ class GradSampleModule(nn.Module):
                     "GradSampleModuleFastGradientClipping has units(...)"
                 ) from None
             return getattr(self._module, name)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's
+        if self._tapped is not None:
+            self._tapped.hang_up_again()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._module!r})"

@@ -141,13 +141,13 @@ class TappedModel:
             raise
         for tap in self._taps:
             tap.given = given.get(tap.name)
-        self._root_handles = [
-            *experts.refuse_balancing(self.model),
-            self.model.register_forward_pre_hook(self._enter, with_kwargs=True),
-            self.model.register_forward_hook(self._leave, always_call=True),
-        ]
+        self._root_handles = [*experts.refuse_balancing(self.model), *self._around_forward()]
         if not never_run:
             forget_compiled_code()
+
+    def _around_forward(self) -> list[RemovableHandle]:
+        before = self.model.register_forward_pre_hook(self._enter, with_kwargs=True)
+        return [before, self.model.register_forward_hook(self._leave, always_call=True)]
 
     def remove(self) -> None:
         """Puts every module back as it was. Safe to call twice."""

@@ -8,7 +8,7 @@ from dpfast.taps import registry
 from dpfast.taps.activations import Activations
 from dpfast.taps.around import sees_its_own_heads
 from dpfast.taps.broadcast import BroadcastMethod
-from dpfast.taps.copies import without_graphs
+from dpfast.taps.copies import tapped_again, without_graphs
 from dpfast.taps.detached import DetachableParameters
 from dpfast.taps.document_look import Told
 from dpfast.taps.documents import Documents
@@ -136,6 +136,7 @@ __all__ = [
     "sees_its_own_heads",
     "suspended",
     "taking_back",
+    "tapped_again",
     "taps_suspended",
     "tokens_in",
     "unfolded",

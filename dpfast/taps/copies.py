@@ -48,6 +48,7 @@ def copy_of(
         copied, copies = copy.deepcopy((model, list(taps)), memo)
         for p, gradient in gradients:  # where a DDP's copy has put views of its own buckets (gradient_as_bucket_view)
             p.grad = gradient
+        tapped_again(copies)
         drop_hooks(copied)
         if hooks:
             hang_up_copies(model, memo)
@@ -68,6 +69,16 @@ def copy_of(
     if hooks:
         hang_up_copies(model, memo)
     return memo[id(model)], [memo[id(tap)] for tap in taps]
+
+
+def tapped_again(taps: Sequence[Tap]) -> None:
+    """Puts back those of copies that have none: torch.fx's GraphModule makes itself anew, without its tap."""
+    for tap in taps:
+        module = tap.module
+        if module._parameters and not isinstance(module._parameters, DetachableParameters):
+            module._parameters = DetachableParameters(module._parameters)
+        if not isinstance(module.__dict__.get("forward"), TappedForward):
+            module.forward = TappedForward(tap, module.__dict__.get("forward"))
 
 
 def _is_plain(module: nn.Module) -> bool:
