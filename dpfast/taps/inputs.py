@@ -16,6 +16,8 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from dpfast.errors import InputError
+
 WITHOUT_TENSORS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 INERT = (*WITHOUT_TENSORS, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, enum.Enum)
 _DEPTH = 3
@@ -67,6 +69,17 @@ def tensors_in(x: Any) -> list[Tensor]:
         elif not isinstance(y, WITHOUT_TENSORS):
             found += tensors_in(y)
     return found
+
+
+def refuse_sparse(model: torch.nn.Module, leaves: Sequence[Any]) -> None:
+    """Of what the model is called with."""
+    for i, x in enumerate(leaves):
+        if isinstance(x, Tensor) and x.layout is not torch.strided:
+            raise InputError(
+                f"{type(model).__name__} is called with a tensor of layout {x.layout}, {tuple(x.shape)} "
+                f"(input {i}, counted from 0), whose samples cannot be exchanged to see what becomes of them; give it "
+                "dense (x.to_dense()) or, where it is shared by all (an adjacency matrix), as a buffer of the model"
+            )
 
 
 def keys_of(args: Any, kwargs: Any) -> tuple[str, ...]:

@@ -90,7 +90,7 @@ class Picks(WithoutGradients):
         self._marks[storage._cdata] = StorageWeakRef(storage), mark
 
     def _mark(self, x: Any) -> _Mark | None:
-        if not isinstance(x, Tensor) or not self._marks:
+        if not isinstance(x, Tensor) or not self._marks or x.layout is not torch.strided:  # a sparse constant
             return None
         found = self._marks.get(x.untyped_storage()._cdata)
         return None if found is None else found[1]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dpfast.arithmetic import buffers, in_cuda_graph
 from dpfast.errors import DpfastWarning, InputError, UnsupportedModuleError
 from dpfast.taps.exchange import told_by_exchange
-from dpfast.taps.inputs import Structure
+from dpfast.taps.inputs import Structure, refuse_sparse
 from dpfast.taps.kinds import alike_by_accident, kind_of
 from dpfast.taps.layout import NOT_RUN, Mixed, Place, Places, Rows, kind_here, note_kind, place_in
 from dpfast.taps.learned import NOTHING, SAMPLES, Found, Learned, learned, with_own
@@ -125,8 +125,8 @@ class Probe:
             whether more than the second look was to be had: a loss need not be looked at again so soon.
 
         Raises:
-            InputError: there is none, or it is nested. UnsupportedModuleError: a forward pass keeps something of its
-                samples.
+            InputError: there is none, or it is nested, or one is sparse. UnsupportedModuleError: a forward pass keeps
+                something of its samples.
         """
         receiver: Any = self._receiver()
         self._inputs, self._new = None, []
@@ -135,6 +135,8 @@ class Probe:
                 f"{type(receiver.model).__name__} is called with a nested tensor, whose samples have no dimension of "
                 "their own; pad it (torch.nested.to_padded_tensor) and mask what is padding"
             )
+        if receiver.enabled and torch.is_grad_enabled():
+            refuse_sparse(receiver.model, leaves)
         if n is None:
             if receiver.enabled and torch.is_grad_enabled() and in_backward() is None:
                 raise InputError(
