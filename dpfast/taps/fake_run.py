@@ -183,7 +183,10 @@ class ShapeTap(Tap):
     def follow(self, operation: Operation) -> Any:
         with torch.enable_grad():  # which tells what comes of parameters
             output = operation.plain()
-        found = [x for x in tensors_in(output) if x.is_floating_point() and x.requires_grad]
+        made = [x for x in tensors_in(output) if x.requires_grad]
+        if any(x.is_complex() for x in made):  # which are not followed further
+            _note(operation, fine=False)
+        found = [x for x in made if x.is_floating_point()]
         if not found:
             return output
         follows = any(map(self.dependence.follows, found))

@@ -34,6 +34,10 @@ class Mixed(str):
     """Why the rows of a module are not each one sample's, whatever the dimension."""
 
 
+class OtherRows(str):
+    """Why a module's rows are not where a look before has found one of each sample."""
+
+
 Place = int | Rows | str | None
 """The dimension of a module's samples; why there is none that could be taken; None: not known."""
 

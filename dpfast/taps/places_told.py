@@ -7,13 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpfast.taps.layout import Mixed, Place, Rows
+from dpfast.taps.layout import Mixed, OtherRows, Place, Rows
 from dpfast.taps.met_in_backward import Which, of_others
 from dpfast.taps.seen import Run
 
 OTHER_ORDER = (
     "its samples stand in another order than in the model's input, and not by x[order] with an order that the inputs "
     "give, which is followed (pack_padded_sequence sorts by itself, and is followed, with enforce_sorted=False)"
+)
+
+_OTHER_ROWS = (
+    "its output {} has {} rows a sample in dimension {}, where batches before had one; say so by layout, 'N*k' where they "
+    "stand together"
 )
 
 
@@ -30,6 +35,8 @@ def place_told(size: int, place: Place, base: Any, runs: list[Any], which: Which
         if any(type(x) is not type(call) or (isinstance(x, Tensor) and x.shape != call.shape) for x in others):
             return "how many rows it has depends on the data of the batch"
         if not isinstance(call, Tensor):
+            if isinstance(place, int) and place < len(call) and call[place] and call[place] % size == 0:
+                return OtherRows(_OTHER_ROWS.format(call, call[place] // size, place))
             return f"its output {call} has no samples in dimension {place if isinstance(place, int) else 0}"
         told = _of_call(size, place, [x != call for x in others], which)
         if isinstance(told, str):

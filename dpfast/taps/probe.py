@@ -18,7 +18,7 @@ from dpfast.errors import DpfastWarning, InputError, UnsupportedModuleError
 from dpfast.taps.exchange import told_by_exchange
 from dpfast.taps.inputs import Structure, refuse_sparse
 from dpfast.taps.kinds import alike_by_accident, kind_of
-from dpfast.taps.layout import NOT_RUN, Mixed, Place, Places, Rows, kind_here, note_kind, place_in
+from dpfast.taps.layout import NOT_RUN, Mixed, OtherRows, Place, Places, Rows, kind_here, note_kind, place_in
 from dpfast.taps.learned import NOTHING, SAMPLES, Found, Learned, learned, with_own
 from dpfast.taps.node import Record
 from dpfast.taps.passes import in_backward
@@ -172,7 +172,7 @@ class Probe:
             return False
         if in_backward() is None and looks is not None and looks.due == 0:
             few = min(n, _SOME_SAMPLES) if looks.forwards == 1 else n
-            why = self._look_again(kind, inputs, looks.first, few, at_once=True)
+            why = self._look_again(kind, inputs, looks.first, few, at_once=True, looks=looks)
             self._called = like, dims, look, why
             return looks.forwards > 1
         elif in_backward() is None:
@@ -203,9 +203,11 @@ class Probe:
                 self._called = like, dims, look, self._look_again(kind, inputs, found, n)
         return True
 
-    def _look_again(self, kind: Any, inputs: Any, first: Learned, n: int, at_once: bool = False) -> str | None:
-        """With up to so many samples, and the numbers of now. What is wrong counts, and nothing else. Returns why it
-        could not be run."""
+    def _look_again(
+        self, kind: Any, inputs: Any, first: Learned, n: int, at_once: bool = False, looks: _Looks | None = None
+    ) -> str | None:
+        """With up to so many samples, and the numbers of now. What is wrong counts, and nothing else, but that a layer
+        has several rows a sample now, of ``looks``. Returns why it could not be run."""
         receiver, structure = cast(Any, self._receiver()), Structure(inputs)
         leaves = [x.as_subclass(Tensor) if isinstance(x, Tensor) else x for x in structure.leaves]
         size = min(max(n, SAMPLES), _MORE_SAMPLES)
@@ -214,6 +216,9 @@ class Probe:
             receiver.model, self._taps, leaves, structure, list(first.dims), places, (size,), at_once=at_once
         )
         buffers.give_back()  # a step takes less
+        others = [key for key, place in told.places.items() if isinstance(place, OtherRows)]
+        if others and looks is not None and self._have_rows(kind, others, looks):
+            return self._look_again(kind, inputs, looks.first, n, at_once)
         self._refuse_carried(told.carried)
         say_what_is_not_told(receiver.model, told)
         self.outputs[kind] = {**self.outputs.get(kind, {}), **told.outputs}
@@ -222,6 +227,19 @@ class Probe:
             self._note(self._taps[number].places, rank, kind, place)
             self._taps[number].note_uses()
         return told.why
+
+    def _have_rows(self, kind: Any, keys: Sequence[Any], looks: _Looks) -> bool:
+        """Whether it is told whose the rows are of these, which had one a sample; then it is noted."""
+        found = self._learned()
+        rows: Found = {key: place for key in keys if isinstance(place := found.places.get(key), Rows)}
+        if found.told.why is not None or len(rows) < len(keys):
+            return False
+        self._refuse_carried(found.told.carried)
+        self._add(kind, found, looks)
+        looks.first = looks.first._replace(by_shapes={**looks.first.by_shapes, **rows})
+        for (number, rank), place in rows.items():
+            self._note(self._taps[number].places, rank, kind, place)
+        return True
 
     def _refuse_carried(self, names: Sequence[str]) -> None:
         if names:

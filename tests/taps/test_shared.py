@@ -122,6 +122,17 @@ class RootMeanSquare(nn.Module):
         return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6))
 
 
+class Complex(nn.Module):
+    """A diagonal of complex numbers beside real ones (S4D, LRU)."""
+
+    def __init__(self):
+        super().__init__()
+        self.diagonal, self.gain = nn.Parameter(torch.randn(D, 2)), nn.Parameter(torch.rand(D))
+
+    def forward(self, x):
+        return torch.tanh(x * torch.view_as_complex(self.diagonal).exp().real) + x * self.gain
+
+
 class AsOthersAre(nn.Module):
     """A parameter that takes dtype, device and shape from tensors with gradients (PEFT's BOFT)."""
 
@@ -198,7 +209,7 @@ class Products(nn.Module):
 
 
 MODELS = [
-    AsOthersAre,
+    *(AsOthersAre, Complex),
     *(Positions, PositionsOfShape, NotUsed, Prompt, TiedHead, FusedBias, FreeParameters),
     *(RelativeBias, RelativeBiasInCheckpoint, ThroughLayers, Products, OwnBackwards, AttentionInFull),
 ]
