@@ -80,6 +80,11 @@ def _adaptive_backward(self: DPTensorFastGradientAdaptiveClipping) -> None:
     Raises:
         InputError: the losses are not one a sample, (N,), or the module is dpfast's own.
     """
+    if self.loss_per_sample.dim() == 0:
+        raise InputError(
+            "the criterion has put the samples' losses together before they could be clipped, as Opacus 1.6's "
+            "PrivacyEngineAdaptiveClipping leaves it; set criterion.criterion.reduction = 'none' behind make_private"
+        )
     if isinstance(self.module, GradSampleModule):
         raise InputError(
             f"{type(self).__name__} moves max_grad_norm once the norms are known, and {type(self.module).__name__} of "

@@ -11,14 +11,17 @@ import torch
 import torch.nn.functional as F
 from opacus.grad_sample import GradSampleModuleFastGradientClipping as OpacusGhostModule
 from opacus.optimizers import DPOptimizerFastGradientClipping
-from opacus.utils.adaptive_clipping.adaptive_clipping_utils import DPTensorFastGradientAdaptiveClipping
+from opacus.utils.adaptive_clipping.adaptive_clipping_utils import (
+    DPTensorFastGradientAdaptiveClipping,
+    PrivacyEngineAdaptiveClipping,
+)
 from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
 from released import MARGIN, gradients, norm_over
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpfast.opacus
-from dpfast.errors import DpfastError, DpfastWarning
+from dpfast.errors import DpfastError, DpfastWarning, InputError
 from dpfast.opacus import clip_factors
 from dpfast.testing import relative_error
 
@@ -257,6 +260,36 @@ def test_adaptive_clipping_of_a_loss_of_shape_n_by_1_is_an_error():
     module, _, backward = adaptive(nn.Linear(3, 1))
     with pytest.raises(DpfastError, match=r"\(4, 1\)"):
         backward(module(torch.full((4, 3), 10.0)))
+
+
+def adaptive_by_engine():
+    layer = nn.Linear(3, 2)
+    return PrivacyEngineAdaptiveClipping().make_private(
+        module=layer,
+        optimizer=torch.optim.SGD(layer.parameters(), lr=0.1),
+        data_loader=DataLoader(TensorDataset(torch.zeros(4, 3)), batch_size=4),
+        criterion=nn.CrossEntropyLoss(),
+        noise_multiplier=0.1,
+        max_grad_norm=1.0,
+        poisson_sampling=False,
+        grad_sample_mode="ghost",
+        **{"target_unclipped_quantile": 0.5, "min_clipbound": 1e-3, "max_clipbound": 10.0},
+        **{"clipbound_learning_rate": 0.2, "max_clipbound_growth": 1.05, "unclipped_num_std": 2.0},
+    )
+
+
+def test_adaptive_clipping_by_opacus_own_engine():
+    """Opacus 1.6's leaves the criterion its mean, and multiplies one number by N factors; 1.5.4's does not."""
+    x, y = torch.full((4, 3), 10.0), torch.tensor([0, 1, 1, 0])
+    module, _, criterion, _ = adaptive_by_engine()
+    if criterion.criterion.reduction != "none":
+        with pytest.raises(InputError, match="reduction = 'none'"):
+            criterion(module(x), y).backward()
+    module, optimizer, criterion, _ = adaptive_by_engine()
+    criterion.criterion.reduction = "none"
+    criterion(module(x), y).backward()
+    assert optimizer.max_grad_norm != 1.0
+    assert norm_over(gradients(module), optimizer.max_grad_norm) <= len(x) * (1.0 + MARGIN)
 
 
 @pytest.mark.parametrize("passes", [1, 2])
