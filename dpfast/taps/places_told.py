@@ -17,8 +17,8 @@ OTHER_ORDER = (
 )
 
 _OTHER_ROWS = (
-    "its output {} has {} rows a sample in dimension {}, where batches before had one; say so by layout, 'N*k' where they "
-    "stand together"
+    "its output {} has {} rows a sample in dimension {}, where batches before had one; say so by layout, 'N*k' where "
+    "they stand together"
 )
 
 

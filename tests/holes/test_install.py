@@ -273,8 +273,12 @@ def adaptive_by_engine():
         max_grad_norm=1.0,
         poisson_sampling=False,
         grad_sample_mode="ghost",
-        **{"target_unclipped_quantile": 0.5, "min_clipbound": 1e-3, "max_clipbound": 10.0},
-        **{"clipbound_learning_rate": 0.2, "max_clipbound_growth": 1.05, "unclipped_num_std": 2.0},
+        target_unclipped_quantile=0.5,
+        min_clipbound=1e-3,
+        max_clipbound=10.0,
+        clipbound_learning_rate=0.2,
+        max_clipbound_growth=1.05,
+        unclipped_num_std=2.0,
     )
 
 
