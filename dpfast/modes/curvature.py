@@ -4,15 +4,10 @@ Of a sum of samples' own losses, a sample's gradient at the outputs changes with
 derivatives between two samples are zero, to the bit, as each is computed from its own rows. Their product with noise on
 half of the samples takes one backward pass more of the loss's own graph, and no forward pass (Pearlmutter, "Fast exact
 multiplication by the Hessian", 1994). It must stay away from the other half.
-
-A loss may also take tensors that the forward pass has made and the model does not return: kept in an attribute, by a
-hook, in an object of somebody's own. They are where the loss's graph enters nodes that the forward has made, which
-autograd numbers one after the other.
 """
 
 from __future__ import annotations
 
-import math
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,8 +19,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from dpfast.arithmetic import buffers, is_traced
-from dpfast.errors import DpfastWarning, UnsupportedModuleError
+from dpfast.errors import DpfastWarning, StateError, UnsupportedModuleError
 from dpfast.modes.cut_graph import Cut
+from dpfast.modes.loss_ends import Looked, Output, dims_of, find_ends, half_of
 from dpfast.modes.ranked import ranked_samples
 from dpfast.taps import is_of_tap, nodes_behind, noise_like, said_by
 
@@ -48,42 +44,9 @@ _NOT_SEEN = (
     "That it is a sum or mean of samples' own losses is taken on trust: if it is not so, clipping bounds nothing "
     "(docs/layouts.md)"
 )
-_KEPT_ON_TRUST = (
-    "the loss was made from {}, {}, and in which of its dimensions the batch's {} samples are is not known. That the "
-    "loss is a sum or mean of samples' own losses is taken on trust: if it is not so, clipping bounds nothing "
-    "(docs/layouts.md); keep it with the samples in a dimension of their own"
-)
-_KEPT = "a tensor of the model's that is no output of it (an attribute, a hook's)"
 _ONCE = ("Error", "CompiledFunctionBackwardBackward")  # torch's classes; what these come from is behind no edge
 _AT_ONCE = 2**20  # numbers of second derivatives
-_now = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]  # of autograd's nodes
 _CALLER = 5  # frames from a warning to who called loss.backward()
-
-
-class Looked(NamedTuple):
-    """A forward pass whose loss is to be looked at: of so many samples, with these numbers of autograd's nodes."""
-
-    n: int
-    nodes: range
-
-
-class _Output(NamedTuple):
-    """One of a model's, or what it keeps.
-
-    Attributes:
-        tensor, hooks: and those on its gradient, which are for the step's; None where it is kept. name: in words.
-        dims: where its samples may be; none where it is one number; None: not known.
-    """
-
-    tensor: weakref.ref[Tensor] | None
-    hooks: Any
-    name: str
-    forward: Looked
-    dims: Sequence[int] | None
-
-    @property
-    def n(self) -> int:
-        return self.forward.n
 
 
 class _First(NamedTuple):
@@ -95,55 +58,56 @@ class _First(NamedTuple):
 
     at: GradientEdge | None
     like: Tensor
-    output: _Output
+    output: Output
 
     @classmethod
-    def of(cls, g: Tensor, output: _Output) -> _First:
+    def of(cls, g: Tensor, output: Output) -> _First:
         at = get_gradient_edge(g) if g.requires_grad else None
         return cls(at, g.new_empty(()).expand(g.shape), output)
 
 
-def mark_outputs(outputs: Sequence[Any], n: int, parted: Mapping[int, Sequence[int]], graph: Any) -> None:
+def mark_outputs(
+    outputs: Sequence[Any], n: int, batch_dim: int, parted: Mapping[int, Sequence[int]], graph: Any
+) -> None:
     """The loss that is made of a forward pass is to be looked at.
 
     Args:
-        outputs: which have hooks. n: the number of samples. parted: the dimensions of each output, by its number, in
-            which these are. graph: of the pass (``steps.Graph``).
+        outputs: which have hooks. n: the number of samples, in ``batch_dim`` of inputs. parted: the dimensions of each
+            output, by its number, in which these are. graph: of the pass (``steps.Graph``).
     """
     if n < 2 or graph is None:
         return
-    graph.looked = forward = Looked(n, range(graph.begun, _now()))
+    graph.looked = forward = Looked.ended(n, batch_dim, graph.begun)
     for i, x in enumerate(outputs):
         if isinstance(x, Tensor) and x.grad_fn is not None:
-            dims = None if x.is_complex() else _dims(x.shape, parted.get(i, ()), n)
-            output = _Output(weakref.ref(x), x._backward_hooks, f"output {i} of the model", forward, dims)
+            dims = None if x.is_complex() else dims_of(x.shape, parted.get(i, ()), n)
+            output = Output(weakref.ref(x), x._backward_hooks, f"output {i} of the model", forward, dims)
             node: Any = x.grad_fn
             node.metadata.setdefault(_MARK, {})[x.output_nr] = output
 
 
-def _dims(shape: Sequence[int], some: Iterable[int], n: int) -> list[int] | None:
-    found = [d for d in some if d < len(shape) and shape[d] == n]
-    return found if found or math.prod(shape) == 1 else None
-
-
-def check_apart(losses: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+def check_apart(losses: Sequence[Tensor], grads: Sequence[Tensor | None], *, is_last: bool) -> None:
     """Raises UnsupportedModuleError where samples meet between what the model gave and the losses. Warns where these
     have no second derivatives (functions of one's own, code of torch.compile).
 
     Args:
-        grads: what their gradients start from; ones where it is not given.
+        grads: what their gradients start from; ones where it is not given. is_last: whether no other loss of the same
+            forward pass is to be looked at.
     """
     forwards: list[Looked] = []
-    marked: dict[Any, dict[int, _Output]] = {}
+    marked: dict[Any, dict[int, Output]] = {}
     for node in nodes_behind((loss.grad_fn for loss in losses), _is_behind_outputs):
         if _MARK in node.metadata:
-            marked[node] = node.metadata.pop(_MARK)
+            marked[node] = node.metadata[_MARK]
             forwards += [x.forward for x in marked[node].values()]
         elif is_of_tap(node) and node.record.graph is not None and node.record.graph.looked is not None:
             forwards.append(node.record.graph.looked)
+    for node in marked if is_last else ():
+        del node.metadata[_MARK]
     if not forwards or is_traced():
         return
-    nodes, outputs = _ends(losses, marked, list(dict.fromkeys(forwards)))
+    with _hooks_off([x for some in marked.values() for x in some.values()]):
+        nodes, outputs = find_ends(losses, marked, list(dict.fromkeys(forwards)))
     told = {edge: x for edge, x in outputs.items() if x.dims is not None}
     if not told:
         return
@@ -153,6 +117,8 @@ def check_apart(losses: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Non
     try:
         with _hooks_off(outputs.values()), torch.enable_grad():
             met = _met(losses, grads, told, cut)
+    except (StateError, UnsupportedModuleError):  # as the backward pass itself would: an output that is not to be used
+        raise
     except Exception as error:  # whatever functions raise that have no second derivative
         warnings.warn(_NOT_SEEN.format(said_by(error)), DpfastWarning, stacklevel=_CALLER)
         return
@@ -162,54 +128,12 @@ def check_apart(losses: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Non
         raise UnsupportedModuleError(_MEET.format(*met))
 
 
-def _ends(
-    losses: Sequence[Tensor], marked: dict[Any, dict[int, _Output]], forwards: Sequence[Looked]
-) -> tuple[list[Any], dict[GradientEdge, _Output]]:
-    """The losses' own nodes, and where they enter what the forward passes made: outputs, and what is kept, of which a
-    warning says where its samples cannot be told."""
-
-    def of(node: Any) -> Looked | None:
-        return next((x for x in forwards if node._sequence_nr() in x.nodes), None)
-
-    def is_own(node: Any) -> bool:
-        return not (node in marked or is_of_tap(node) or of(node) is not None)
-
-    nodes = [x for x in nodes_behind((loss.grad_fn for loss in losses), is_own) if is_own(x)]
-    roots = [(loss.grad_fn, loss.output_nr) for loss in losses]
-    outputs: dict[GradientEdge, _Output] = {}
-    for node, number in (*roots, *(edge for x in nodes for edge in x.next_functions)):
-        edge = GradientEdge(node, number)
-        if node is None or edge in outputs:
-            continue
-        output = marked.get(node, {}).get(number)
-        forward = of(node)
-        if output is None and forward is not None and _leads_to_tap(node):
-            output = _kept(edge, forward)
-        if output is not None:
-            outputs[edge] = output
-    return nodes, outputs
-
-
-def _leads_to_tap(node: Any) -> bool:
-    """Whether gradients there come to a layer; what is in a reentrant checkpoint is not in the graph."""
-    return any(is_of_tap(x) or type(x).__name__ == "CheckpointFunctionBackward" for x in nodes_behind([node]))
-
-
-def _kept(edge: GradientEdge, forward: Looked) -> _Output:
-    like: Any = edge.node._input_metadata[edge.output_nr]
-    shape = tuple(like.shape)
-    dims = None if like.dtype.is_complex else _dims(shape, range(len(shape)), forward.n)
-    if dims is None:
-        warnings.warn(_KEPT_ON_TRUST.format(_KEPT, shape, forward.n), DpfastWarning, stacklevel=_CALLER + 2)
-    return _Output(None, {}, _KEPT, forward, dims)
-
-
-def _check_ranks(nodes: Sequence[Any], outputs: dict[GradientEdge, _Output], cut: Cut) -> None:
+def _check_ranks(nodes: Sequence[Any], outputs: dict[GradientEdge, Output], cut: Cut) -> None:
     n = next(iter(outputs.values())).n
     dims = {edge: x.dims for edge, x in outputs.items() if x.n == n and x.dims}
     try:
         with _hooks_off(outputs.values()):
-            name = ranked_samples(nodes, dims, _half(n), cut)
+            name = ranked_samples(nodes, dims, half_of(n), cut)
     except Exception:  # of what has no gradients, the look at second derivatives says why
         return
     if name is not None:
@@ -217,7 +141,7 @@ def _check_ranks(nodes: Sequence[Any], outputs: dict[GradientEdge, _Output], cut
 
 
 @contextmanager
-def _hooks_off(outputs: Iterable[_Output]) -> Iterator[None]:
+def _hooks_off(outputs: Iterable[Output]) -> Iterator[None]:
     """No hook on these gradients runs, and none is kept."""
     hooks = [(output.hooks, dict(output.hooks)) for output in outputs]
     tensors = [output.tensor() for output in outputs if output.tensor is not None]
@@ -238,7 +162,7 @@ def _is_behind_outputs(node: Any) -> bool:
 
 
 def _met(
-    losses: Sequence[Tensor], grads: Sequence[Tensor | None], outputs: dict[GradientEdge, _Output], cut: Cut
+    losses: Sequence[Tensor], grads: Sequence[Tensor | None], outputs: dict[GradientEdge, Output], cut: Cut
 ) -> tuple[str, tuple[int, ...]] | None:
     """The name and the shape of an output behind which samples meet."""
     # Which have gradients, or functions that are differentiable once would pass for linear.
@@ -278,13 +202,13 @@ def _met_in(used: dict[GradientEdge, _First], look: int, cut: Cut) -> tuple[str,
     return None
 
 
-def _is_anything(second: Tensor, output: _Output, look: int) -> bool:
+def _is_anything(second: Tensor, output: Output, look: int) -> bool:
     """Whether any of the samples without noise has a number that is none of zero, inf and NaN; some at a time, as the
     whole forward pass is still held."""
     if not output.dims:
         return bool(((second != 0) & second.isfinite()).any())
     rows = second.movedim(output.dims[min(look, len(output.dims) - 1)], 0)
-    others = (~_half(output.n)).nonzero().flatten().to(second.device)
+    others = (~half_of(output.n)).nonzero().flatten().to(second.device)
     for some in others.split(max(1, _AT_ONCE * len(rows) // max(1, rows.numel()))):
         part = rows.index_select(0, some)
         if bool(((part != 0) & part.isfinite()).any()):
@@ -298,15 +222,4 @@ def _noise(first: _First, look: int) -> Tensor:
     if not output.dims:
         return torch.ones_like(like, memory_format=torch.contiguous_format)
     dim = output.dims[min(look, len(output.dims) - 1)]
-    return noise_like(like, 0).mul_(_half(output.n).to(like).view(-1, *[1] * (like.dim() - dim - 1)))
-
-
-def _half(n: int) -> Tensor:
-    """The samples with an odd number of ones in their number's binary digits (the Thue-Morse sequence), which parts
-    neighbours, those half a batch apart, and the first from the last."""
-    number = torch.arange(n)
-    odd = torch.zeros(n, dtype=torch.bool)
-    while bool(number.any()):
-        odd ^= (number & 1).bool()
-        number = number >> 1
-    return odd
+    return noise_like(like, 0).mul_(half_of(output.n).to(like).view(-1, *[1] * (like.dim() - dim - 1)))

@@ -7,7 +7,7 @@ through none of the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,8 @@ class Cut:
         self._edges = set(edges)
         self.nodes = {edge.node for edge in edges}
         self._by_hand = by_hand or len(ends_among(edges)) < len(edges)
+        nexts = (x for node in self.nodes for x, _ in node.next_functions) if self._by_hand else ()
+        self._behind = set(nodes_behind(nexts))  # where autograd would give what has come through the edges too
 
     def gradients(
         self,
@@ -45,42 +47,56 @@ class Cut:
         if not self._by_hand:
             return torch.autograd.grad(roots, asked, grads, **how)
         at = [get_gradient_edge(x) if isinstance(x, Tensor) else x for x in roots]
-        parts = [(_plain(x.node, x.output_nr), g) for x, g in zip(at, grads, strict=True)]
-        last = [node for node in nodes_behind((x.node for x in at), self._goes_on) if any(self._ends_of(node))]
-        into = [GradientEdge(node, i) for node in last for i in range(len(node._input_metadata))]
-        came = dict(zip(into, torch.autograd.grad(roots, into, grads, **how) if into else (), strict=True))
-        for node in last:
-            given = [came[GradientEdge(node, i)] for i in range(len(node._input_metadata))]
-            if any(g is not None for g in given):
-                parts += self._through(node, given, how)
+        own = [node for node in nodes_behind((x.node for x in at), self._goes_on) if node not in self.nodes]
+        by_hand = self._to_run(own)
+        into = [edge for node in by_hand if node not in self._behind for edge in _inputs(node)]
+        came = torch.autograd.grad(roots, into, grads, **how) if into else ()
         found: dict[GradientEdge, Tensor] = {}
-        for edge, g in parts:
-            if edge in self._edges:
-                found[edge] = found[edge] + g if edge in found else g
+        starts = ((_plain(x.node, x.output_nr), g) for x, g in zip(at, grads, strict=True))
+        _add_up(found, ((edge, g) for edge, g in starts if edge not in into))
+        _add_up(found, ((edge, g) for edge, g in zip(into, came, strict=True) if g is not None))
+        del came
+        for node in by_hand:
+            given = [found.pop(edge, None) for edge in _inputs(node)]
+            if any(g is not None for g in given):
+                _add_up(found, self._through(node, given, how))
         return [found.get(edge) for edge in asked]
 
     def _goes_on(self, node: Any) -> bool:
         return node not in self.nodes
 
-    def _ends_of(self, node: Any) -> Iterator[GradientEdge]:
-        if node not in self.nodes:
-            yield from (edge for edge in (_plain(*x) for x in node.next_functions) if edge in self._edges)
+    def _to_run(self, own: Sequence[Any]) -> list[Any]:
+        """Those of the nodes in front of the edges that autograd is not to run, in order: next to these, or behind some
+        of them too."""
+        lead: dict[Any, bool] = {}  # to an edge; whether by hand
+        for node in reversed(_in_order(own)):
+            edges = [_plain(*x) for x in node.next_functions]
+            ends = any(edge in self._edges for edge in edges)
+            if ends or any(edge.node in lead for edge in edges):
+                lead[node] = ends or node in self._behind or any(edge.node in self._behind for edge in edges)
+        return [node for node in reversed(lead) if lead[node]]
 
     def _through(
         self, node: Any, given: Sequence[Tensor | None], how: dict[str, Any]
     ) -> Iterator[tuple[GradientEdge, Tensor]]:
-        """What one node, next to the edges, makes of its gradients."""
+        """What one node makes of its gradients."""
         if callable(node):
             with torch.set_grad_enabled(how["create_graph"]):
                 made = node(*given)
             edges = [_plain(*x) for x in node.next_functions]
             made = made if isinstance(made, tuple) else (made,)
-        else:  # a function of one's own, whose numbers of gradients and of edges differ
-            edges = list(dict.fromkeys(self._ends_of(node)))
-            some = [(GradientEdge(node, i), g) for i, g in enumerate(given) if g is not None]
-            made = torch.autograd.grad([x for x, _ in some], edges, [g for _, g in some], **how)
+        else:  # a function of one's own, not to be run by autograd: one edge may be behind another
+            some = [
+                torch.zeros(x.shape, dtype=x.dtype, device=x.device) if g is None else g
+                for x, g in zip(node._input_metadata, given, strict=True)
+            ]
+            with torch.set_grad_enabled(how["create_graph"]):
+                made = node.apply(*some)
+            made = made if isinstance(made, tuple) else (made,)
+            made = [g for g, needs in zip(made, node.needs_input_grad, strict=False) if needs]
+            edges = [_plain(*x) for x in node.next_functions if x[0] is not None]
         for edge, g in zip(edges, made, strict=True):
-            if g is not None and edge in self._edges:
+            if g is not None and (edge in self._edges or edge.node in self._behind):
                 like: Any = edge.node._input_metadata[edge.output_nr]  # autograd itself sums where it was broadcast
                 yield edge, g.sum_to_size(like.shape).to(like.dtype)
 
@@ -88,3 +104,29 @@ class Cut:
 def _plain(node: Any, number: int) -> GradientEdge:
     """Edges of tensors have more, and are unlike those of nodes."""
     return GradientEdge(node, number)
+
+
+def _inputs(node: Any) -> list[GradientEdge]:
+    return [_plain(node, i) for i in range(len(node._input_metadata))]
+
+
+def _add_up(found: dict[GradientEdge, Tensor], more: Iterable[tuple[GradientEdge, Tensor]]) -> None:
+    for edge, g in more:
+        found[edge] = found[edge] + g if edge in found else g
+
+
+def _in_order(nodes: Iterable[Any]) -> list[Any]:
+    """Each after those of the nodes that its gradients come from."""
+    waits = dict.fromkeys(nodes, 0)
+    for node in waits:
+        for following, _ in node.next_functions:
+            if following in waits:
+                waits[following] += 1
+    order = [node for node, number in waits.items() if not number]
+    for node in order:  # which grows
+        for following, _ in node.next_functions:
+            if following in waits:
+                waits[following] -= 1
+                if not waits[following]:
+                    order.append(following)
+    return order

@@ -31,27 +31,32 @@ _VIEWS = frozenset(
 _NEAR = 32  # so many operations in front of the loss
 
 _expected: weakref.WeakSet[Any] = weakref.WeakSet()  # tapped models whose next loss is to be looked at
+_goes_on: weakref.WeakSet[Any] = weakref.WeakSet()  # those whose loss was, and that another may be made of as well
 _have_run: weakref.WeakSet[Any] = weakref.WeakSet()  # tapped models with gradients to come
 
 
 def expect_loss(model: Any) -> None:
     """The next loss made from the tapped model's output is looked at."""
     _expected.add(model)
+    _goes_on.discard(model)
 
 
-def check_expected(losses: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+def check_expected(losses: Sequence[Tensor], grads: Sequence[Tensor | None], *, is_last: bool) -> None:
     """Looks at losses that gradients are to come from, where these are given, once.
+
+    Args:
+        is_last: whether no other loss may be made of the same forward pass and be looked at too.
 
     Raises:
         UnsupportedModuleError: samples meet in it.
     """
     if not len(_expected):  # nearly always
         return
-    _check_for_pairs(losses)
-    check_apart(losses, grads)
+    _check_for_pairs(losses, is_last)
+    check_apart(losses, grads, is_last=is_last)
 
 
-def _check_for_pairs(losses: Sequence[Tensor]) -> None:
+def _check_for_pairs(losses: Sequence[Tensor], is_last: bool) -> None:
     """Raises UnsupportedModuleError where a loss is made from a product (N, D) @ (D, N) of two tensors that come from
     tapped layers, behind these: similarities of all pairs of samples."""
     taps, between = _behind(losses)
@@ -66,8 +71,11 @@ def _check_for_pairs(losses: Sequence[Tensor]) -> None:
                 f"{record.tap.layer}: with in-batch negatives a sample's gradient depends on the others, and clipping "
                 "bounds nothing; make each sample's loss from that sample alone"
             )
-    for record in taps:
-        _expected.discard(record.tap.taps)
+    for model in {record.tap.taps for record in taps} & set(_expected):
+        if is_last:
+            _expected.discard(model)
+        else:
+            _goes_on.add(model)
 
 
 def note_forward(model: Any, outputs: Sequence[Any], ended: Pass, parted: Mapping[int, Sequence[int]] | None) -> None:
@@ -77,8 +85,11 @@ def note_forward(model: Any, outputs: Sequence[Any], ended: Pass, parted: Mappin
         parted: as ``curvature.mark_outputs``'.
     """
     _have_run.add(model)
+    if model in _goes_on:
+        _goes_on.discard(model)
+        _expected.discard(model)
     if model in _expected and ended.size is not None and parted is not None:
-        mark_outputs(outputs, ended.size, parted, ended.graph)
+        mark_outputs(outputs, ended.size, model.batch_dim, parted, ended.graph)
 
 
 def check_for_counts(loss: Tensor) -> None:

@@ -11,7 +11,7 @@ import functools
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dpfast.errors import LossError
 from dpfast.modes.mixed_losses import check_expected, check_for_counts
@@ -33,13 +33,25 @@ def check_losses() -> None:
                     f"the loss has shape {tuple(tensors.shape)}, and backward() takes one number; it was made from the "
                     f"output of {layer}: reduce it by .mean() (loss_reduction='mean') or .sum()"
                 )
-        check_expected(*_losses(tensors, grad_tensors))
+        check_expected(*_losses(tensors, grad_tensors), is_last=_is_last(*args, **kwargs))
         for loss in _losses(tensors, grad_tensors)[0]:
             check_for_counts(loss)
         return original(tensors, grad_tensors, *args, **kwargs)
 
     backward._checks_losses = True  # type: ignore[attr-defined]  # a mark of ours
     torch.autograd.backward = backward
+
+
+def _is_last(
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    grad_variables: Any = None,
+    inputs: Any = None,
+) -> bool:
+    """Whether no backward pass follows one with these arguments of torch's: the gradients of a model's inputs may be
+    asked for before its loss is made, each task's before the next one's."""
+    some = [inputs] if isinstance(inputs, Tensor) else list(inputs or ())
+    return not (retain_graph or create_graph) and (not some or any(isinstance(x, nn.Parameter) for x in some))
 
 
 def _losses(tensors: Any, grads: Any) -> tuple[list[Tensor], list[Tensor | None]]:

@@ -2,135 +2,18 @@
 kept in an attribute or by a hook, in an object with slots, by a function that is returned."""
 
 import copy
-import dataclasses
 
 import pytest
 import torch
 import torch.nn.functional as F
+from kept_tensors import APART, GIVES, MIX, TARGETS, C, D, K, N, Net, Slots, given, network, wrapped
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import dpfast
 from dpfast.errors import DpfastWarning, UnsupportedModuleError
 from dpfast.testing import clipped_sum, loop_over_samples, relative_error
 
-C, N, D, K, STEPS = 0.1, 6, 5, 4, 3
-TARGETS = torch.linspace(-1.0, 1.0, N * 7).view(N, 7)
-
-
-@dataclasses.dataclass(slots=True)
-class Slots:
-    hidden: torch.Tensor
-    logits: torch.Tensor
-
-
-class Bare:
-    __slots__ = ("__hidden", "logits")
-
-    def __init__(self, hidden, logits):
-        self.__hidden, self.logits = hidden, logits
-
-    @property
-    def hidden(self):
-        return self.__hidden
-
-
-class Net(nn.Module):
-    """What a loss takes comes from two layers, the logits from both."""
-
-    def __init__(self, gives="attribute"):
-        super().__init__()
-        self.first, self.middle, self.last = nn.Linear(D, 7), nn.Linear(7, 7), nn.Linear(7, K)
-        self.gives = gives
-
-    def features(self, x):
-        return torch.tanh(self.middle(torch.tanh(self.first(x))))
-
-    def forward(self, x):
-        if "checkpoint" in self.gives:
-            reentrant = self.gives == "reentrant checkpoint"  # which has gradients where its inputs have
-            x = x.detach().requires_grad_() if reentrant else x
-            hidden = checkpoint(self.features, x, use_reentrant=reentrant)
-        else:
-            hidden = self.features(x)
-        logits = self.last(hidden)
-        if self.gives in ("slots", "bare slots"):
-            return {"slots": Slots, "bare slots": Bare}[self.gives](hidden, logits)
-        if self.gives == "closure":
-            return lambda: (hidden, logits)
-        if self.gives == "output":
-            return hidden, logits
-        if self.gives != "hook":
-            self.hidden = hidden
-        return logits
-
-
-GIVES = ["attribute", "hook", "slots", "bare slots", "closure", "output", "checkpoint", "reentrant checkpoint"]
-
-
-def network(gives="attribute"):
-    torch.manual_seed(0)
-    return Net(gives)
-
-
-def wrapped(model, mode="one pass"):
-    if mode == "grad_sample":
-        return dpfast.GradSampleModule(model, loss_reduction="sum")
-    return dpfast.GradSampleModuleFastGradientClipping(
-        model, loss_reduction="sum", max_grad_norm=C, passes=1 + (mode == "two passes")
-    )
-
-
-def given(model, x):
-    """What the model keeps, and its logits."""
-    inner = getattr(model, "_module", model)
-    if inner.gives == "hook":
-        seen = []
-        handle = inner.middle.register_forward_hook(lambda module, args, output: seen.append(output))
-        logits = model(x)
-        handle.remove()
-        return torch.tanh(seen[-1]), logits
-    output = model(x)
-    if inner.gives == "closure":
-        return output()
-    if inner.gives == "output":
-        return output
-    return (output.hidden, output.logits) if inner.gives.endswith("slots") else (inner.hidden, output)
-
-
-class Twice(torch.autograd.Function):
-    """The product, of which there are second derivatives."""
-
-    @staticmethod
-    def forward(ctx, x, factor, y):
-        ctx.save_for_backward(x, y)
-        ctx.factor = factor
-        return factor * x * y
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, y = ctx.saved_tensors
-        return grad * ctx.factor * y, None, grad * ctx.factor * x
-
-
-MIX = {
-    "spread": lambda h, y: y.square().sum() + 50 * (h - h.mean(0)).square().mean(0).rsqrt().sum(),
-    "spread alone": lambda h, y: (h - h.mean(0)).square().mean(0).rsqrt().sum(),
-    "of another's output": lambda h, y: (h[:, :K] * y.roll(1, 0)).sum(),
-    "added": lambda h, y: (h.sum(1, keepdim=True) + y).std(0).sum(),
-    "decorrelated": lambda h, y: y.sum() + (h.t() @ h).square().sum(),
-    "a function": lambda h, y: y.sum() + Twice.apply(h, 2.0, h.flip(0)).sum(),
-}
-APART = {
-    "squares": lambda h, y: y.square().sum() + F.mse_loss(h, TARGETS[: len(h)].to(h), reduction="sum"),
-    "features alone": lambda h, y: h.square().sum(1).sqrt().sum(),
-    "distilled": lambda h, y: F.mse_loss(h[:, :K], y, reduction="sum"),
-    "added": lambda h, y: (h.sum(1, keepdim=True) + y).exp().sum(),
-    "scores": lambda h, y: (F.normalize(h, dim=1) @ torch.ones(7, 3).to(h)).logsumexp(1).sum() - y.sum(),
-    "a function": lambda h, y: y.sum() + Twice.apply(h, 2.0, h.flip(1)).sum(),
-    "sorted by itself": lambda h, y: y.max(1).values.sum() + h.sort(1).values.cumsum(1).square().sum(),
-    "without features": lambda h, y: y.square().sum(),
-}
+STEPS = 3
 
 
 def ways(losses, *usual):
@@ -237,20 +120,85 @@ def test_a_number_that_is_kept():
     (module(torch.randn(N, D)).square().sum() + module._module.aux).backward()
     module = wrapped(Aux())
     y = module(torch.randn(N, D))
-    with pytest.raises(UnsupportedModuleError, match=r"\(\), samples meet in the loss"):
+    with pytest.raises(UnsupportedModuleError, match=r"\(6, 7\), samples meet in the loss"):
         (y.square().sum() + module._module.aux.sqrt()).backward()
 
 
-def test_samples_in_no_dimension_of_their_own_are_taken_on_trust():
-    class Folded(Net):
-        def forward(self, x):
-            hidden = self.features(x)
-            self.rows = hidden.reshape(-1, 7)
-            return self.last(hidden)
+class Folded(Net):
+    """Keeps rows of several positions, and as many numbers in each as the batch has samples."""
 
-    module = wrapped(Folded())
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(7, N)
+
+    def forward(self, x):
+        hidden = self.features(x)
+        self.rows, self.scores = hidden.reshape(-1, 7), self.router(hidden).flatten(0, 1)
+        return self.last(self.rows.view(*hidden.shape))
+
+
+@pytest.mark.filterwarnings("error::dpfast.errors.DpfastWarning")
+@pytest.mark.parametrize("kept", ["rows", "scores"])
+@pytest.mark.parametrize("mixes", [False, True])
+def test_samples_in_no_dimension_of_their_own(kept, mixes):
+    model = Folded()
+    plain, module = copy.deepcopy(model), wrapped(model)
+
+    def loss(m, x):
+        y, rows = m(x), getattr(getattr(m, "_module", m), kept)
+        used = rows.softmax(1).mean(0).square() * 50 if mixes else rows.softmax(1).square()
+        return y.square().sum() + used.sum()
+
+    x = torch.randn(N, 3, D)
+    if mixes:
+        with pytest.raises(UnsupportedModuleError, match="samples meet in the loss"):
+            loss(module, x).backward()
+        return
+    exact = clipped_sum(loop_over_samples(plain, loss, x), C)
+    loss(module, x).backward()
+    for name, total in exact.items():
+        assert relative_error(model.get_parameter(name).grad, total) < 1e-4
+
+
+def test_samples_in_no_dimension_that_is_known_are_taken_on_trust():
+    """What is in a reentrant checkpoint is in no graph."""
+
+    class Rows(Net):
+        def forward(self, x):
+            hidden = checkpoint(lambda x: self.features(x).reshape(-1, 7), x.requires_grad_(), use_reentrant=True)
+            self.rows = hidden * 2
+            return self.last(hidden.view(*x.shape[:2], 7))
+
+    module = wrapped(Rows())
     y = module(torch.randn(N, 3, D))
     with pytest.warns(DpfastWarning, match="taken on trust") as said:
         (y.square().sum() + module._module.rows.square().sum()).backward()
     assert said[0].filename == __file__
     assert module.get_norm_sample().shape == (N,)
+
+
+class Square(Net):
+    """As wide as the batch is long; what it keeps may have the samples in either dimension."""
+
+    def __init__(self, turned=False):
+        super().__init__()
+        self.middle, self.last, self.turned = nn.Linear(7, N), nn.Linear(N, K), turned
+
+    def forward(self, x):
+        hidden = self.features(x)
+        self.hidden = hidden.t() if self.turned else hidden
+        return self.last(hidden)
+
+
+@pytest.mark.filterwarnings("error::dpfast.errors.DpfastWarning")
+@pytest.mark.parametrize("turned", [False, True])
+def test_as_wide_as_the_batch(turned):
+    for dim in (0, 1):
+        module = wrapped(Square(turned))
+        y, h = module(torch.randn(N, D)), module._module.hidden
+        loss = y.square().sum() + 50 * (h - h.mean(dim, keepdim=True)).square().mean(dim).rsqrt().sum()
+        if dim == turned:
+            with pytest.raises(UnsupportedModuleError, match="samples meet in the loss"):
+                loss.backward()
+        else:
+            loss.backward()

@@ -1,0 +1,233 @@
+"""Where a loss's graph enters what the forward pass has made: the model's outputs, and tensors that it does not return,
+kept in an attribute, by a hook, in an object of somebody's own.
+
+Autograd numbers a thread's nodes one after the other, so those of a forward pass are known. Where its samples cannot be
+told in what the loss takes of it (a number, rows of several positions, a thread that is not the loss's), the loss goes
+on behind that for as long as it takes, to the layers at most, which know where their samples are.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+from dpfast.errors import DpfastWarning
+from dpfast.taps import is_of_tap, noise_like
+
+_KEPT_ON_TRUST = (
+    "the loss was made from {}, {}, and in which of its dimensions the batch's {} samples are is not known. That the "
+    "loss is a sum or mean of samples' own losses is taken on trust: if it is not so, clipping bounds nothing "
+    "(docs/layouts.md); keep it with the samples in a dimension of their own"
+)
+_KEPT = "a tensor of the model's that is no output of it (an attribute, a hook's)"
+_REENTRANT = "CheckpointFunctionBackward"  # what is in one is not in the graph
+_CALLER = 7  # frames from a warning to who called loss.backward()
+_now = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]  # of autograd's nodes
+
+
+class Looked(NamedTuple):
+    """A forward pass whose loss is to be looked at: of so many samples, mostly in that dimension, with these numbers of
+    autograd's nodes, which are its thread's."""
+
+    n: int
+    batch_dim: int
+    nodes: range
+    thread: int
+
+    @classmethod
+    def ended(cls, n: int, batch_dim: int, begun: int) -> Looked:
+        return cls(n, batch_dim, range(begun, _now()), threading.get_ident())
+
+
+class Output(NamedTuple):
+    """One of a model's, or what it keeps.
+
+    Attributes:
+        tensor, hooks: and those on its gradient, which are for the step's; None where it is kept. name: in words.
+        dims: where its samples may be; none where it is one number; None: not known.
+    """
+
+    tensor: weakref.ref[Tensor] | None
+    hooks: Any
+    name: str
+    forward: Looked
+    dims: Sequence[int] | None
+
+    @property
+    def n(self) -> int:
+        return self.forward.n
+
+
+def dims_of(shape: Sequence[int], some: Iterable[int], n: int) -> list[int] | None:
+    found = [d for d in some if d < len(shape) and shape[d] == n]
+    return found if found or math.prod(shape) == 1 else None
+
+
+def find_ends(
+    losses: Sequence[Tensor], marked: dict[Any, dict[int, Output]], forwards: Sequence[Looked]
+) -> tuple[list[Any], dict[GradientEdge, Output]]:
+    """The losses' own nodes, and where they enter what the forward passes made; a warning says where the samples there
+    cannot be told.
+
+    Args:
+        marked: the outputs, by node and number.
+    """
+    made_by, leads = _MadeBy(forwards), _Leads()
+    waiting = deque(GradientEdge(loss.grad_fn, loss.output_nr) for loss in losses if loss.grad_fn is not None)
+    own: dict[Any, None] = {}
+    outputs: dict[GradientEdge, Output] = {}
+    stops, seen = set(marked), set()
+    while waiting:
+        edge = waiting.popleft()
+        if edge in seen or edge.node in own:
+            continue
+        seen.add(edge)
+        node = edge.node
+        output, forward = marked.get(node, {}).get(edge.output_nr), made_by(node)
+        if output is None and (is_of_tap(node) or forward is not None):
+            if forward is None:  # a layer of a pass that is not looked at, and where gradients may not go through
+                outputs[edge] = Output(None, {}, _KEPT, forwards[0], None)
+                continue
+            if not leads(node):
+                continue
+            last = node in stops or is_of_tap(node) or type(node).__name__ == _REENTRANT
+            output = _kept(edge, forward, marked, last)
+        if output is not None:
+            outputs[edge] = output
+            stops.add(node)
+        else:
+            own[node] = None
+            waiting.extend(GradientEdge(x, number) for x, number in node.next_functions if x is not None)
+    return list(own), outputs
+
+
+class _MadeBy:
+    """The forward pass that has made a node."""
+
+    def __init__(self, forwards: Sequence[Looked]):
+        self._forwards = [x for x in forwards if x.thread == threading.get_ident()]
+
+    def __call__(self, node: Any) -> Looked | None:
+        number = node._sequence_nr()
+        found = next((x for x in self._forwards if number in x.nodes), None)
+        if found is None and is_of_tap(node) and node.record.graph is not None:  # another thread's
+            found = node.record.graph.looked
+        return found
+
+
+class _Leads:
+    """Whether gradients at a node come to a layer; each is asked for once."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, bool] = {}
+
+    def __call__(self, node: Any) -> bool:
+        ways = [node]
+        while ways:  # no recursion: graphs are deep
+            at = ways[-1]
+            if is_of_tap(at) or type(at).__name__ == _REENTRANT:
+                self._known[at] = True
+            if at in self._known:
+                ways.pop()
+                continue
+            behind = [x for x, _ in at.next_functions if x is not None]
+            unknown = [x for x in behind if x not in self._known]
+            ways.extend(unknown)
+            if not unknown:
+                self._known[at] = any(self._known[x] for x in behind)
+        return self._known[node]
+
+
+def _kept(edge: GradientEdge, forward: Looked, marked: dict[Any, dict[int, Output]], last: bool) -> Output | None:
+    """None where its samples cannot be told and what it was made of may tell."""
+    like: Any = edge.node._input_metadata[edge.output_nr]
+    shape = tuple(like.shape)
+    dims = None if like.dtype.is_complex else dims_of(shape, range(len(shape)), forward.n)
+    if dims and is_of_tap(edge.node):
+        dims = _dims_in_layer(edge.node, edge.output_nr, forward.n)
+    elif dims and dims != [forward.batch_dim]:
+        dims = _told(edge, dims, forward, marked)
+    if not dims and not last:
+        return None
+    if dims is None:
+        warnings.warn(_KEPT_ON_TRUST.format(_KEPT, shape, forward.n), DpfastWarning, stacklevel=_CALLER)
+    return Output(None, {}, _KEPT, forward, dims)
+
+
+def _dims_in_layer(node: Any, number: int, n: int) -> list[int] | None:
+    """Where the samples are in an output of a layer, whose place is that of the first."""
+    shape, record = tuple(node._input_metadata[number].shape), node.record
+    some = dims_of(shape, range(len(shape)), n)
+    if number and isinstance(record.tap.module, nn.RNNBase):  # the last states, (layers, N, ...) always
+        return dims_of(shape, [1], n)
+    if number and some and len(some) == 1:  # weights of an attention
+        return some
+    place = record.tap.batch_dim if record.place is None else record.place
+    return dims_of(shape, [place], n) if isinstance(place, int) else None
+
+
+def _told(
+    edge: GradientEdge, dims: list[int], forward: Looked, marked: dict[Any, dict[int, Output]]
+) -> list[int] | None:
+    """In which of the dimensions its samples are: where half of it comes of that half of the samples alone, in what it
+    was made of."""
+    ends = _behind(edge, forward, marked)
+    like: Any = edge.node._input_metadata[edge.output_nr]
+    found: list[int] = []
+    for dim in dims if ends else ():
+        half = half_of(forward.n)
+        mask = half.view(-1, *[1] * (len(like.shape) - dim - 1)).to(like.device)
+        noise = noise_like(torch.empty((), dtype=like.dtype, device=like.device).expand(like.shape), 0) * mask
+        try:
+            came = torch.autograd.grad([edge], list(ends), [noise], retain_graph=True, allow_unused=True)
+        except Exception:  # it cannot be gone through, and the look at second derivatives does not
+            found = []
+            break
+        rows = [
+            (g != 0).movedim(d, 0).flatten(1).any(1).cpu()
+            for g, d in zip(came, ends.values(), strict=True)
+            if g is not None
+        ]
+        if any(bool(x.any()) for x in rows) and not any(bool((x & ~half).any()) for x in rows):
+            found.append(dim)
+    if found or ends:
+        return found or None
+    return [forward.batch_dim] if forward.batch_dim in dims else dims
+
+
+def _behind(edge: GradientEdge, forward: Looked, marked: dict[Any, dict[int, Output]]) -> dict[GradientEdge, int]:
+    """The outputs and layers next behind it, and where their samples are."""
+    waiting, seen, found = deque(edge.node.next_functions), set(), {}
+    while waiting:
+        node, number = waiting.popleft()
+        if node is None or (node, number) in seen:
+            continue
+        seen.add((node, number))
+        output = marked.get(node, {}).get(number)
+        if output is None and not is_of_tap(node):
+            waiting.extend(node.next_functions)
+            continue
+        dims = output.dims if output is not None else _dims_in_layer(node, number, forward.n)
+        if dims:
+            found[GradientEdge(node, number)] = dims[0]
+    return found
+
+
+def half_of(n: int) -> Tensor:
+    """The samples with an odd number of ones in their number's binary digits (the Thue-Morse sequence), which parts
+    neighbours, those half a batch apart, and the first from the last."""
+    number = torch.arange(n)
+    odd = torch.zeros(n, dtype=torch.bool)
+    while bool(number.any()):
+        odd ^= (number & 1).bool()
+        number = number >> 1
+    return odd

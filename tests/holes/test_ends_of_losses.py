@@ -1,0 +1,147 @@
+"""Where looks at losses end: in layers, in threads that number their own nodes, at the last backward pass."""
+
+import concurrent.futures
+import copy
+
+import pytest
+import torch
+from kept_tensors import APART, MIX, C, D, K, N, Twice, given, network, wrapped
+from torch import nn
+
+import dpfast
+from dpfast.errors import UnsupportedModuleError
+from dpfast.modes import curvature
+from dpfast.testing import clipped_sum, loop_over_samples, relative_error
+
+
+@pytest.mark.filterwarnings("error::dpfast.errors.DpfastWarning")
+@pytest.mark.parametrize("mixes", [False, True])
+@pytest.mark.parametrize("gives", ["attribute", "output"])
+def test_a_function_of_what_is_made_from_each_other(gives, mixes):
+    """Autograd would run the model's layers on its way from one to the other."""
+    model = network(gives)
+    model.last = nn.Linear(7, 7)
+    plain, module, x = copy.deepcopy(model), wrapped(model), torch.randn(N, D)
+
+    def loss(m, x):
+        h, y = given(m, x)
+        return Twice.apply(h, 2.0, y.flip(0) if mixes else y).square().sum()
+
+    if mixes:
+        with pytest.raises(UnsupportedModuleError, match="samples meet in the loss"):
+            loss(module, x).backward()
+        return
+    exact = clipped_sum(loop_over_samples(plain, loss, x), C)
+    loss(module, x).backward()
+    for name, total in exact.items():
+        assert relative_error(model.get_parameter(name).grad, total) < 1e-4
+
+
+def in_a_thread(call):
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).result()
+
+
+@pytest.mark.filterwarnings("error::dpfast.errors.DpfastWarning")
+@pytest.mark.parametrize("whose", ["forward", "loss", "both"])
+@pytest.mark.parametrize("mixes", [False, True])
+def test_threads_number_their_nodes_each_for_itself(whose, mixes):
+    model = network()
+    plain, module, x = copy.deepcopy(model), wrapped(model), torch.randn(N, D)
+
+    def loss(m, x, run=in_a_thread):
+        made = (run if whose == "forward" else lambda call: call())(lambda: given(m, x))
+        how = MIX["spread"] if mixes else APART["features alone"]
+        return (run if whose == "loss" else lambda call: call())(lambda: how(*made))
+
+    made = in_a_thread(lambda: loss(module, x)) if whose == "both" else loss(module, x)
+    if mixes:
+        with pytest.raises(UnsupportedModuleError, match="samples meet in the loss"):
+            made.backward()
+        return
+    made.backward()
+    exact = loop_over_samples(plain, lambda m, x: loss(m, x, lambda call: call()), x)
+    for name, total in clipped_sum(exact, C).items():
+        own = model.get_parameter(name).grad
+        assert relative_error(torch.zeros_like(total) if own is None else own, total) < 1e-4
+
+
+def test_a_number_made_in_the_forward_pass_and_kept_elsewhere():
+    """By a hook, so that no look at the model's attributes has seen what met in it."""
+    module, seen = wrapped(network()), []
+    module._module.middle.register_forward_hook(lambda m, args, h: seen.append((h - h.mean(0)).square().mean().rsqrt()))
+    y = module(torch.randn(N, D))
+    with pytest.raises(UnsupportedModuleError, match=r"\(6, 7\), samples meet in the loss"):
+        (y.square().sum() + 50 * seen[-1]).backward()
+
+
+@pytest.mark.parametrize("first", ["of inputs", "of another task"])
+def test_a_backward_pass_before_the_loss(first):
+    """It is looked at as well, and is not the last."""
+    module, x = wrapped(network()), torch.randn(N, D, requires_grad=True)
+    h, y = given(module, x)
+    y.sum().backward(retain_graph=True, inputs=[x] if first == "of inputs" else None)
+    module.zero_grad()
+    with pytest.raises(UnsupportedModuleError, match="samples meet in the loss"):
+        MIX["spread"](h, y).backward()
+
+
+def test_looks_end_where_graphs_are_always_kept(monkeypatch):
+    looks, plainly = [], curvature.find_ends
+    monkeypatch.setattr(curvature, "find_ends", lambda *a: looks.append(a[2]) or plainly(*a))
+    counts = []
+    for kept in (False, True):
+        module = wrapped(network())
+        for _ in range(8):
+            module.zero_grad()
+            given(module, torch.randn(N, D))[1].square().sum().backward(retain_graph=kept)
+        counts.append(len(looks))
+    assert 0 < counts[0] < 8
+    assert counts[1] == 2 * counts[0]
+
+
+@pytest.mark.filterwarnings("error::dpfast.errors.DpfastWarning")
+def test_a_wrapped_head_that_is_not_looked_at_any_more():
+    """No look at the features goes through its layers."""
+    head, model = nn.Linear(K, 2), network()
+    plain, plain_head, module = copy.deepcopy(model), copy.deepcopy(head), wrapped(model)
+    wrapped_head = wrapped(head)
+    for _ in range(5):
+        wrapped_head.zero_grad()
+        wrapped_head(torch.randn(N, K)).square().sum().backward()
+
+    def loss(m, of, x):
+        h, y = given(m, x)
+        return of(y).square().sum() + y.square().sum() + h.exp().sum()
+
+    wrapped_head.zero_grad()
+    x = torch.randn(N, D)
+    exact = loop_over_samples(plain, lambda m, x: loss(m, copy.deepcopy(plain_head).to(x.dtype), x), x)
+    loss(module, wrapped_head, x).backward()
+    for name, total in clipped_sum(exact, C).items():
+        assert relative_error(model.get_parameter(name).grad, total) < 1e-4
+
+
+@pytest.mark.filterwarnings("error::dpfast.errors.DpfastWarning")
+@pytest.mark.parametrize("n", [2, N])  # as many as there are layers, as there are numbers in a state
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_last_states_of_a_recurrent_layer(batch_first, n):
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm, self.last = nn.LSTM(D, N, num_layers=2, batch_first=batch_first), nn.Linear(N, K)
+
+        def forward(self, x):
+            h, (_, self.state) = self.lstm(x)
+            return self.last(h)
+
+    for dim in range(3):
+        model = Recurrent()
+        module = dpfast.GradSampleModule(model, batch_first=batch_first, loss_reduction="sum")
+        y = module(torch.randn(n, n + 1, D) if batch_first else torch.randn(n + 1, n, D))
+        loss = y.square().sum() + model.state.logsumexp(dim).sum()
+        if dim == 1:
+            with pytest.raises(UnsupportedModuleError, match="samples meet in the loss"):
+                loss.backward()
+        else:
+            loss.backward()
