@@ -24,13 +24,14 @@ class Cut:
         nodes: of the edges.
 
     Args:
-        by_hand: no hook on gradients there may run.
+        by_hand: no hook on gradients there may run. alone: nor any other in front of it.
     """
 
-    def __init__(self, edges: Sequence[GradientEdge], *, by_hand: bool = False):
+    def __init__(self, edges: Sequence[GradientEdge], *, by_hand: bool = False, alone: bool = False):
         self._edges = set(edges)
         self.nodes = {edge.node for edge in edges}
-        self._by_hand = by_hand or len(ends_among(edges)) < len(edges)
+        self._alone = alone
+        self._by_hand = by_hand or alone or len(ends_among(edges)) < len(edges)
         nexts = (x for node in self.nodes for x, _ in node.next_functions) if self._by_hand else ()
         self._behind = set(nodes_behind(nexts))  # where autograd would give what has come through the edges too
 
@@ -49,17 +50,20 @@ class Cut:
         at = [get_gradient_edge(x) if isinstance(x, Tensor) else x for x in roots]
         own = [node for node in nodes_behind((x.node for x in at), self._goes_on) if node not in self.nodes]
         by_hand = self._to_run(own)
-        into = [edge for node in by_hand if node not in self._behind for edge in _inputs(node)]
+        front = [] if self._alone else [node for node in by_hand if node not in self._behind]
+        into = [edge for node in front for edge in _inputs(node)]
         came = torch.autograd.grad(roots, into, grads, **how) if into else ()
         found: dict[GradientEdge, Tensor] = {}
         starts = ((_plain(x.node, x.output_nr), g) for x, g in zip(at, grads, strict=True))
-        _add_up(found, ((edge, g) for edge, g in starts if edge not in into))
+        running, asked_of_autograd = set(by_hand), set(into)
+        _add_up(found, ((edge, g) for edge, g in starts if edge not in asked_of_autograd))
         _add_up(found, ((edge, g) for edge, g in zip(into, came, strict=True) if g is not None))
         del came
         for node in by_hand:
             given = [found.pop(edge, None) for edge in _inputs(node)]
             if any(g is not None for g in given):
-                _add_up(found, self._through(node, given, how))
+                made = self._through(node, given, how)
+                _add_up(found, (x for x in made if x[0] in self._edges or x[0].node in running))
         return [found.get(edge) for edge in asked]
 
     def _goes_on(self, node: Any) -> bool:
@@ -73,7 +77,7 @@ class Cut:
             edges = [_plain(*x) for x in node.next_functions]
             ends = any(edge in self._edges for edge in edges)
             if ends or any(edge.node in lead for edge in edges):
-                lead[node] = ends or node in self._behind or any(edge.node in self._behind for edge in edges)
+                lead[node] = ends or self._alone or any(x in self._behind for x in (node, *(y.node for y in edges)))
         return [node for node in reversed(lead) if lead[node]]
 
     def _through(
@@ -96,7 +100,7 @@ class Cut:
             made = [g for g, needs in zip(made, node.needs_input_grad, strict=False) if needs]
             edges = [_plain(*x) for x in node.next_functions if x[0] is not None]
         for edge, g in zip(edges, made, strict=True):
-            if g is not None and (edge in self._edges or edge.node in self._behind):
+            if g is not None:
                 like: Any = edge.node._input_metadata[edge.output_nr]  # autograd itself sums where it was broadcast
                 yield edge, g.sum_to_size(like.shape).to(like.dtype)
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from dpfast.errors import DpfastWarning
+from dpfast.modes.cut_graph import Cut
 from dpfast.taps import is_of_tap, noise_like
 
 _KEPT_ON_TRUST = (
@@ -188,7 +189,7 @@ def _told(
         mask = half.view(-1, *[1] * (len(like.shape) - dim - 1)).to(like.device)
         noise = noise_like(torch.empty((), dtype=like.dtype, device=like.device).expand(like.shape), 0) * mask
         try:
-            came = torch.autograd.grad([edge], list(ends), [noise], retain_graph=True, allow_unused=True)
+            came = Cut(list(ends), alone=True).gradients([edge], [noise], list(ends))
         except Exception:  # it cannot be gone through, and the look at second derivatives does not
             found = []
             break

@@ -106,6 +106,17 @@ def test_hooks_and_kept_gradients_see_one_backward_pass():
     assert torch.equal(h.grad, 2 * h.detach())
 
 
+def test_hooks_of_the_model_see_one_backward_pass_where_dimensions_are_told():
+    module = wrapped(Square())
+    y, h = module(torch.randn(N, D)), module._module.hidden
+    kept, seen = module._module.twice, []
+    h.retain_grad()
+    h.register_hook(seen.append)
+    (y.sum() * 0 + kept.square().sum()).backward()
+    assert len(seen) == 1
+    assert torch.equal(h.grad, 8 * h.detach())
+
+
 @pytest.mark.filterwarnings("error::dpfast.errors.DpfastWarning")
 def test_a_number_that_is_kept():
     """A loss of the samples' may be added, and no root of it."""
@@ -187,6 +198,7 @@ class Square(Net):
     def forward(self, x):
         hidden = self.features(x)
         self.hidden = hidden.t() if self.turned else hidden
+        self.twice = hidden * 2
         return self.last(hidden)
 
 
