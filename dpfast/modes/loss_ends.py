@@ -12,7 +12,7 @@ import math
 import threading
 import warnings
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ _KEPT_ON_TRUST = (
 )
 _KEPT = "a tensor of the model's that is no output of it (an attribute, a hook's)"
 _REENTRANT = "CheckpointFunctionBackward"  # what is in one is not in the graph
-_CALLER = 7  # frames from a warning to who called loss.backward()
+_CALLER = 9  # frames from a warning to who called loss.backward()
 _now = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]  # of autograd's nodes
 
 
@@ -82,33 +82,63 @@ def find_ends(
     Args:
         marked: the outputs, by node and number.
     """
-    made_by, leads = _MadeBy(forwards), _Leads()
-    waiting = deque(GradientEdge(loss.grad_fn, loss.output_nr) for loss in losses if loss.grad_fn is not None)
-    own: dict[Any, None] = {}
-    outputs: dict[GradientEdge, Output] = {}
-    stops, seen = set(marked), set()
-    while waiting:
-        edge = waiting.popleft()
-        if edge in seen or edge.node in own:
-            continue
-        seen.add(edge)
+    search = _Search(marked, forwards)
+    search.go_on(GradientEdge(loss.grad_fn, loss.output_nr) for loss in losses if loss.grad_fn is not None)
+    asked: set[GradientEdge] = set()
+    while new := {edge: x for edge, x in search.found.items() if x.tensor is None and x.dims and edge not in asked}:
+        asked.update(new)
+        for edge in _mixed_before(new, marked):
+            search.go_behind(edge)
+    return list(search.own), search.found
+
+
+class _Search:
+    """From losses to their ends, of which it has found some, by nodes that are their own."""
+
+    def __init__(self, marked: dict[Any, dict[int, Output]], forwards: Sequence[Looked]):
+        self.found: dict[GradientEdge, Output] = {}
+        self.own: dict[Any, None] = {}
+        self._stops = Counter(dict.fromkeys(marked, 2))  # how many ends are at a node
+        self._marked, self._forwards = marked, forwards
+        self._made_by, self._leads = _MadeBy(forwards), _Leads()
+
+    def go_on(self, edges: Iterable[GradientEdge]) -> None:
+        waiting = deque(edges)
+        while waiting:
+            edge = waiting.popleft()
+            if edge in self.found or edge.node in self.own:
+                continue
+            is_own, output = self._of(edge)
+            if output is not None:
+                self.found[edge] = output
+                self._stops[edge.node] += 1
+            elif is_own:
+                self.own[edge.node] = None
+                waiting.extend(GradientEdge(x, number) for x, number in edge.node.next_functions if x is not None)
+
+    def go_behind(self, edge: GradientEdge) -> None:
+        """That is no end, where it can be gone through."""
+        if not self._is_last(edge.node) and self._stops[edge.node] == 1:
+            del self.found[edge], self._stops[edge.node]
+            self.own[edge.node] = None
+            self.go_on(GradientEdge(x, number) for x, number in edge.node.next_functions if x is not None)
+
+    def _of(self, edge: GradientEdge) -> tuple[bool, Output | None]:
+        """Whether its node is the losses' own, and what it is an end of."""
         node = edge.node
-        output, forward = marked.get(node, {}).get(edge.output_nr), made_by(node)
-        if output is None and (is_of_tap(node) or forward is not None):
-            if forward is None:  # a layer of a pass that is not looked at, and where gradients may not go through
-                outputs[edge] = Output(None, {}, _KEPT, forwards[0], None)
-                continue
-            if not leads(node):
-                continue
-            last = node in stops or is_of_tap(node) or type(node).__name__ == _REENTRANT
-            output = _kept(edge, forward, marked, last)
+        output, forward = self._marked.get(node, {}).get(edge.output_nr), self._made_by(node)
         if output is not None:
-            outputs[edge] = output
-            stops.add(node)
-        else:
-            own[node] = None
-            waiting.extend(GradientEdge(x, number) for x, number in node.next_functions if x is not None)
-    return list(own), outputs
+            return False, output
+        if forward is None and is_of_tap(node):  # of a pass that is not looked at, and that no look may go through
+            return False, Output(None, {}, _KEPT, self._forwards[0], None)
+        if forward is None:
+            return True, None
+        if not self._leads(node):
+            return False, None
+        return True, _kept(edge, forward, self._marked, last=self._is_last(node) or self._stops[node] > 0)
+
+    def _is_last(self, node: Any) -> bool:
+        return is_of_tap(node) or type(node).__name__ == _REENTRANT
 
 
 class _MadeBy:
@@ -148,7 +178,7 @@ class _Leads:
         return self._known[node]
 
 
-def _kept(edge: GradientEdge, forward: Looked, marked: dict[Any, dict[int, Output]], last: bool) -> Output | None:
+def _kept(edge: GradientEdge, forward: Looked, marked: dict[Any, dict[int, Output]], *, last: bool) -> Output | None:
     """None where its samples cannot be told and what it was made of may tell."""
     like: Any = edge.node._input_metadata[edge.output_nr]
     shape = tuple(like.shape)
@@ -181,33 +211,49 @@ def _told(
 ) -> list[int] | None:
     """In which of the dimensions its samples are: where half of it comes of that half of the samples alone, in what it
     was made of."""
-    ends = _behind(edge, forward, marked)
-    like: Any = edge.node._input_metadata[edge.output_nr]
-    found: list[int] = []
-    for dim in dims if ends else ():
-        half = half_of(forward.n)
-        mask = half.view(-1, *[1] * (len(like.shape) - dim - 1)).to(like.device)
-        noise = noise_like(torch.empty((), dtype=like.dtype, device=like.device).expand(like.shape), 0) * mask
-        try:
-            came = Cut(list(ends), alone=True).gradients([edge], [noise], list(ends))
-        except Exception:  # it cannot be gone through, and the look at second derivatives does not
-            found = []
-            break
-        rows = [
-            (g != 0).movedim(d, 0).flatten(1).any(1).cpu()
-            for g, d in zip(came, ends.values(), strict=True)
-            if g is not None
-        ]
-        if any(bool(x.any()) for x in rows) and not any(bool((x & ~half).any()) for x in rows):
-            found.append(dim)
+    ends = _behind([edge], forward, marked)
+    found = [dim for dim in dims if ends and _stays_apart({edge: dim}, ends, forward.n)]
     if found or ends:
         return found or None
     return [forward.batch_dim] if forward.batch_dim in dims else dims
 
 
-def _behind(edge: GradientEdge, forward: Looked, marked: dict[Any, dict[int, Output]]) -> dict[GradientEdge, int]:
-    """The outputs and layers next behind it, and where their samples are."""
-    waiting, seen, found = deque(edge.node.next_functions), set(), {}
+def _mixed_before(kept: dict[GradientEdge, Output], marked: dict[Any, dict[int, Output]]) -> list[GradientEdge]:
+    """Those of which half comes of other samples too, in what they were made of: samples have met there, or are in no
+    dimension of theirs. Asked of all at once, as nearly always none is."""
+    found = []
+    for forward in {x.forward for x in kept.values()}:
+        dims = {edge: x.dims[0] for edge, x in kept.items() if x.forward == forward and x.dims}
+        ends = _behind(list(dims), forward, marked)
+        if ends and _stays_apart(dims, ends, forward.n) is False:
+            found += [edge for edge, dim in dims.items() if _stays_apart({edge: dim}, ends, forward.n) is False]
+    return found
+
+
+def _stays_apart(kept: dict[GradientEdge, int], ends: dict[GradientEdge, int], n: int) -> bool | None:
+    """Whether half of the entries in these dimensions comes of that half of the samples alone; None: not known."""
+    half, noise = half_of(n), []
+    for edge, dim in kept.items():
+        like: Any = edge.node._input_metadata[edge.output_nr]
+        mask = half.view(-1, *[1] * (len(like.shape) - dim - 1)).to(like.device)
+        noise.append(noise_like(torch.empty((), dtype=like.dtype, device=like.device).expand(like.shape), 0) * mask)
+    try:
+        came = Cut(list(ends), alone=True).gradients(list(kept), noise, list(ends))
+    except Exception:  # it cannot be gone through here
+        return None
+    rows = [
+        ((g != 0) & g.isfinite()).movedim(d, 0).flatten(1).any(1).cpu()
+        for g, d in zip(came, ends.values(), strict=True)
+        if g is not None
+    ]
+    return None if not any(bool(x.any()) for x in rows) else not any(bool((x & ~half).any()) for x in rows)
+
+
+def _behind(
+    edges: Iterable[GradientEdge], forward: Looked, marked: dict[Any, dict[int, Output]]
+) -> dict[GradientEdge, int]:
+    """The outputs and layers next behind these, and where their samples are."""
+    waiting, seen, found = deque(x for edge in edges for x in edge.node.next_functions), set(), {}
     while waiting:
         node, number = waiting.popleft()
         if node is None or (node, number) in seen:

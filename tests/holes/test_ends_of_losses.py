@@ -66,13 +66,20 @@ def test_threads_number_their_nodes_each_for_itself(whose, mixes):
         assert relative_error(torch.zeros_like(total) if own is None else own, total) < 1e-4
 
 
-def test_a_number_made_in_the_forward_pass_and_kept_elsewhere():
+MADE = {
+    "a number": lambda h: (h - h.mean(0)).square().mean().rsqrt(),
+    "samples": lambda h: (h - h.mean(0)).tanh(),
+}
+
+
+@pytest.mark.parametrize("made", MADE)
+def test_what_is_mixed_in_the_forward_pass_and_kept_elsewhere(made):
     """By a hook, so that no look at the model's attributes has seen what met in it."""
     module, seen = wrapped(network()), []
-    module._module.middle.register_forward_hook(lambda m, args, h: seen.append((h - h.mean(0)).square().mean().rsqrt()))
+    module._module.middle.register_forward_hook(lambda m, args, h: seen.append(MADE[made](h)))
     y = module(torch.randn(N, D))
     with pytest.raises(UnsupportedModuleError, match=r"\(6, 7\), samples meet in the loss"):
-        (y.square().sum() + 50 * seen[-1]).backward()
+        (y.square().sum() + 50 * seen[-1].square().sum()).backward()
 
 
 @pytest.mark.parametrize("first", ["of inputs", "of another task"])

@@ -202,6 +202,23 @@ class Square(Net):
         return self.last(hidden)
 
 
+class Dispatched(Net):
+    """As if there were as many experts as samples, each of which has rows of several."""
+
+    def forward(self, x):
+        hidden = self.features(x)
+        rows = hidden.flatten(0, 1).view(4, -1, 7).transpose(0, 1) * 2
+        self.of_experts = lambda: rows
+        return self.last(hidden)
+
+
+def test_another_dimension_as_long_as_the_batch():
+    module = wrapped(Dispatched())
+    y = module(torch.randn(N, 4, D))
+    with pytest.raises(UnsupportedModuleError, match="samples meet in the loss"):
+        (y.square().sum() + 50 * module._module.of_experts().softmax(1).square().sum()).backward()
+
+
 @pytest.mark.filterwarnings("error::dpfast.errors.DpfastWarning")
 @pytest.mark.parametrize("turned", [False, True])
 def test_as_wide_as_the_batch(turned):
