@@ -21,7 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from dpfast.arithmetic import buffers, is_traced
 from dpfast.errors import DpfastWarning, StateError, UnsupportedModuleError
 from dpfast.modes.cut_graph import Cut
-from dpfast.modes.loss_ends import Looked, Output, dims_of, find_ends, half_of
+from dpfast.modes.loss_ends import Looked, Output, dims_of, find_ends
 from dpfast.modes.ranked import ranked_samples
 from dpfast.taps import is_of_tap, nodes_behind, noise_like, said_by
 
@@ -46,7 +46,7 @@ _NOT_SEEN = (
 )
 _ONCE = ("Error", "CompiledFunctionBackwardBackward")  # torch's classes; what these come from is behind no edge
 _AT_ONCE = 2**20  # numbers of second derivatives
-_CALLER = 5  # frames from a warning to who called loss.backward()
+_CALLER = 6  # frames from a warning to who called loss.backward()
 
 
 class _First(NamedTuple):
@@ -67,20 +67,21 @@ class _First(NamedTuple):
 
 
 def mark_outputs(
-    outputs: Sequence[Any], n: int, batch_dim: int, parted: Mapping[int, Sequence[int]], graph: Any
+    outputs: Sequence[Any], whose: Sequence[int], batch_dim: int, parted: Mapping[int, Sequence[int]], graph: Any
 ) -> None:
     """The loss that is made of a forward pass is to be looked at.
 
     Args:
-        outputs: which have hooks. n: the number of samples, in ``batch_dim`` of inputs. parted: the dimensions of each
-            output, by its number, in which these are. graph: of the pass (``steps.Graph``).
+        outputs: which have hooks. whose: the number of each sample, or of its unit; ``batch_dim`` of inputs has them.
+            parted: the dimensions of each output, by its number, in which these are. graph: of the pass
+            (``steps.Graph``).
     """
-    if n < 2 or graph is None:
+    if len(set(whose)) < 2 or graph is None:
         return
-    graph.looked = forward = Looked.ended(n, batch_dim, graph.begun)
+    graph.looked = forward = Looked.ended(whose, batch_dim, graph.begun)
     for i, x in enumerate(outputs):
         if isinstance(x, Tensor) and x.grad_fn is not None:
-            dims = None if x.is_complex() else dims_of(x.shape, parted.get(i, ()), n)
+            dims = None if x.is_complex() else dims_of(x.shape, parted.get(i, ()), forward.n)
             output = Output(weakref.ref(x), x._backward_hooks, f"output {i} of the model", forward, dims)
             node: Any = x.grad_fn
             node.metadata.setdefault(_MARK, {})[x.output_nr] = output
@@ -102,12 +103,20 @@ def check_apart(losses: Sequence[Tensor], grads: Sequence[Tensor | None], *, is_
             forwards += [x.forward for x in marked[node].values()]
         elif is_of_tap(node) and node.record.graph is not None and node.record.graph.looked is not None:
             forwards.append(node.record.graph.looked)
-    for node in marked if is_last else ():
+    if forwards and not is_traced():
+        _look(losses, grads, marked, list(dict.fromkeys(forwards)))
+    for node in marked if is_last else ():  # whoever takes what was refused again is told again
         del node.metadata[_MARK]
-    if not forwards or is_traced():
-        return
+
+
+def _look(
+    losses: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    marked: dict[Any, dict[int, Output]],
+    forwards: Sequence[Looked],
+) -> None:
     with _hooks_off([x for some in marked.values() for x in some.values()]):
-        nodes, outputs = find_ends(losses, marked, list(dict.fromkeys(forwards)))
+        nodes, outputs = find_ends(losses, marked, forwards)
     told = {edge: x for edge, x in outputs.items() if x.dims is not None}
     if not told:
         return
@@ -129,11 +138,11 @@ def check_apart(losses: Sequence[Tensor], grads: Sequence[Tensor | None], *, is_
 
 
 def _check_ranks(nodes: Sequence[Any], outputs: dict[GradientEdge, Output], cut: Cut) -> None:
-    n = next(iter(outputs.values())).n
-    dims = {edge: x.dims for edge, x in outputs.items() if x.n == n and x.dims}
+    first = next(iter(outputs.values())).forward
+    dims = {edge: x.dims for edge, x in outputs.items() if x.n == first.n and x.dims}
     try:
         with _hooks_off(outputs.values()):
-            name = ranked_samples(nodes, dims, half_of(n), cut)
+            name = ranked_samples(nodes, dims, first.half(), cut)
     except Exception:  # of what has no gradients, the look at second derivatives says why
         return
     if name is not None:
@@ -208,7 +217,7 @@ def _is_anything(second: Tensor, output: Output, look: int) -> bool:
     if not output.dims:
         return bool(((second != 0) & second.isfinite()).any())
     rows = second.movedim(output.dims[min(look, len(output.dims) - 1)], 0)
-    others = (~half_of(output.n)).nonzero().flatten().to(second.device)
+    others = (~output.forward.half()).nonzero().flatten().to(second.device)
     for some in others.split(max(1, _AT_ONCE * len(rows) // max(1, rows.numel()))):
         part = rows.index_select(0, some)
         if bool(((part != 0) & part.isfinite()).any()):
@@ -222,4 +231,4 @@ def _noise(first: _First, look: int) -> Tensor:
     if not output.dims:
         return torch.ones_like(like, memory_format=torch.contiguous_format)
     dim = output.dims[min(look, len(output.dims) - 1)]
-    return noise_like(like, 0).mul_(half_of(output.n).to(like).view(-1, *[1] * (like.dim() - dim - 1)))
+    return noise_like(like, 0).mul_(output.forward.half().to(like).view(-1, *[1] * (like.dim() - dim - 1)))

@@ -31,22 +31,40 @@ _KEPT_ON_TRUST = (
 )
 _KEPT = "a tensor of the model's that is no output of it (an attribute, a hook's)"
 _REENTRANT = "CheckpointFunctionBackward"  # what is in one is not in the graph
-_CALLER = 9  # frames from a warning to who called loss.backward()
+_CALLER = 10  # frames from a warning to who called loss.backward()
 _now = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]  # of autograd's nodes
 
 
 class Looked(NamedTuple):
-    """A forward pass whose loss is to be looked at: of so many samples, mostly in that dimension, with these numbers of
-    autograd's nodes, which are its thread's."""
+    """A forward pass whose loss is to be looked at.
 
-    n: int
+    Attributes:
+        whose: the number of each sample, or of its unit, whose samples may meet. batch_dim: where they are, mostly.
+        nodes: autograd's numbers of its nodes, which are its thread's.
+    """
+
+    whose: tuple[int, ...]
     batch_dim: int
     nodes: range
     thread: int
 
     @classmethod
-    def ended(cls, n: int, batch_dim: int, begun: int) -> Looked:
-        return cls(n, batch_dim, range(begun, _now()), threading.get_ident())
+    def ended(cls, whose: Iterable[int], batch_dim: int, begun: int) -> Looked:
+        return cls(tuple(whose), batch_dim, range(begun, _now()), threading.get_ident())
+
+    @property
+    def n(self) -> int:
+        return len(self.whose)
+
+    def half(self) -> Tensor:
+        """The samples (N,) whose number has an odd number of ones in its binary digits (the Thue-Morse sequence), which
+        parts neighbours, those half a batch apart, and the first from the last."""
+        number = torch.tensor(self.whose)
+        odd = torch.zeros(self.n, dtype=torch.bool)
+        while bool(number.any()):
+            odd ^= (number & 1).bool()
+            number = number >> 1
+        return odd
 
 
 class Output(NamedTuple):
@@ -212,7 +230,7 @@ def _told(
     """In which of the dimensions its samples are: where half of it comes of that half of the samples alone, in what it
     was made of."""
     ends = _behind([edge], forward, marked)
-    found = [dim for dim in dims if ends and _stays_apart({edge: dim}, ends, forward.n)]
+    found = [dim for dim in dims if ends and _stays_apart({edge: dim}, ends, forward)]
     if found or ends:
         return found or None
     return [forward.batch_dim] if forward.batch_dim in dims else dims
@@ -225,14 +243,14 @@ def _mixed_before(kept: dict[GradientEdge, Output], marked: dict[Any, dict[int, 
     for forward in {x.forward for x in kept.values()}:
         dims = {edge: x.dims[0] for edge, x in kept.items() if x.forward == forward and x.dims}
         ends = _behind(list(dims), forward, marked)
-        if ends and _stays_apart(dims, ends, forward.n) is False:
-            found += [edge for edge, dim in dims.items() if _stays_apart({edge: dim}, ends, forward.n) is False]
+        if ends and _stays_apart(dims, ends, forward) is False:
+            found += [edge for edge, dim in dims.items() if _stays_apart({edge: dim}, ends, forward) is False]
     return found
 
 
-def _stays_apart(kept: dict[GradientEdge, int], ends: dict[GradientEdge, int], n: int) -> bool | None:
+def _stays_apart(kept: dict[GradientEdge, int], ends: dict[GradientEdge, int], forward: Looked) -> bool | None:
     """Whether half of the entries in these dimensions comes of that half of the samples alone; None: not known."""
-    half, noise = half_of(n), []
+    half, noise = forward.half(), []
     for edge, dim in kept.items():
         like: Any = edge.node._input_metadata[edge.output_nr]
         mask = half.view(-1, *[1] * (len(like.shape) - dim - 1)).to(like.device)
@@ -267,14 +285,3 @@ def _behind(
         if dims:
             found[GradientEdge(node, number)] = dims[0]
     return found
-
-
-def half_of(n: int) -> Tensor:
-    """The samples with an odd number of ones in their number's binary digits (the Thue-Morse sequence), which parts
-    neighbours, those half a batch apart, and the first from the last."""
-    number = torch.arange(n)
-    odd = torch.zeros(n, dtype=torch.bool)
-    while bool(number.any()):
-        odd ^= (number & 1).bool()
-        number = number >> 1
-    return odd

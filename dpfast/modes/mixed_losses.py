@@ -21,7 +21,7 @@ from dpfast.arithmetic import in_cuda_graph
 from dpfast.errors import StateError, UnsupportedModuleError
 from dpfast.modes.curvature import check_apart, mark_outputs
 from dpfast.modes.running import Pass
-from dpfast.taps import is_of_tap, nodes_behind
+from dpfast.taps import Record, is_of_tap, nodes_behind
 
 _MEANS = ("NllLossBackward0", "NllLoss2DBackward0")
 _VIEWS = frozenset(
@@ -32,6 +32,8 @@ _NEAR = 32  # so many operations in front of the loss
 
 _expected: weakref.WeakSet[Any] = weakref.WeakSet()  # tapped models whose next loss is to be looked at
 _goes_on: weakref.WeakSet[Any] = weakref.WeakSet()  # those whose loss was, and that another may be made of as well
+_of_one: weakref.WeakSet[Any] = weakref.WeakSet()  # those whose losses looked at were of one sample each
+_by_units: weakref.WeakSet[Any] = weakref.WeakSet()  # or of units, of which one's samples could meet
 _have_run: weakref.WeakSet[Any] = weakref.WeakSet()  # tapped models with gradients to come
 
 
@@ -52,13 +54,23 @@ def check_expected(losses: Sequence[Tensor], grads: Sequence[Tensor | None], *, 
     """
     if not len(_expected):  # nearly always
         return
-    _check_for_pairs(losses, is_last)
+    records = _check_for_pairs(losses)
     check_apart(losses, grads, is_last=is_last)
+    models = {x.tap.taps for x in records} & set(_expected)  # whoever tries again what was refused is told again
+    if not is_last:
+        _goes_on.update(models)
+        return
+    _expected.difference_update(models)
+    _of_one.update(models - {x.tap.taps for x in records if x.batch_size not in (0, 1)})
 
 
-def _check_for_pairs(losses: Sequence[Tensor], is_last: bool) -> None:
-    """Raises UnsupportedModuleError where a loss is made from a product (N, D) @ (D, N) of two tensors that come from
-    tapped layers, behind these: similarities of all pairs of samples."""
+def _check_for_pairs(losses: Sequence[Tensor]) -> Sequence[Record]:
+    """The records of the layers that losses come from.
+
+    Raises:
+        UnsupportedModuleError: one is made from a product (N, D) @ (D, N) of two tensors that come from tapped layers,
+            behind these: similarities of all pairs of samples.
+    """
     taps, between = _behind(losses)
     products = [shape for node in between for shape in _product(node)]
     for record in taps:
@@ -71,11 +83,7 @@ def _check_for_pairs(losses: Sequence[Tensor], is_last: bool) -> None:
                 f"{record.tap.layer}: with in-batch negatives a sample's gradient depends on the others, and clipping "
                 "bounds nothing; make each sample's loss from that sample alone"
             )
-    for model in {record.tap.taps for record in taps} & set(_expected):
-        if is_last:
-            _expected.discard(model)
-        else:
-            _goes_on.add(model)
+    return taps
 
 
 def note_forward(model: Any, outputs: Sequence[Any], ended: Pass, parted: Mapping[int, Sequence[int]] | None) -> None:
@@ -88,8 +96,16 @@ def note_forward(model: Any, outputs: Sequence[Any], ended: Pass, parted: Mappin
     if model in _goes_on:
         _goes_on.discard(model)
         _expected.discard(model)
-    if model in _expected and ended.size is not None and parted is not None:
-        mark_outputs(outputs, ended.size, model.batch_dim, parted, ended.graph)
+    n = ended.size
+    if (n is not None and n > 1 and model in _of_one) or (ended.units is None and model in _by_units):
+        _expected.add(model)
+        _of_one.discard(model)
+        _by_units.discard(model)
+    if model in _expected and n is not None and parted is not None:
+        whose = None if ended.units is None else ended.units.of_samples()
+        if whose is not None:
+            _by_units.add(model)
+        mark_outputs(outputs, range(n) if whose is None else whose, model.batch_dim, parted, ended.graph)
 
 
 def check_for_counts(loss: Tensor) -> None:

@@ -151,6 +151,14 @@ class Units:
             )
         return torch.empty_like(self.runs.ids).index_copy(0, order, self.runs.ids)
 
+    def of_samples(self) -> list[int] | None:
+        """The number of each sample's unit, as they come, where nobody's is one of its own; None: ids are of tokens."""
+        if self.of_tokens:
+            return None
+        numbers: dict[int, int] = {}
+        whose = [u if u >= 0 else self.num_units + i for i, u in enumerate(self.ids.tolist())]
+        return [numbers.setdefault(u, len(numbers)) for u in whose]
+
     def scale(self, loss_reduction: str, device: torch.device) -> float | Tensor:
         """What a unit's share of the loss's gradient is multiplied with: a number, or one for each unit, (U,) fp64."""
         n = self.num_units if self.of_tokens else len(self.ids)
@@ -167,6 +175,9 @@ class UnitsInGraph(Units):
         self.shape, self.runs = ids.shape, RunsInGraph(ids, num_units)
         self.used, self.clipped, self._told = False, False, None
         self._look_at_new, self._unseen = None, False
+
+    def of_samples(self) -> None:
+        """No numbers are there yet."""
 
 
 def _cleared(tokens: Tensor, grad: Tensor | None) -> Tensor | None:

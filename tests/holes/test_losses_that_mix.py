@@ -109,11 +109,52 @@ def test_samples_apart(how):
             assert relative_error(p.grad_sample.sum(0), own.grad) < 1e-5
 
 
+@pytest.mark.parametrize("how", ["root of the mean", "all pairs"])
+def test_who_tries_again_is_refused_again(how):
+    """By the same graph and by a new one: a cell that is run once more, a loop that goes on after an error."""
+    module = wrapped(network())
+    for _ in range(3):
+        loss = MIX[how](module(torch.randn(N, D)))
+        for _ in range(2):
+            with pytest.raises(UnsupportedModuleError, match=r"samples meet|all pairs"):
+                loss.backward()
+        module.zero_grad()
+    APART["squares"](module(torch.randn(N, D))).backward()
+
+
 def test_of_one_sample_and_of_none():
+    """There is nothing to see, so the first batch of several is looked at."""
+    module = wrapped(network())
     for n in (1, 0):
-        model = network()
-        module = wrapped(model)
         F.mse_loss(module(torch.randn(n, D)), torch.ones(n, K), reduction="sum").add(1.0).sqrt().backward()
+        module.zero_grad()
+    with pytest.raises(UnsupportedModuleError, match="samples meet"):
+        MIX["root of the mean"](module(torch.randn(N, D))).backward()
+
+
+def test_samples_of_one_unit_may_meet():
+    """Choices of a question, each a sample of the model: a unit's gradient is of all its samples."""
+    x, ids, y = torch.randn(N, 2, D), torch.arange(N).repeat_interleave(2), TARGETS % 2
+
+    def loss(model, x, y):
+        return F.cross_entropy(model(x.flatten(0, 1))[:, 0].view(-1, 2), y, reduction="sum")
+
+    module = wrapped(network())
+    with module.units(ids, N):
+        loss(module, x, y).backward()
+    exact = loop_over_samples(network(), loss, x, y)
+    for name, total in clipped_as_told(module.get_clipping_coef(), exact, C).items():
+        assert relative_error(module._module.get_parameter(name).grad, total, least=C) < 1e-5
+    module.zero_grad()
+    with pytest.raises(UnsupportedModuleError, match="samples meet"):
+        loss(module, x, y).backward()  # none of units(...)
+
+
+@pytest.mark.parametrize("ids", [[0, 1, 1, 2, 2, 0], [0, 0, 1, 1, 2, -1]])
+def test_units_that_meet(ids):
+    module = wrapped(network())
+    with module.units(torch.tensor(ids), 3), pytest.raises(UnsupportedModuleError, match="samples meet"):
+        MIX["pairs"](module(torch.randn(N, D))).backward()
 
 
 class Outputs(nn.Module):
