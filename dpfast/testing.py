@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from dpfast.errors import InputError
 from dpfast.factors import Factor
 from dpfast.modes import GradSampleModule, GradSampleModuleFastGradientClipping
-from dpfast.taps import without_graphs
+from dpfast.taps import has_hooks, without_graphs
 
 TOLERANCES = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 """Relative L2 errors that :func:`check_rule` allows. In 16 bits the layer's own forward and backward round, so there
@@ -31,7 +31,8 @@ def loop_over_samples(
     """Per-sample gradients, one ordinary backward pass a sample, in fp64.
 
     Args:
-        model: not changed; a copy in fp64 does the work. Not wrapped by dpfast or Opacus.
+        model: not changed; a copy in fp64 does the work. Not wrapped by dpfast or Opacus, nor what such a module holds,
+            whose hooks would clip here too: copy it before it is wrapped.
         loss: ``loss(model, *batch)``, the scalar loss of a batch; it is called with batches of one sample, so it
             may be a sum or a mean over samples.
         batch: tensors (or trees of them) with N samples in dimension ``batch_dim``; floats are converted to ``dtype``.
@@ -41,13 +42,19 @@ def loop_over_samples(
         {name: (N, *shape)} for every trainable parameter, zeros where a sample does not reach it.
 
     Raises:
-        InputError: the loss is not a scalar.
+        InputError: the loss is not a scalar; the model is wrapped.
 
     >>> import torch.nn.functional as F
     >>> layer, x = nn.Linear(3, 2), torch.ones(4, 3)
     >>> {k: tuple(g.shape) for k, g in loop_over_samples(layer, lambda m, x: m(x).sum(), x).items()}
     {'weight': (4, 2, 3), 'bias': (4, 2)}
     """
+    if any(map(has_hooks, model.modules())):
+        raise InputError(
+            "the model is wrapped, and its hooks would make these gradients, clipped as in training: give a copy that "
+            "was made before it was wrapped, with load_state_dict() for its weights of now, or "
+            "copy.deepcopy(wrapped).to_standard_module()"
+        )
     model = copy.deepcopy(model, without_graphs(model)).to(dtype)
     names = {name: p for name, p in model.named_parameters() if p.requires_grad}
     batch = _converted(batch, dtype)

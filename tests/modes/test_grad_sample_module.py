@@ -357,6 +357,20 @@ def test_loss_that_is_not_scalar_with_its_own_gradient_is_torchs_business():
     assert torch.equal(model.weight.grad_sample, grad_sample)
 
 
+@pytest.mark.parametrize("cls", [dpfast.GradSampleModule, dpfast.GradSampleModuleFastGradientClipping])
+def test_a_loop_over_samples_of_a_wrapped_model(cls):
+    """Its own hooks would clip in the loop, which would agree with whatever they do."""
+    model, x = nn.Linear(3, 2), torch.randn(5, 3)
+    loss = lambda m, x: m(x).square().sum()  # noqa: E731
+    exact = loop_over_samples(model, loss, x)
+    wrapped = cls(model)
+    for given in (wrapped, model):
+        with pytest.raises(InputError, match="the model is wrapped"):
+            loop_over_samples(given, loss, x)
+    again = loop_over_samples(copy.deepcopy(wrapped).to_standard_module(), loss, x)
+    assert all(torch.equal(again[name], g) for name, g in exact.items())
+
+
 def test_loss_that_is_not_scalar_where_we_are_handed_it():
     with pytest.raises(InputError, match=r"shape \(1,\), not that of a scalar"):
         loop_over_samples(nn.Linear(3, 2), lambda m, x: m(x).sum(1), torch.randn(5, 3))
