@@ -65,6 +65,9 @@ def parameters_of(optimizer: optim.Optimizer) -> list[Any]:
 
 def _check_step(optimizer: optim.Optimizer, *_: Any) -> None:
     check_frozen(optimizer)
+    for p in parameters_of(optimizer):
+        if not p.requires_grad:
+            p.grad = None  # zeros of zero_grad(), by which momentum and weight decay would move what is frozen
     left = held_by(p for p in parameters_of(optimizer) if p.requires_grad)
     if left is not None and not left.unclipped:
         raise StateError(

@@ -1,5 +1,7 @@
 """What is about to be released without noise, or counted twice, is refused in front of the step."""
 
+from functools import partial
+
 import opacus
 import pytest
 import torch
@@ -25,9 +27,9 @@ def batch():
     return torch.randn(N, D), torch.randint(0, 3, (N,))
 
 
-def private(model, mode, cls=PrivacyEngine, sigma=1.0, **options):
+def private(model, mode, cls=PrivacyEngine, sigma=1.0, kind=torch.optim.SGD, **options):
     data = DataLoader(TensorDataset(*batch()), batch_size=N)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = kind(model.parameters(), lr=0.5)
     options = {"noise_multiplier": sigma, "max_grad_norm": C, "poisson_sampling": False, **options}
     module, optimizer, *criterion, _ = cls().make_private(
         module=model, optimizer=optimizer, data_loader=data, grad_sample_mode=mode, **options
@@ -114,6 +116,26 @@ def test_layers_that_take_turns(first, set_to_none):
         optimizer.step()
         moved = [not torch.equal(a, b) for a, b in zip(values(model), before, strict=True)]
         assert moved == [i % 2 == 0] * 2 + [i % 4 != 0] * 2
+
+
+@pytest.mark.parametrize("first", ["zero_grad", "freeze"])
+@pytest.mark.parametrize("how", ["momentum", "AdamW"])
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_frozen_stands_still(mode, how, first):
+    """zero_grad() leaves zeros, as in Opacus, with which momentum and weight decay moved it, unlike plain training."""
+    model = net()
+    kind = partial(torch.optim.SGD, momentum=0.9) if how == "momentum" else torch.optim.AdamW
+    module, optimizer, criterion = private(model, mode, kind=kind)
+    for i in range(3):
+        if first == "zero_grad":
+            optimizer.zero_grad()
+        model[0].requires_grad_(i != 1)
+        if first == "freeze":
+            optimizer.zero_grad()
+        before = values(model)
+        criterion(module(batch()[0]), batch()[1]).backward()
+        optimizer.step()
+        assert [not torch.equal(a, b) for a, b in zip(values(model), before, strict=True)] == [i != 1] * 2 + [True] * 2
 
 
 @pytest.mark.parametrize("mode", MODES)
