@@ -64,8 +64,8 @@ def second_pass(module: Any, losses: Tensor, factors: Tensor) -> None:
             "criterion one loss a sample (and shape= where a sample has several targets)"
         )
     if not isinstance(module, GradSampleModule) and module not in _LOOKED_AT:
+        _warn_of_16_bits(module, losses)  # first: where warnings are errors, the next one is told again
         _LOOKED_AT.add(module)
-        _warn_of_16_bits(module, losses)
     module.disable_hooks()
     try:
         (factors.to(losses.device) * losses).sum().backward()

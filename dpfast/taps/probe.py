@@ -357,12 +357,13 @@ class Probe:
         if unseen:
             warnings.warn(_NOT_SEEN.format(", ".join(unseen)), DpfastWarning, stacklevel=_CALLER)
         self._dims[kind] = dims
-        self._is_full = self._is_full or why is _TOO_MANY
         if why is not None:
+            receiver: Any = self._receiver()
+            # First: where warnings are errors, the next forward pass is told again.
+            warnings.warn(_NOT_LOOKED_AT.format(type(receiver.model).__name__, why), DpfastWarning, stacklevel=_CALLER)
             if look is not None:
                 self._looks[look] = _Looks(0, NOTHING)
-            receiver: Any = self._receiver()
-            warnings.warn(_NOT_LOOKED_AT.format(type(receiver.model).__name__, why), DpfastWarning, stacklevel=_CALLER)
+        self._is_full = self._is_full or why is _TOO_MANY
 
     def mixed_outputs(self) -> dict[int | str, str]:
         """Of the model's outputs, by number, and what it keeps in attributes, by name, why those have no gradients by

@@ -116,6 +116,16 @@ def test_its_own_second_pass_in_16_bits_is_warned_about(way):
     assert not second
 
 
+def test_its_own_second_pass_in_16_bits_where_warnings_are_errors():
+    """Whoever tries again is told again."""
+    model, backward = ghost(Unusual().to(torch.bfloat16), max_grad_norm=0.1)
+    for _ in range(2):
+        outputs = model(torch.randn(4, 16, dtype=torch.bfloat16)).float()
+        with warnings.catch_warnings(), pytest.raises(DpfastWarning, match="bfloat16"):
+            warnings.simplefilter("error", DpfastWarning)
+            backward(F.cross_entropy(outputs, torch.zeros(4, dtype=torch.int64), reduction="none"))
+
+
 def test_its_own_second_pass_in_fp32_holds():
     """The same graph without 16 bits."""
     torch.manual_seed(0)
