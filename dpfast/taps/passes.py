@@ -56,6 +56,9 @@ def _found() -> Callable[[], object] | None:
     if "torch._dynamo" in sys.modules:
         frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
         _compiles[0] = getattr(frames, "get_eval_frame_callback", lambda: True)
+        skip: Any = getattr(sys.modules.get("torch._dynamo.eval_frame"), "skip_code", None)
+        if skip is not None:  # or dynamo compiles what stands in front, for each kind of arguments anew, and says so
+            skip(never_compiled(suspended).__code__)  # type: ignore[attr-defined]  # all have the same
     return _compiles[0]
 
 
