@@ -58,7 +58,7 @@ def _found() -> Callable[[], object] | None:
         _compiles[0] = getattr(frames, "get_eval_frame_callback", lambda: True)
         skip: Any = getattr(sys.modules.get("torch._dynamo.eval_frame"), "skip_code", None)
         if skip is not None:  # or dynamo compiles what stands in front, for each kind of arguments anew, and says so
-            skip(never_compiled(suspended).__code__)  # type: ignore[attr-defined]  # all have the same
+            skip(never_compiled(suspended).__code__)  # all have the same
     return _compiles[0]
 
 
