@@ -12,7 +12,9 @@ the samples, with a warning, and is checked against the whole batch every time: 
 from __future__ import annotations
 
 import itertools
+import pickle
 import random
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -27,7 +29,7 @@ from dpfast.arithmetic import accumulating_dtype, is_traced
 from dpfast.errors import DpfastWarning, UnsupportedModuleError
 from dpfast.factors import Dense, Factor
 from dpfast.rules.run_again import WAYS_OUT, Parted, Run, cast, is_float
-from dpfast.taps import Activations, Gave, compare_next_if_changed, owned_parameters
+from dpfast.taps import Activations, Gave, owned_parameters
 
 _SAME = 1e-3
 """Relative difference up to which two runs of a layer count as the same."""
@@ -87,7 +89,10 @@ def functorch(
         raise UnsupportedModuleError(f"it has no rule, and no input of it has {n} samples. {WAYS_OUT}")
     if module in _by_loop:
         return _by_parameter(own, _by_itself(run, candidates, activations, backprops))
+    before = () if is_traced() else _states_on_the_host()
     found = _by_vmap(run, candidates, activations, backprops)
+    if before and not isinstance(found, Exception) and _states_on_the_host() != before:  # vmap sees torch's alone
+        raise UnsupportedModuleError(_DRAWS)
     if isinstance(found, Exception):
         if is_traced():
             raise UnsupportedModuleError(_IN_A_GRAPH) from found
@@ -148,7 +153,13 @@ def _by_itself(run: Run, candidates: list[bool], took: Activations, backprops: l
 def _random_states(like: Tensor) -> tuple[Any, ...]:
     """Of the generators that a forward may draw from."""
     on_device = torch.cuda.get_rng_state(like.device).numpy().tobytes() if like.is_cuda else b""
-    return torch.get_rng_state().numpy().tobytes(), on_device, random.getstate()
+    return on_device, *_states_on_the_host()
+
+
+def _states_on_the_host() -> tuple[Any, ...]:
+    numpy: Any = sys.modules.get("numpy")
+    of_numpy = b"" if numpy is None else pickle.dumps(numpy.random.get_state())
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), of_numpy
 
 
 def _announce(layer: str, error: Exception) -> None:
@@ -241,22 +252,19 @@ def _as_it_gave(run: Run, gave: Gave | None, outputs: list[Tensor]) -> bool:
     Raises:
         UnsupportedModuleError: the forward on the whole batch, in the dtypes that it ran in, does not give that.
     """
-    if gave is None:
-        compare_next_if_changed(run.module)
+    if gave is None or not gave.is_to_be_compared():
         return True
-    expected = [cast(y, run.dtype) for y in gave.outputs]
-    same = _same_outputs(outputs, expected)
+    same = gave.is_like(outputs, _SAME)
     if not same:
         with gave.autocast():
             again = run.outputs_in_its_own_dtype()
-        rounding = max((torch.finfo(y.dtype).eps for y in gave.outputs), default=0.0)
-        if not _same_outputs([cast(y, run.dtype) for y in again], expected, max(_SAME, rounding)):
+        if not gave.is_like([cast(y, run.dtype) for y in again], max(_SAME, gave.rounding)):
             raise UnsupportedModuleError(_CHANGED)
     gave.is_given_again()
     return same
 
 
-def _same_outputs(found: Sequence[Tensor], of_batch: Sequence[Tensor], up_to: float = _SAME) -> bool:
+def _same_outputs(found: Sequence[Tensor], of_batch: Sequence[Tensor]) -> bool:
     """Row by row the same as in the batch, as far as both are finite, which the same rows must be."""
     for x, y in zip(found, of_batch, strict=True):
         if x.shape != y.shape:
@@ -267,7 +275,7 @@ def _same_outputs(found: Sequence[Tensor], of_batch: Sequence[Tensor], up_to: fl
         if not torch.equal(finite, expected):
             return False
         x, y = x[finite], y[finite]
-        if not bool((x - y).norm() <= up_to * y.norm() + torch.finfo(y.dtype).tiny):
+        if not bool((x - y).norm() <= _SAME * y.norm() + torch.finfo(y.dtype).tiny):
             return False
     return True
 

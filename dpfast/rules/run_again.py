@@ -8,6 +8,7 @@ the layer's forward, or whoever came after it, left them, and leaves them so.
 from __future__ import annotations
 
 import itertools
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -85,7 +86,7 @@ class Run:
             tensors.update({n: tensors[n].clone() for n, _ in self.module.named_buffers(remove_duplicate=False)})
         # As functional_call, which would run the hooks too. A child that shares a parameter has a tap of its own: names
         # are not tied here.
-        with _attributes_kept(self.module), _reparametrize_module(self.module, tensors, tie_weights=False):
+        with _reparametrize_module(self.module, tensors, tie_weights=False):
             outputs = self.module.forward(*args, **kwargs)
         return [o for o in tree_flatten(outputs)[0] if is_float(o)]
 
@@ -107,9 +108,10 @@ class Run:
 
         by_sample = self.parted.by_sample
         batched = [by_sample(x) for x, yes in zip(self.leaves, per_sample, strict=True) if yes]
-        found, outputs = vmap(grad(loss, has_aux=True), in_dims=(None, 0, 0))(
-            self.own, batched, [by_sample(b) for b in backprops]
-        )
+        with _attributes_kept(self.module):
+            found, outputs = vmap(grad(loss, has_aux=True), in_dims=(None, 0, 0))(
+                self.own, batched, [by_sample(b) for b in backprops]
+            )
         return found, [self.parted.as_rows(o) for o in outputs]
 
     def one_by_one(self, per_sample: list[bool], backprops: list[Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
@@ -134,11 +136,12 @@ class Run:
 
     def outputs(self) -> list[Tensor]:
         """Of the whole batch, samples in front."""
-        return [o.movedim(self.batch_dim, 0) for o in self._outputs(self.own, self.as_given)]
+        with _attributes_kept(self.module):
+            return [o.movedim(self.batch_dim, 0) for o in self._outputs(self.own, self.as_given)]
 
     def _differentiated(self, leaves: list[Any], backprops: list[Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
         leaves = [x.clone() if isinstance(x, Tensor) else x for x in leaves]  # which the forward may change in place
-        with torch.enable_grad():
+        with torch.enable_grad(), _attributes_kept(self.module):
             own = {name: p.detach().requires_grad_() for name, p in self.own.items()}
             outputs = [o.movedim(self.batch_dim, 0) for o in self._outputs(own, leaves)]
             if any(o.shape != g.shape for o, g in zip(outputs, backprops, strict=True)):
@@ -160,21 +163,40 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 @contextmanager
 def _attributes_kept(module: nn.Module) -> Iterator[None]:
-    """What runs within it may set attributes of the module and its children, and add to lists and dicts there: under
-    vmap what it leaves is dead when the run has ended."""
+    """What runs within it may set attributes of the module and its children, and write to tensors, arrays, lists, sets
+    and dicts there, of which it has copies: under vmap what it leaves is dead when the run has ended. Tensors in lists
+    may be many, and are not copied."""
     before = [(vars(m), dict(vars(m))) for m in module.modules()]
-    held = [x for _, then in before for name, x in then.items() if name not in _OF_EVERY_MODULE]
-    contents = [(x, x.copy()) for x in held if type(x) in (list, dict)]
+    copies: dict[int, Any] = {}  # two may have the same
     try:
+        for now, then in before:
+            for name, x in then.items():
+                if name not in _OF_EVERY_MODULE and id(x) not in copies:
+                    copies[id(x)] = _copied(x)
+                now[name] = copies.get(id(x), x)
         yield
     finally:
         for now, then in before:
             for name in now.keys() - then.keys():
                 del now[name]
             now.update(then)
-        for x, then in contents:
-            x.clear()
-            x.extend(then) if isinstance(x, list) else x.update(then)
+
+
+_DICTS = frozenset({dict, OrderedDict, defaultdict, Counter})
+_HOLDERS = _DICTS | {list, tuple, set, deque}  # not classes made of them, which may not be copied so
+
+
+def _copied(x: Any, within: bool = False) -> Any:
+    if type(x) is Tensor:
+        return x if within or x.layout != torch.strided or x.requires_grad else x.clone()
+    if type(x) not in _HOLDERS:
+        return x.copy() if type(x).__name__ == "ndarray" else x
+    if type(x) in (list, tuple):
+        return type(x)([_copied(y, True) if type(y) in _HOLDERS else y for y in x])
+    found = x.copy()
+    if type(x) in _DICTS:
+        found.update({key: _copied(y, True) for key, y in x.items() if type(y) in _HOLDERS})
+    return found
 
 
 def is_float(x: Any) -> bool:

@@ -14,7 +14,7 @@ from dpfast.taps.document_look import Told
 from dpfast.taps.documents import Documents
 from dpfast.taps.followed import Source
 from dpfast.taps.gathered import end_model, experts_of, follow_model
-from dpfast.taps.gave import Gave, compare_next_if_changed, runs_again
+from dpfast.taps.gave import Gave, runs_again
 from dpfast.taps.held import Held
 from dpfast.taps.inputs import keys_of, leaves_of, results_in
 from dpfast.taps.layout import (
@@ -87,7 +87,6 @@ __all__ = [
     "Told",
     "batch_in_front",
     "batch_to_front",
-    "compare_next_if_changed",
     "end_model",
     "ends_among",
     "experts_of",

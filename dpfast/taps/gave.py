@@ -1,13 +1,14 @@
 """What a layer's forward gave, where that is to be compared with what it gives when it runs again.
 
-A layer without a rule runs again in the backward pass, with the attributes and buffers of then. Copies of its outputs
-(what follows may change these in place) are kept until the two have been found to be the same, and once more where the
-layer's numbers or buffers are others than they were then.
+A layer without a rule runs again in the backward pass, with the attributes and buffers of then. No outputs are kept for
+that (what follows may change these in place, and they take memory) but two numbers of each. Comparing these waits for a
+GPU: there it is done the first time, and where the layer reads something else than it did, as far as that can be seen.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -21,6 +22,10 @@ from dpfast.arithmetic import is_traced
 R = TypeVar("R", bound=Callable[..., Any])
 
 _NUMBERS = frozenset({type(None), bool, int, float, complex, str})
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+_MOST = 16  # of what a list holds: it may be a history that grows
+
+_HUGE = 1e8  # scores that are masked: by infinity, by what stands for it; beside these nothing else would count
 
 _run_again: set[Callable[..., Any]] = set()
 
@@ -32,18 +37,23 @@ class Gave:
     """Of one run of a layer, made when its forward has ended.
 
     Attributes:
-        outputs: copies of those that are tapped.
+        rounding: of the outputs' dtypes, the coarsest.
     """
 
-    def __init__(self, module: nn.Module, outputs: Sequence[Tensor], state: list[Any]):
-        self.outputs = [x.detach().clone() for x in outputs]
-        self._module, self._state = module, state
+    def __init__(self, module: nn.Module, outputs: Sequence[Tensor]):
+        self.rounding = max((torch.finfo(x.dtype).eps for x in outputs), default=0.0)
+        self._module, self._moved = module, list[Callable[[Tensor], Tensor]]()
+        self._shapes = [x.shape for x in outputs]
+        self._numbers = [_numbers(x, _weights(x.shape, x)) for x in outputs]
+        self._waits = any(x.device.type != "cpu" for x in outputs)
+        self._state = _state(module) if self._waits else []
+        self._parameters = _versions(module.parameters()) if self._waits else []
         self._autocast = [(d, torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Gave:
-        """The same with ``function`` of every output."""
+        """The same with ``function``, which moves elements, of every output."""
         found = copy.copy(self)
-        found.outputs = list(map(function, self.outputs))
+        found._moved = [*self._moved, function]
         return found
 
     def autocast(self) -> AbstractContextManager[object]:
@@ -53,9 +63,33 @@ class Gave:
             stack.enter_context(torch.autocast(device, dtype))
         return stack
 
+    def is_to_be_compared(self) -> bool:
+        if not self._waits:
+            return True
+        same = self._state == _state(self._module) and self._parameters == _versions(self._module.parameters())
+        return not same or _as_found.get(self._module) != self._state
+
+    def is_like(self, outputs: Sequence[Tensor], up_to: float) -> bool:
+        """Whether these are what it gave."""
+        return all(map(self._is_like, outputs, self._shapes, self._numbers, itertools.repeat(up_to)))
+
+    def _is_like(self, output: Tensor, shape: torch.Size, numbers: Tensor, up_to: float) -> bool:
+        weights = _weights(shape, output)
+        for function in self._moved:
+            weights = function(weights)
+        if output.shape != weights.shape:
+            return False
+        if output.is_meta:  # no values
+            return True
+        norm, product = (_numbers(output, weights).double() - numbers).abs().tolist()
+        # Differences that know nothing of the weights, of which none is above one, make less of the product than that.
+        most = up_to * float(numbers[0]) + torch.finfo(torch.float32).tiny
+        return norm <= most and product <= 4.0 * most
+
     def is_given_again(self) -> None:
-        """The layer gives the same: no more copies while its state remains."""
-        _as_found[self._module] = self._state
+        """The layer gives the same."""
+        if self._waits:
+            _as_found[self._module] = self._state
 
 
 def runs_again(rule: R) -> R:
@@ -72,24 +106,47 @@ def gave(module: nn.Module, outputs: Sequence[Tensor], rule: Callable[..., Any] 
     """
     if not (rule is None or rule in _run_again) or is_traced():
         return None
-    state = _state(module)
-    if _as_found.get(module) == state or any(type(x) is not Tensor or x.layout != torch.strided for x in outputs):
+    if any(type(x) is not Tensor or x.layout != torch.strided for x in outputs):
         return None
-    return Gave(module, outputs, state)
+    return Gave(module, outputs)
 
 
-def compare_next_if_changed(module: nn.Module) -> None:
-    """Where what the layer reads is not what it was when it last gave the same twice: of the pass that runs nothing can
-    be compared any more, but the next forward's outputs are kept."""
-    if _as_found.get(module) != _state(module):
-        _as_found.pop(module, None)
+def _weights(shape: torch.Size, like: Tensor) -> Tensor:
+    """Other ones at each place."""
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    weights = torch.ones((), dtype=dtype, device=like.device)
+    for size in shape:
+        weights = weights.unsqueeze(-1) * torch.arange(1, size + 1, dtype=dtype, device=like.device).cos()
+    return weights
+
+
+def _numbers(x: Tensor, weights: Tensor) -> Tensor:
+    """The norm, and the product with the weights, of what is not huge."""
+    x = x.detach().to(weights.dtype)
+    small = torch.where(x.abs() < _HUGE, x, 0.0).flatten()  # NaN is not
+    return torch.stack([small.norm(), torch.dot(small, weights.flatten())])
 
 
 def _state(module: nn.Module) -> list[Any]:
-    """Numbers, switches and words by their values, buffers by who they are and how often they were written to; of other
-    attributes what they are."""
+    """Numbers, switches and words by their values, also those in lists, tensors by who they are and how often they were
+    written to, other attributes by who they are."""
     found: list[Any] = []
     for m in module.modules():
-        found += [x if type(x) in _NUMBERS else type(x) for x in vars(m).values()]
-        found += [(id(x), x._version) for x in m._buffers.values() if x is not None and not x.is_inference()]
+        found += [_seen(x) for name, x in vars(m).items() if name not in _OF_EVERY_MODULE]
+        found += _versions(m._buffers.values())
     return found
+
+
+def _seen(x: Any, within: bool = True) -> Any:
+    if type(x) in _NUMBERS:
+        return x
+    if isinstance(x, Tensor):
+        return _versions([x])
+    if within and type(x) in (list, tuple, dict):
+        some = itertools.islice(x.values() if isinstance(x, dict) else x, _MOST)
+        return id(x), len(x), *(_seen(y, within=False) for y in some)
+    return id(x)
+
+
+def _versions(tensors: Any) -> list[Any]:
+    return [(id(x), None if x.is_inference() else x._version) for x in tensors if x is not None]
