@@ -30,7 +30,7 @@ _HUGE = 1e8  # scores that are masked: by infinity, by what stands for it; besid
 _run_again: set[Callable[..., Any]] = set()
 
 _as_found: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
-"""What layers read beside inputs and parameters, as it was when they last gave the same twice."""
+"""What layers read that lasts, as it was when they last gave the same twice."""
 
 
 class Gave:
@@ -45,9 +45,8 @@ class Gave:
         self._module, self._moved = module, list[Callable[[Tensor], Tensor]]()
         self._shapes = [x.shape for x in outputs]
         self._numbers = [_numbers(x, _weights(x.shape, x)) for x in outputs]
-        self._waits = any(x.device.type != "cpu" for x in outputs)
-        self._state = _state(module) if self._waits else []
-        self._parameters = _versions(module.parameters()) if self._waits else []
+        self._waits = any(map(is_waited_for, outputs))
+        self._state, self._lasting = (_state(module), _state(module, lasting=True)) if self._waits else ([], [])
         self._autocast = [(d, torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Gave:
@@ -66,8 +65,7 @@ class Gave:
     def is_to_be_compared(self) -> bool:
         if not self._waits:
             return True
-        same = self._state == _state(self._module) and self._parameters == _versions(self._module.parameters())
-        return not same or _as_found.get(self._module) != self._state
+        return self._state != _state(self._module) or self._lasting != _as_found.get(self._module)
 
     def is_like(self, outputs: Sequence[Tensor], up_to: float) -> bool:
         """Whether these are what it gave."""
@@ -89,7 +87,12 @@ class Gave:
     def is_given_again(self) -> None:
         """The layer gives the same."""
         if self._waits:
-            _as_found[self._module] = self._state
+            _as_found[self._module] = self._lasting
+
+
+def is_waited_for(x: Tensor) -> bool:
+    """Whether who asks for its values waits until all that has been started has ended."""
+    return x.device.type != "cpu"
 
 
 def runs_again(rule: R) -> R:
@@ -127,26 +130,32 @@ def _numbers(x: Tensor, weights: Tensor) -> Tensor:
     return torch.stack([small.norm(), torch.dot(small, weights.flatten())])
 
 
-def _state(module: nn.Module) -> list[Any]:
-    """Numbers, switches and words by their values, also those in lists, tensors by who they are and how often they were
-    written to, other attributes by who they are."""
+def _state(module: nn.Module, *, lasting: bool = False) -> list[Any]:
+    """What a layer may read beside its inputs.
+
+    Args:
+        lasting: what does not change by itself from step to step, as parameters do and what a forward keeps.
+
+    Numbers, switches and words by their values, also those in lists; tensors by who they are and how often they were
+    written to; other attributes by who they are.
+    """
     found: list[Any] = []
     for m in module.modules():
-        found += [_seen(x) for name, x in vars(m).items() if name not in _OF_EVERY_MODULE]
-        found += _versions(m._buffers.values())
-    return found
+        found += [_seen(x, lasting) for name, x in vars(m).items() if name not in _OF_EVERY_MODULE]
+        found += map(_version, m._buffers.values())
+    return found if lasting else [*found, *map(_version, module.parameters())]
 
 
-def _seen(x: Any, within: bool = True) -> Any:
+def _seen(x: Any, lasting: bool, within: bool = False) -> Any:
     if type(x) in _NUMBERS:
         return x
-    if isinstance(x, Tensor):
-        return _versions([x])
-    if within and type(x) in (list, tuple, dict):
+    if not within and type(x) in (list, tuple, dict):
         some = itertools.islice(x.values() if isinstance(x, dict) else x, _MOST)
-        return id(x), len(x), *(_seen(y, within=False) for y in some)
-    return id(x)
+        return type(x), *(_seen(y, lasting, within=True) for y in some), *(() if lasting else (len(x), id(x)))
+    if lasting:
+        return type(x)
+    return _version(x) if isinstance(x, Tensor) else id(x)
 
 
-def _versions(tensors: Any) -> list[Any]:
-    return [(id(x), None if x.is_inference() else x._version) for x in tensors if x is not None]
+def _version(x: Tensor | None) -> Any:
+    return id(x), None if x is None or x.is_inference() else x._version

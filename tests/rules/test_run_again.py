@@ -1,61 +1,19 @@
 """Layers without a rule run again in the backward pass: with what they read unchanged since, or with an error, and what
 the second run sets on them does not stay."""
 
-import collections
-import contextlib
 import copy
 import random
 import warnings
-from types import SimpleNamespace
 
 import numpy
 import pytest
 import torch
+from distances import CHANGED, MODES, Distances, Model, inputs, loss_of, step
 from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-import dpfast
 from dpfast.errors import UnsupportedModuleError
-from dpfast.testing import clipped_sum, loop_over_samples, relative_error
-
-C = 1.0
-CHANGED = r"m \(Distances\): .* gave another output when it was run again in the backward pass"
-
-
-class Distances(nn.Module):
-    """To the rows of a parameter, which no function that dpfast knows comes to."""
-
-    def __init__(self, forward=lambda self, distances: distances * self.scale):
-        super().__init__()
-        self.rows = nn.Parameter(torch.randn(3, 5))
-        self.register_buffer("tau", torch.ones(()))
-        self.scale, self.count, self.last, self.all = 1.0, 0, None, []
-        self.then = forward
-
-    @contextlib.contextmanager
-    def scaled(self, scale):
-        before, self.scale = self.scale, scale
-        yield
-        self.scale = before
-
-    def forward(self, x):
-        return self.then(self, torch.cdist(x, self.rows))
-
-
-class Model(nn.Module):
-    def __init__(self, layer, after=lambda x: x):
-        super().__init__()
-        self.first, self.m, self.after = nn.Linear(5, 5), layer, after
-
-    def forward(self, x):
-        return self.after(self.m(self.first(x)))
-
-
-MODES = {
-    "one pass": lambda m: dpfast.GradSampleModuleFastGradientClipping(m, max_grad_norm=C, loss_reduction="sum"),
-    "grad_sample": lambda m: dpfast.GradSampleModule(m, loss_reduction="sum"),
-}
 
 
 @pytest.fixture(params=MODES)
@@ -69,27 +27,6 @@ def wrap(request):
         return wrapped
 
     return wrap
-
-
-def inputs(n=4):
-    return torch.randn(n, 5)
-
-
-def loss_of(model, x):
-    return model(x).sin().sum()
-
-
-def step(wrapped, x):
-    """One step, whose gradients are those of a loop over samples."""
-    wrapped.plain.load_state_dict(wrapped._module.state_dict())
-    wrapped.plain.m.scale = wrapped._module.m.scale
-    exact = loop_over_samples(wrapped.plain, loss_of, x)
-    wrapped.zero_grad()
-    loss_of(wrapped, x).backward()
-    per_sample = type(wrapped) is dpfast.GradSampleModule
-    exact = exact if per_sample else clipped_sum(exact, C)
-    for name, p in wrapped._module.named_parameters():
-        assert relative_error(p.grad_sample if per_sample else p.grad, exact[name]) < 1e-4, name
 
 
 def test_an_attribute_set_for_the_forward_alone_is_refused(wrap):
@@ -279,39 +216,6 @@ def test_rounding_to_16_bits_is_no_change(wrap, autocast):
         loss.backward()
 
 
-# What the layer reads, how that changes, and how it comes to a factor.
-_GLOBAL = {"scale": 1.0}
-_READ = {
-    "a number": ({"kept": 1.0}, lambda m: setattr(m, "kept", 3.0), lambda m: m.kept),
-    "a tensor": ({"kept": torch.ones(3)}, lambda m: m.kept.data.fill_(3.0), lambda m: m.kept),
-    "another tensor": ({"kept": torch.ones(3)}, lambda m: setattr(m, "kept", torch.full((3,), 3.0)), lambda m: m.kept),
-    "in a list": ({"kept": [1.0]}, lambda m: m.kept.__setitem__(0, 3.0), lambda m: m.kept[0]),
-    "in an object": ({"kept": SimpleNamespace(x=1.0)}, lambda m: setattr(m.kept, "x", 3.0), lambda m: m.kept.x),
-    "of all": ({}, lambda _: _GLOBAL.update(scale=3.0), lambda _: _GLOBAL["scale"]),
-    "a parameter": ({}, lambda m: m.rows.data.mul_(3.0), lambda _: 1.0),
-    "a buffer": ({}, lambda m: m.tau.data.fill_(3.0), lambda m: m.tau),
-    "a function": ({"kept": torch.ones_like}, lambda m: setattr(m, "kept", torch.zeros_like), lambda m: m.kept(m.tau)),
-}
-
-
-@pytest.mark.parametrize("steps", [0, 2])
-@pytest.mark.parametrize("read", _READ)
-def test_whatever_it_reads_may_not_change_between_forward_and_backward(wrap, read, steps):
-    """With no layer in front whose gradients would need what the forward has saved, of which autograd knows better."""
-    kept, change, scale = _READ[read]
-    model = Model(Distances(lambda self, distances: distances * scale(self)))
-    model.first = nn.Identity()
-    vars(model.m).update(copy.deepcopy(kept))
-    _GLOBAL.update(scale=1.0)
-    wrapped = wrap(model)
-    for _ in range(steps):
-        loss_of(wrapped, inputs()).backward()
-    loss = loss_of(wrapped, inputs())
-    change(model.m)
-    with pytest.raises(UnsupportedModuleError, match=CHANGED):
-        loss.backward()
-
-
 @pytest.mark.parametrize("n", [1, 4])
 @pytest.mark.parametrize("draw", [random.random, numpy.random.random])
 def test_random_numbers_that_torch_does_not_draw_are_refused(wrap, draw, n):
@@ -342,39 +246,6 @@ def test_a_loss_of_two_forwards_of_a_layer_that_counts(wrap):
     for number in range(1, 4):
         (loss_of(wrapped, inputs()) + loss_of(wrapped, inputs())).backward()
         assert model.m.count == 2 * number
-
-
-class Attributes(dict):
-    a = property(lambda self: self["a"])
-
-
-_WRITTEN = {
-    "tensor": (torch.zeros(()), lambda x: x.add_(1.0), float),
-    "array": (numpy.zeros(1), lambda x: x.__iadd__(1.0), sum),
-    "set": (set(), lambda x: x.add(len(x)), len),
-    "counter": (collections.Counter(), lambda x: x.update("a"), lambda x: x["a"]),
-    "lists in a dict": ({"a": []}, lambda x: x["a"].append(1), lambda x: len(x["a"])),
-    "deque": (collections.deque(), lambda x: x.append(1), len),
-    "dict of a class of its own": (Attributes(a=0), lambda x: x.a, lambda x: None),
-}
-
-
-@pytest.mark.parametrize("kind", _WRITTEN)
-def test_what_attributes_hold_is_written_to_once(wrap, kind):
-    def forward(self, distances):
-        _WRITTEN[kind][1](self.kept)
-        return distances
-
-    model, count = Model(Distances(forward)), _WRITTEN[kind][2]
-    model.m.kept = model.m.same = copy.deepcopy(_WRITTEN[kind][0])
-    wrapped = wrap(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch.func forbids it for tensors: by a loop
-        for number in range(1, 4):
-            kept = model.m.kept
-            step(wrapped, inputs())
-            assert model.m.kept is model.m.same is kept
-            assert count(kept) in (number, None)
 
 
 def test_two_numbers_are_kept_of_each_output():
