@@ -128,6 +128,8 @@ def test_layer_drop(draw, dropped):
                     x = x + block(x)
             return self.head(x)
 
+    random.seed(0)  # a look draws a few times: once in 150 a layer is out in all of them
+    numpy.random.seed(0)
     model = Dropping(time_first=True)
     wrapped, ran = clipping(copy.deepcopy(model)), set()
     for block in wrapped._module.blocks:
