@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -67,14 +67,19 @@ class _First(NamedTuple):
 
 
 def mark_outputs(
-    outputs: Sequence[Any], whose: Sequence[int], batch_dim: int, parted: Mapping[int, Sequence[int]], graph: Any
+    outputs: Sequence[Any],
+    whose: Sequence[int],
+    batch_dim: int,
+    parted: Mapping[int, Sequence[int]],
+    mixed: Collection[int | str],
+    graph: Any,
 ) -> None:
     """The loss that is made of a forward pass is to be looked at.
 
     Args:
         outputs: which have hooks. whose: the number of each sample, or of its unit; ``batch_dim`` of inputs has them.
-            parted: the dimensions of each output, by its number, in which these are. graph: of the pass
-            (``steps.Graph``).
+            parted: the dimensions of each output, by its number, in which these are. mixed: numbers of those whose
+            gradients are refused. graph: of the pass (``steps.Graph``).
     """
     if len(set(whose)) < 2 or graph is None:
         return
@@ -82,7 +87,7 @@ def mark_outputs(
     for i, x in enumerate(outputs):
         if isinstance(x, Tensor) and x.grad_fn is not None:
             dims = None if x.is_complex() else dims_of(x.shape, parted.get(i, ()), forward.n)
-            output = Output(weakref.ref(x), x._backward_hooks, f"output {i} of the model", forward, dims)
+            output = Output(weakref.ref(x), x._backward_hooks, f"output {i} of the model", forward, dims, i in mixed)
             node: Any = x.grad_fn
             node.metadata.setdefault(_MARK, {})[x.output_nr] = output
 
@@ -104,7 +109,8 @@ def check_apart(losses: Sequence[Tensor], grads: Sequence[Tensor | None], *, is_
         elif is_of_tap(node) and node.record.graph is not None and node.record.graph.looked is not None:
             forwards.append(node.record.graph.looked)
     if forwards and not is_traced():
-        _look(losses, grads, marked, list(dict.fromkeys(forwards)))
+        with _hooks_off([x for some in marked.values() for x in some.values()]):
+            _look(losses, grads, marked, list(dict.fromkeys(forwards)))
     for node in marked if is_last else ():  # whoever takes what was refused again is told again
         del node.metadata[_MARK]
 
@@ -115,8 +121,7 @@ def _look(
     marked: dict[Any, dict[int, Output]],
     forwards: Sequence[Looked],
 ) -> None:
-    with _hooks_off([x for some in marked.values() for x in some.values()]):
-        nodes, outputs = find_ends(losses, marked, forwards)
+    nodes, outputs = find_ends(losses, marked, forwards)
     told = {edge: x for edge, x in outputs.items() if x.dims is not None}
     if not told:
         return
@@ -124,7 +129,7 @@ def _look(
     _check_ranks(nodes, told, cut)
     buffers.give_back()  # what is free between activations is too small for what follows, and would stay beside it
     try:
-        with _hooks_off(outputs.values()), torch.enable_grad():
+        with torch.enable_grad():
             met = _met(losses, grads, told, cut)
     except (StateError, UnsupportedModuleError):  # as the backward pass itself would: an output that is not to be used
         raise
@@ -141,8 +146,7 @@ def _check_ranks(nodes: Sequence[Any], outputs: dict[GradientEdge, Output], cut:
     first = next(iter(outputs.values())).forward
     dims = {edge: x.dims for edge, x in outputs.items() if x.n == first.n and x.dims}
     try:
-        with _hooks_off(outputs.values()):
-            name = ranked_samples(nodes, dims, first.half(), cut)
+        name = ranked_samples(nodes, dims, first.half(), cut)
     except Exception:  # of what has no gradients, the look at second derivatives says why
         return
     if name is not None:

@@ -29,7 +29,7 @@ _KEPT_ON_TRUST = (
     "loss is a sum or mean of samples' own losses is taken on trust: if it is not so, clipping bounds nothing "
     "(docs/layouts.md); keep it with the samples in a dimension of their own"
 )
-_KEPT = "a tensor of the model's that is no output of it (an attribute, a hook's)"
+_KEPT = "a tensor of the model's that is no output of it (an attribute, a hook's, what an output was made from)"
 _REENTRANT = "CheckpointFunctionBackward"  # what is in one is not in the graph
 _CALLER = 10  # frames from a warning to who called loss.backward()
 _now = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]  # of autograd's nodes
@@ -72,7 +72,7 @@ class Output(NamedTuple):
 
     Attributes:
         tensor, hooks: and those on its gradient, which are for the step's; None where it is kept. name: in words.
-        dims: where its samples may be; none where it is one number; None: not known.
+        dims: where its samples may be; none where it is one number; None: not known. is_refused: its gradients are.
     """
 
     tensor: weakref.ref[Tensor] | None
@@ -80,6 +80,7 @@ class Output(NamedTuple):
     name: str
     forward: Looked
     dims: Sequence[int] | None
+    is_refused: bool = False
 
     @property
     def n(self) -> int:
@@ -116,7 +117,8 @@ class _Search:
     def __init__(self, marked: dict[Any, dict[int, Output]], forwards: Sequence[Looked]):
         self.found: dict[GradientEdge, Output] = {}
         self.own: dict[Any, None] = {}
-        self._stops = Counter(dict.fromkeys(marked, 2))  # how many ends are at a node
+        told = (node for node, some in marked.items() if any(x.dims is not None for x in some.values()))
+        self._stops = Counter(dict.fromkeys(told, 2))  # how many ends are at a node
         self._marked, self._forwards = marked, forwards
         self._made_by, self._leads = _MadeBy(forwards), _Leads()
 
@@ -145,15 +147,18 @@ class _Search:
         """Whether its node is the losses' own, and what it is an end of."""
         node = edge.node
         output, forward = self._marked.get(node, {}).get(edge.output_nr), self._made_by(node)
-        if output is not None:
+        last = self._is_last(node) or self._stops[node] > 0
+        if output is not None and (output.dims is not None or output.is_refused or last or not self._leads(node)):
             return False, output
+        if output is not None:  # several samples are in one of its rows, or one in several
+            return True, None
         if forward is None and is_of_tap(node):  # of a pass that is not looked at, and that no look may go through
             return False, Output(None, {}, _KEPT, self._forwards[0], None)
         if forward is None:
             return True, None
         if not self._leads(node):
             return False, None
-        return True, _kept(edge, forward, self._marked, last=self._is_last(node) or self._stops[node] > 0)
+        return True, _kept(edge, forward, self._marked, last=last)
 
     def _is_last(self, node: Any) -> bool:
         return is_of_tap(node) or type(node).__name__ == _REENTRANT

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial, reduce
 from typing import Any
 
@@ -86,11 +86,17 @@ def _check_for_pairs(losses: Sequence[Tensor]) -> Sequence[Record]:
     return taps
 
 
-def note_forward(model: Any, outputs: Sequence[Any], ended: Pass, parted: Mapping[int, Sequence[int]] | None) -> None:
+def note_forward(
+    model: Any,
+    outputs: Sequence[Any],
+    ended: Pass,
+    parted: Mapping[int, Sequence[int]] | None,
+    mixed: Collection[int | str],
+) -> None:
     """The tapped model has given outputs that gradients may come to.
 
     Args:
-        parted: as ``curvature.mark_outputs``'.
+        parted, mixed: as ``curvature.mark_outputs``'.
     """
     _have_run.add(model)
     if model in _goes_on:
@@ -105,7 +111,7 @@ def note_forward(model: Any, outputs: Sequence[Any], ended: Pass, parted: Mappin
         whose = None if ended.units is None else ended.units.of_samples()
         if whose is not None:
             _by_units.add(model)
-        mark_outputs(outputs, range(n) if whose is None else whose, model.batch_dim, parted, ended.graph)
+        mark_outputs(outputs, range(n) if whose is None else whose, model.batch_dim, parted, mixed, ended.graph)
 
 
 def check_for_counts(loss: Tensor) -> None:

@@ -218,7 +218,7 @@ class TappedModel:
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 found = Output(leaf, ended.size, self.batch_dim, ended.valid, units, ended.graph)
                 leaf.register_hook(partial(self._on_output_grad, found))
-        note_forward(self, leaves, ended, self.probe.parted_outputs())
+        note_forward(self, leaves, ended, self.probe.parted_outputs(), mixed)
 
     def batch_size(self) -> int | None:
         """How many samples the first tensor of the model's input has; None where the model's own forward is not

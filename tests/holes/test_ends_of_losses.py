@@ -152,3 +152,45 @@ def test_last_states_of_a_recurrent_layer(batch_first, n):
                 loss.backward()
         else:
             loss.backward()
+
+
+class Folds(nn.Module):
+    def __init__(self, shape):
+        super().__init__()
+        self.layer, self.shape = nn.Linear(D, K), shape
+
+    def forward(self, x):
+        y = self.layer(x)
+        return y.reshape(self.shape if len(x) > 1 else (-1, K))
+
+
+@pytest.mark.filterwarnings("error::dpfast.errors.DpfastWarning")
+@pytest.mark.parametrize(
+    ("shape", "loss", "mixes"),
+    [
+        ((-1, 2 * K), lambda y: y.logsumexp(1).sum(), True),  # two samples in a row
+        ((-1, 2 * K), lambda y: y.square().sum(), False),
+        ((-1, K), lambda y: y.logsumexp(1).sum(), False),  # three rows a sample
+        ((-1, K), lambda y: (y - y.mean(0)).square().mean(0).rsqrt().sum(), True),
+        ((-1,), lambda y: y.std().log(), True),
+        ((-1,), lambda y: y.exp().sum(), False),
+    ],
+)
+def test_outputs_whose_rows_are_not_the_samples(shape, loss, mixes):
+    """The loss is looked at from where the samples had a dimension of their own."""
+    x = torch.randn((N, 3, D) if shape == (-1, K) else (N, D))
+    model = Folds(shape)
+    plain, module = copy.deepcopy(model), wrapped(model)
+    for _ in range(3):
+        seen, output = [], module(x)
+        output.register_hook(seen.append)
+        if mixes:
+            with pytest.raises(UnsupportedModuleError, match="samples meet in the loss"):
+                loss(output).backward()
+            assert not seen and all(p.grad is None for p in model.parameters())
+            continue
+        module.zero_grad()
+        loss(output).backward()
+        assert len(seen) == 1
+        for name, total in clipped_sum(loop_over_samples(plain, lambda m, x: loss(m(x)), x), C).items():
+            assert relative_error(model.get_parameter(name).grad, total) < 1e-4
