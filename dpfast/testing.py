@@ -232,14 +232,22 @@ def _size_of_summands(coefficients: Tensor, gradients: Tensor) -> float:
 
 
 def clipped_sum(gradients: dict[str, Tensor], max_grad_norm: float) -> dict[str, Tensor]:
-    """``Σ_n min(1, C / ‖g_n‖) g_n`` from :func:`loop_over_samples`'s answer."""
+    """``Σ_n min(1, C / ‖g_n‖) g_n``, what one private backward pass is to leave in ``p.grad``.
+
+    Args:
+        gradients: {name: (N, *shape)}, :func:`loop_over_samples`'s answer. max_grad_norm: C, a positive number.
+
+    Returns:
+        {name: (*shape)} in the gradients' dtype.
+    """
     norms = norms_of(gradients)
     factors = torch.where(norms > max_grad_norm, max_grad_norm / norms, 1.0)
     return {name: torch.einsum("n,n...->...", factors, g) for name, g in gradients.items()}
 
 
 def norms_of(gradients: dict[str, Tensor]) -> Tensor:
-    """L2 norms over all parameters, (N,)."""
+    """Samples' L2 norms over all parameters, (N,), of gradients {name: (N, *shape)} as :func:`loop_over_samples` gives
+    them; at least one."""
     squares = [g.unsqueeze(-1).flatten(1).square().sum(1) for g in gradients.values()]
     return torch.stack(squares).sum(0).sqrt()
 

@@ -93,6 +93,7 @@ class ConstantFlatClipper(NormClipper):
 
     @property
     def thresholds(self) -> Tensor:
+        """C, (1,) fp64."""
         return torch.tensor([self.flat_value], dtype=torch.float64)
 
     @property
@@ -135,6 +136,11 @@ class ConstantPerLayerClipper(NormClipper):
 
     @property
     def thresholds(self) -> Tensor:
+        """One for each parameter, (number of parameters,) fp64.
+
+        Raises:
+            StateError: one number stands for all, and how many these are is not known yet.
+        """
         if not self._known:
             raise StateError(
                 "one threshold stands for every parameter, and their number is not known yet: hand the clipper to a "
