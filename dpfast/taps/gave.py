@@ -8,6 +8,7 @@ GPU: there it is done the first time, and where the layer reads something else t
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
@@ -44,7 +45,7 @@ class Gave:
         self.rounding = max((torch.finfo(x.dtype).eps for x in outputs), default=0.0)
         self._module, self._moved = module, list[Callable[[Tensor], Tensor]]()
         self._shapes = [x.shape for x in outputs]
-        self._numbers = [_numbers(x, _weights(x.shape, x)) for x in outputs]
+        self._numbers = [_numbers(x) for x in outputs]
         self._waits = any(map(is_waited_for, outputs))
         self._state, self._lasting = (_state(module), _state(module, lasting=True)) if self._waits else ([], [])
         self._autocast = [(d, torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
@@ -72,10 +73,10 @@ class Gave:
         return all(map(self._is_like, outputs, self._shapes, self._numbers, itertools.repeat(up_to)))
 
     def _is_like(self, output: Tensor, shape: torch.Size, numbers: Tensor, up_to: float) -> bool:
-        weights = _weights(shape, output)
-        for function in self._moved:
-            weights = function(weights)
-        if output.shape != weights.shape:
+        weights = None
+        if self._moved:  # as the outputs have
+            weights = functools.reduce(lambda x, function: function(x), self._moved, _weights(shape, output))
+        if output.shape != (shape if weights is None else weights.shape):
             return False
         if output.is_meta:  # no values
             return True
@@ -114,20 +115,35 @@ def gave(module: nn.Module, outputs: Sequence[Tensor], rule: Callable[..., Any] 
     return Gave(module, outputs)
 
 
+def _numbers(x: Tensor, weights: Tensor | None = None) -> Tensor:
+    """The norm, and the product with weights of which each place has others, of what is not huge."""
+    x = x.detach().to(torch.promote_types(x.dtype, torch.float32))
+    if is_waited_for(x) or not _is_small(x):
+        x = torch.where(x.abs() < _HUGE, x, 0.0)  # NaN is not
+    product = x
+    if weights is not None:
+        return torch.stack([x.norm(), torch.dot(x.flatten(), weights.flatten())])
+    for size in reversed(x.shape):  # with no tensor of all of them
+        product = product @ _along(size, x)
+    return torch.stack([x.norm(), product])
+
+
+def _is_small(x: Tensor) -> bool:
+    if not x.numel():
+        return True
+    low, high = torch.aminmax(x)
+    return bool((low > -_HUGE) & (high < _HUGE))  # of NaN neither is so
+
+
 def _weights(shape: torch.Size, like: Tensor) -> Tensor:
-    """Other ones at each place."""
-    dtype = torch.promote_types(like.dtype, torch.float32)
-    weights = torch.ones((), dtype=dtype, device=like.device)
+    weights = torch.ones((), dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
     for size in shape:
-        weights = weights.unsqueeze(-1) * torch.arange(1, size + 1, dtype=dtype, device=like.device).cos()
+        weights = weights.unsqueeze(-1) * _along(size, weights)
     return weights
 
 
-def _numbers(x: Tensor, weights: Tensor) -> Tensor:
-    """The norm, and the product with the weights, of what is not huge."""
-    x = x.detach().to(weights.dtype)
-    small = torch.where(x.abs() < _HUGE, x, 0.0).flatten()  # NaN is not
-    return torch.stack([small.norm(), torch.dot(small, weights.flatten())])
+def _along(size: int, like: Tensor) -> Tensor:
+    return torch.arange(1, size + 1, dtype=like.dtype, device=like.device).cos()
 
 
 def _state(module: nn.Module, *, lasting: bool = False) -> list[Any]:
