@@ -144,7 +144,7 @@ def _look(
 
 def _check_ranks(nodes: Sequence[Any], outputs: dict[GradientEdge, Output], cut: Cut) -> None:
     first = next(iter(outputs.values())).forward
-    dims = {edge: x.dims for edge, x in outputs.items() if x.n == first.n and x.dims}
+    dims = {edge: x.dims for edge, x in outputs.items() if x.n == first.n and x.dims and x.rows is None}
     try:
         name = ranked_samples(nodes, dims, first.half(), cut)
     except Exception:  # of what has no gradients, the look at second derivatives says why
@@ -221,7 +221,7 @@ def _is_anything(second: Tensor, output: Output, look: int) -> bool:
     if not output.dims:
         return bool(((second != 0) & second.isfinite()).any())
     rows = second.movedim(output.dims[min(look, len(output.dims) - 1)], 0)
-    others = (~output.forward.half()).nonzero().flatten().to(second.device)
+    others = (~output.half()).nonzero().flatten().to(second.device)
     for some in others.split(max(1, _AT_ONCE * len(rows) // max(1, rows.numel()))):
         part = rows.index_select(0, some)
         if bool(((part != 0) & part.isfinite()).any()):
@@ -235,4 +235,4 @@ def _noise(first: _First, look: int) -> Tensor:
     if not output.dims:
         return torch.ones_like(like, memory_format=torch.contiguous_format)
     dim = output.dims[min(look, len(output.dims) - 1)]
-    return noise_like(like, 0).mul_(output.forward.half().to(like).view(-1, *[1] * (like.dim() - dim - 1)))
+    return noise_like(like, 0).mul_(output.half().to(like).view(-1, *[1] * (like.dim() - dim - 1)))

@@ -14,7 +14,7 @@ import warnings
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from torch.autograd.graph import GradientEdge
 
 from dpfast.errors import DpfastWarning
 from dpfast.modes.cut_graph import Cut
-from dpfast.taps import is_of_tap, noise_like
+from dpfast.taps import Rows, is_of_tap, noise_like
 
 _KEPT_ON_TRUST = (
     "the loss was made from {}, {}, and in which of its dimensions the batch's {} samples are is not known. That the "
@@ -73,6 +73,7 @@ class Output(NamedTuple):
     Attributes:
         tensor, hooks: and those on its gradient, which are for the step's; None where it is kept. name: in words.
         dims: where its samples may be; none where it is one number; None: not known. is_refused: its gradients are.
+        rows: whether a sample's rows stand together, and how many of it there are; None: it has one.
     """
 
     tensor: weakref.ref[Tensor] | None
@@ -81,10 +82,30 @@ class Output(NamedTuple):
     forward: Looked
     dims: Sequence[int] | None
     is_refused: bool = False
+    rows: tuple[bool, int] | None = None
 
     @property
     def n(self) -> int:
         return self.forward.n
+
+    def half(self) -> Tensor:
+        """Of its rows, those of the forward pass's half."""
+        half = self.forward.half()
+        if self.rows is None:
+            return half
+        together, number = self.rows
+        return half.repeat_interleave(number) if together else half.repeat(number)
+
+    def told_by_layer(self, edge: GradientEdge) -> Output:
+        """The same, where the layer that it is of knows that its samples are folded, with their rows."""
+        node = cast(Any, edge.node)
+        place = node.record.place if self.dims is None and is_of_tap(node) else None
+        if not isinstance(place, Rows) or place.together is None or edge.output_nr:
+            return self
+        shape = tuple(node._input_metadata[0].shape)
+        size = shape[place.dim] if place.dim < len(shape) else 0
+        fits = size > 0 and size % self.n == 0
+        return self._replace(dims=[place.dim], rows=(place.together, size // self.n)) if fits else self
 
 
 def dims_of(shape: Sequence[int], some: Iterable[int], n: int) -> list[int] | None:
@@ -106,6 +127,7 @@ def find_ends(
     asked: set[GradientEdge] = set()
     while new := {edge: x for edge, x in search.found.items() if x.tensor is None and x.dims and edge not in asked}:
         asked.update(new)
+        new = {edge: x for edge, x in new.items() if x.rows is None}
         for edge in _mixed_before(new, marked):
             search.go_behind(edge)
     return list(search.own), search.found
@@ -149,7 +171,7 @@ class _Search:
         output, forward = self._marked.get(node, {}).get(edge.output_nr), self._made_by(node)
         last = self._is_last(node) or self._stops[node] > 0
         if output is not None and (output.dims is not None or output.is_refused or last or not self._leads(node)):
-            return False, output
+            return False, output if output.is_refused else output.told_by_layer(edge)
         if output is not None:  # several samples are in one of its rows, or one in several
             return True, None
         if forward is None and is_of_tap(node):  # of a pass that is not looked at, and that no look may go through
@@ -212,9 +234,10 @@ def _kept(edge: GradientEdge, forward: Looked, marked: dict[Any, dict[int, Outpu
         dims = _told(edge, dims, forward, marked)
     if not dims and not last:
         return None
-    if dims is None:
+    found = Output(None, {}, _KEPT, forward, dims).told_by_layer(edge)
+    if found.dims is None:
         warnings.warn(_KEPT_ON_TRUST.format(_KEPT, shape, forward.n), DpfastWarning, stacklevel=_CALLER)
-    return Output(None, {}, _KEPT, forward, dims)
+    return found
 
 
 def _dims_in_layer(node: Any, number: int, n: int) -> list[int] | None:

@@ -194,3 +194,48 @@ def test_outputs_whose_rows_are_not_the_samples(shape, loss, mixes):
         assert len(seen) == 1
         for name, total in clipped_sum(loop_over_samples(plain, lambda m, x: loss(m(x)), x), C).items():
             assert relative_error(model.get_parameter(name).grad, total) < 1e-4
+
+
+class FoldsBefore(nn.Module):
+    """Its last layer sees rows, a sample's together or one of each sample after the other."""
+
+    def __init__(self, together, gives):
+        super().__init__()
+        self.first, self.layer = nn.Linear(D, 7), nn.Linear(7, K)
+        self.together, self.gives = together, gives
+
+    def forward(self, x):
+        h = self.first(x).tanh()
+        y = self.layer((h if self.together else h.transpose(0, 1)).reshape(-1, 7))
+        if self.gives == "output":
+            return y
+        self.kept = y
+        return h.sum(1)
+
+
+@pytest.mark.filterwarnings("error::dpfast.errors.DpfastWarning")
+@pytest.mark.parametrize("mixes", [False, True])
+@pytest.mark.parametrize("gives", ["output", "attribute"])
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("length", [2, 3, N])
+def test_outputs_of_a_last_layer_whose_rows_are_folded(length, together, gives, mixes):
+    model = FoldsBefore(together, gives)
+    plain, module, x = copy.deepcopy(model), wrapped(model), torch.randn(N, length, D)
+
+    def loss(m, x):
+        output = m(x)
+        y = output if gives == "output" else getattr(m, "_module", m).kept
+        by_sample = y.view(-1, length, K) if together else y.view(length, -1, K).transpose(0, 1)
+        own = 0.0 if gives == "output" else output.square().sum()
+        # Each position meets the one before, of its own sample or of another one.
+        return own + y.logsumexp(1).sum() + (by_sample * by_sample.roll(1, 0 if mixes else 1)).sum()
+
+    for _ in range(3):
+        if mixes:
+            with pytest.raises(UnsupportedModuleError, match=rf"\({N * length}, {K}\), samples meet in the loss"):
+                loss(module, x).backward()
+            continue
+        module.zero_grad()
+        loss(module, x).backward()
+        for name, total in clipped_sum(loop_over_samples(plain, loss, x), C).items():
+            assert relative_error(model.get_parameter(name).grad, total) < 1e-4
