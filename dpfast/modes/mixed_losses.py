@@ -29,9 +29,11 @@ _VIEWS = frozenset(
     for name in ("LogSoftmax", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze", "Clone", "ToCopy")
 )
 _NEAR = 32  # so many operations in front of the loss
+_KEEP_GRAPHS = 4  # forward passes; who keeps each one's graph has no last loss
 
 _expected: weakref.WeakSet[Any] = weakref.WeakSet()  # tapped models whose next loss is to be looked at
 _goes_on: weakref.WeakSet[Any] = weakref.WeakSet()  # those whose loss was, and that another may be made of as well
+_gone_on: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # in so many forward passes before
 _of_one: weakref.WeakSet[Any] = weakref.WeakSet()  # those whose losses looked at were of one sample each
 _by_units: weakref.WeakSet[Any] = weakref.WeakSet()  # or of units, of which one's samples could meet
 _have_run: weakref.WeakSet[Any] = weakref.WeakSet()  # tapped models with gradients to come
@@ -54,14 +56,24 @@ def check_expected(losses: Sequence[Tensor], grads: Sequence[Tensor | None], *, 
     """
     if not len(_expected):  # nearly always
         return
-    records = _check_for_pairs(losses)
-    check_apart(losses, grads, is_last=is_last)
+    try:
+        records = _check_for_pairs(losses)
+        check_apart(losses, grads, is_last=is_last)
+    except UnsupportedModuleError:
+        _gone_on.clear()
+        raise
     models = {x.tap.taps for x in records} & set(_expected)  # whoever tries again what was refused is told again
-    if not is_last:
-        _goes_on.update(models)
-        return
-    _expected.difference_update(models)
     _of_one.update(models - {x.tap.taps for x in records if x.batch_size not in (0, 1)})
+    if is_last:
+        _done(models)
+    else:
+        _goes_on.update(models)
+
+
+def _done(models: Collection[Any]) -> None:
+    for model in models:
+        _expected.discard(model)
+        _gone_on.pop(model, None)
 
 
 def _check_for_pairs(losses: Sequence[Tensor]) -> Sequence[Record]:
@@ -101,7 +113,9 @@ def note_forward(
     _have_run.add(model)
     if model in _goes_on:
         _goes_on.discard(model)
-        _expected.discard(model)
+        _gone_on[model] = _gone_on.get(model, 0) + 1
+        if _gone_on[model] == _KEEP_GRAPHS:
+            _done({model})
     n = ended.size
     if (n is not None and n > 1 and model in _of_one) or (ended.units is None and model in _by_units):
         _expected.add(model)

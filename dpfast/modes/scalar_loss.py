@@ -33,7 +33,9 @@ def check_losses() -> None:
                     f"the loss has shape {tuple(tensors.shape)}, and backward() takes one number; it was made from the "
                     f"output of {layer}: reduce it by .mean() (loss_reduction='mean') or .sum()"
                 )
-        check_expected(*_losses(tensors, grad_tensors), is_last=_is_last(*args, **kwargs))
+        reaches_parameters, is_last = _asked(*args, **kwargs)
+        if reaches_parameters:
+            check_expected(*_losses(tensors, grad_tensors), is_last=is_last)
         for loss in _losses(tensors, grad_tensors)[0]:
             check_for_counts(loss)
         return original(tensors, grad_tensors, *args, **kwargs)
@@ -42,16 +44,17 @@ def check_losses() -> None:
     torch.autograd.backward = backward
 
 
-def _is_last(
+def _asked(
     retain_graph: bool | None = None,
     create_graph: bool = False,
     grad_variables: Any = None,
     inputs: Any = None,
-) -> bool:
-    """Whether no backward pass follows one with these arguments of torch's: the gradients of a model's inputs may be
-    asked for before its loss is made, each task's before the next one's."""
+) -> tuple[bool, bool]:
+    """Of a backward pass with these arguments of torch's, whether parameters get gradients (attacks on inputs ask for
+    no others than these), and whether none follows through the same graph, as one task's does another's."""
     some = [inputs] if isinstance(inputs, Tensor) else list(inputs or ())
-    return not (retain_graph or create_graph) and (not some or any(isinstance(x, nn.Parameter) for x in some))
+    others = some and all(isinstance(x, Tensor) and not isinstance(x, nn.Parameter) for x in some)
+    return not others, not (retain_graph or create_graph)
 
 
 def _losses(tensors: Any, grads: Any) -> tuple[list[Tensor], list[Tensor | None]]:

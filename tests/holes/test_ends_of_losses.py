@@ -82,9 +82,29 @@ def test_what_is_mixed_in_the_forward_pass_and_kept_elsewhere(made):
         (y.square().sum() + 50 * seen[-1].square().sum()).backward()
 
 
+@pytest.mark.parametrize("before", [{"inputs": True}, {"retain_graph": True}])
+def test_backward_passes_of_another_forward_before_each_loss(before):
+    """Attacks on inputs, losses that are balanced: the training's is looked at all the same, and refused each time."""
+    module = wrapped(network())
+    for _ in range(8):
+        x = torch.randn(N, D, requires_grad=True)
+        loss = given(module, x)[1].square().sum()
+        loss.backward(**{**before, **({"inputs": [x]} if "inputs" in before else {})})
+        module.zero_grad()
+        with pytest.raises(UnsupportedModuleError, match="samples meet in the loss"):
+            MIX["spread"](*given(module, x.detach() + 0.1)).backward()
+
+
+def test_gradients_at_inputs_alone_may_be_of_a_loss_that_mixes():
+    """They reach no parameter."""
+    module, x = wrapped(network()), torch.randn(N, D, requires_grad=True)
+    MIX["spread"](*given(module, x)).backward(inputs=[x])
+    assert x.grad is not None and all(p.grad is None for p in module.parameters())
+
+
 @pytest.mark.parametrize("first", ["of inputs", "of another task"])
 def test_a_backward_pass_before_the_loss(first):
-    """It is looked at as well, and is not the last."""
+    """It is not the last."""
     module, x = wrapped(network()), torch.randn(N, D, requires_grad=True)
     h, y = given(module, x)
     y.sum().backward(retain_graph=True, inputs=[x] if first == "of inputs" else None)
@@ -99,12 +119,12 @@ def test_looks_end_where_graphs_are_always_kept(monkeypatch):
     counts = []
     for kept in (False, True):
         module = wrapped(network())
-        for _ in range(8):
+        for _ in range(40):
             module.zero_grad()
             given(module, torch.randn(N, D))[1].square().sum().backward(retain_graph=kept)
         counts.append(len(looks))
     assert 0 < counts[0] < 8
-    assert counts[1] == 2 * counts[0]
+    assert counts[1] <= 5 * counts[0]
 
 
 @pytest.mark.filterwarnings("error::dpfast.errors.DpfastWarning")

@@ -122,11 +122,14 @@ def test_who_tries_again_is_refused_again(how):
     APART["squares"](module(torch.randn(N, D))).backward()
 
 
-def test_of_one_sample_and_of_none():
+@pytest.mark.parametrize("retain_graph", [False, True])
+def test_of_one_sample_and_of_none(retain_graph):
     """There is nothing to see, so the first batch of several is looked at."""
     module = wrapped(network())
     for n in (1, 0):
-        F.mse_loss(module(torch.randn(n, D)), torch.ones(n, K), reduction="sum").add(1.0).sqrt().backward()
+        F.mse_loss(module(torch.randn(n, D)), torch.ones(n, K), reduction="sum").add(1.0).sqrt().backward(
+            retain_graph=retain_graph
+        )
         module.zero_grad()
     with pytest.raises(UnsupportedModuleError, match="samples meet"):
         MIX["root of the mean"](module(torch.randn(N, D))).backward()
