@@ -22,7 +22,7 @@ from torch.autograd.graph import GradientEdge
 
 from dpfast.errors import DpfastWarning
 from dpfast.modes.cut_graph import Cut
-from dpfast.taps import Rows, is_of_tap, noise_like
+from dpfast.taps import Leads, Rows, is_of_tap, noise_like
 
 _KEPT_ON_TRUST = (
     "the loss was made from {}, {}, and in which of its dimensions the batch's {} samples are is not known. That the "
@@ -142,7 +142,7 @@ class _Search:
         told = (node for node, some in marked.items() if any(x.dims is not None for x in some.values()))
         self._stops = Counter(dict.fromkeys(told, 2))  # how many ends are at a node
         self._marked, self._forwards = marked, forwards
-        self._made_by, self._leads = _MadeBy(forwards), _Leads()
+        self._made_by, self._leads = _MadeBy(forwards), Leads(_is_last)
 
     def go_on(self, edges: Iterable[GradientEdge]) -> None:
         waiting = deque(edges)
@@ -160,7 +160,7 @@ class _Search:
 
     def go_behind(self, edge: GradientEdge) -> None:
         """That is no end, where it can be gone through."""
-        if not self._is_last(edge.node) and self._stops[edge.node] == 1:
+        if not _is_last(edge.node) and self._stops[edge.node] == 1:
             del self.found[edge], self._stops[edge.node]
             self.own[edge.node] = None
             self.go_on(GradientEdge(x, number) for x, number in edge.node.next_functions if x is not None)
@@ -169,7 +169,7 @@ class _Search:
         """Whether its node is the losses' own, and what it is an end of."""
         node = edge.node
         output, forward = self._marked.get(node, {}).get(edge.output_nr), self._made_by(node)
-        last = self._is_last(node) or self._stops[node] > 0
+        last = _is_last(node) or self._stops[node] > 0
         if output is not None and (output.dims is not None or output.is_refused or last or not self._leads(node)):
             return False, output if output.is_refused else output.told_by_layer(edge)
         if output is not None:  # several samples are in one of its rows, or one in several
@@ -182,8 +182,10 @@ class _Search:
             return False, None
         return True, _kept(edge, forward, self._marked, last=last)
 
-    def _is_last(self, node: Any) -> bool:
-        return is_of_tap(node) or type(node).__name__ == _REENTRANT
+
+def _is_last(node: Any) -> bool:
+    """Whether nothing behind it can be gone through: a layer's, or a checkpoint's."""
+    return is_of_tap(node) or type(node).__name__ == _REENTRANT
 
 
 class _MadeBy:
@@ -198,29 +200,6 @@ class _MadeBy:
         if found is None and is_of_tap(node) and node.record.graph is not None:  # another thread's
             found = node.record.graph.looked
         return found
-
-
-class _Leads:
-    """Whether gradients at a node come to a layer; each is asked for once."""
-
-    def __init__(self) -> None:
-        self._known: dict[Any, bool] = {}
-
-    def __call__(self, node: Any) -> bool:
-        ways = [node]
-        while ways:  # no recursion: graphs are deep
-            at = ways[-1]
-            if is_of_tap(at) or type(at).__name__ == _REENTRANT:
-                self._known[at] = True
-            if at in self._known:
-                ways.pop()
-                continue
-            behind = [x for x, _ in at.next_functions if x is not None]
-            unknown = [x for x in behind if x not in self._known]
-            ways.extend(unknown)
-            if not unknown:
-                self._known[at] = any(self._known[x] for x in behind)
-        return self._known[node]
 
 
 def _kept(edge: GradientEdge, forward: Looked, marked: dict[Any, dict[int, Output]], *, last: bool) -> Output | None:

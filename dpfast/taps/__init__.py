@@ -31,7 +31,7 @@ from dpfast.taps.layout import (
 from dpfast.taps.leaves import refuses
 from dpfast.taps.left_behind import LeftBehind, taking_back
 from dpfast.taps.node import Record, TappedLayer
-from dpfast.taps.nodes import ends_among, is_of_tap, nodes_behind
+from dpfast.taps.nodes import Leads, ends_among, is_of_tap, nodes_behind
 from dpfast.taps.others import looked_at
 from dpfast.taps.own_node import OwnStep, register_node
 from dpfast.taps.owned import has_something_to_tap, owned_modules, owned_parameters
@@ -70,6 +70,7 @@ __all__ = [
     "Documents",
     "Gave",
     "Held",
+    "Leads",
     "LeftBehind",
     "Meeting",
     "Mixed",

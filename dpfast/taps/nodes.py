@@ -32,17 +32,31 @@ def nodes_behind(roots: Iterable[Any], goes_on: Callable[[Any], bool] | None = N
             waiting.extend(following for following, _ in node.next_functions)
 
 
+class Leads:
+    """Whether gradients at a node come to one that is asked for, itself among them; each node is looked at once."""
+
+    def __init__(self, is_one: Callable[[Any], bool]):
+        self._is_one, self._known = is_one, dict[Any, bool]()
+
+    def __call__(self, node: Any) -> bool:
+        ways = [node]
+        while ways:  # no recursion: graphs are deep
+            at = ways[-1]
+            if at not in self._known and self._is_one(at):
+                self._known[at] = True
+            if at in self._known:
+                ways.pop()
+                continue
+            behind = [x for x, _ in at.next_functions if x is not None]
+            unknown = [x for x in behind if x not in self._known]
+            ways.extend(unknown)
+            if not unknown:
+                self._known[at] = any(self._known[x] for x in behind)
+        return self._known[node]
+
+
 def ends_among(edges: Sequence[GradientEdge]) -> list[GradientEdge]:
     """Those of the edges that are behind none of the others: gradients at these alone come by all of them."""
     caught: set[Any] = {edge.node for edge in edges}
-    leads_to_one: dict[Any, bool] = {}
-    for first in caught:
-        ways = [first]
-        while ways:  # no recursion: graphs are deep
-            node = ways[-1]
-            behind = [n for n, _ in node.next_functions if n is not None]
-            unknown = [n for n in behind if n not in leads_to_one and n not in caught]
-            ways.extend(unknown)
-            if not unknown:
-                leads_to_one[ways.pop()] = any(n in caught or leads_to_one[n] for n in behind)
-    return [edge for edge in edges if not leads_to_one[edge.node]]
+    leads = Leads(caught.__contains__)
+    return [e for e in edges if not any(leads(x) for x, _ in e.node.next_functions if x is not None)]

@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from kept_tensors import APART, MIX, C, D, K, N, Twice, given, network, wrapped
+from kept_tensors import APART, MIX, C, D, K, N, Twice, assert_as_the_loop, given, network, wrapped
 from torch import nn
 
 import dpfast
@@ -31,10 +31,7 @@ def test_a_function_of_what_is_made_from_each_other(gives, mixes):
         with pytest.raises(UnsupportedModuleError, match="samples meet in the loss"):
             loss(module, x).backward()
         return
-    exact = clipped_sum(loop_over_samples(plain, loss, x), C)
-    loss(module, x).backward()
-    for name, total in exact.items():
-        assert relative_error(model.get_parameter(name).grad, total) < 1e-4
+    assert_as_the_loop(module, plain, loss, x)
 
 
 def in_a_thread(call):
@@ -255,7 +252,4 @@ def test_outputs_of_a_last_layer_whose_rows_are_folded(length, together, gives, 
             with pytest.raises(UnsupportedModuleError, match=rf"\({N * length}, {K}\), samples meet in the loss"):
                 loss(module, x).backward()
             continue
-        module.zero_grad()
-        loss(module, x).backward()
-        for name, total in clipped_sum(loop_over_samples(plain, loss, x), C).items():
-            assert relative_error(model.get_parameter(name).grad, total) < 1e-4
+        assert_as_the_loop(module, plain, loss, x)

@@ -4,13 +4,14 @@ written to twice."""
 import collections
 import contextlib
 import copy
+import functools
 import warnings
 from types import SimpleNamespace
 
 import numpy
 import pytest
 import torch
-from distances import MODES, Distances, Model, inputs, loss_of, step
+from distances import MODES, Distances, Model, inputs, loss_of, step, wrapped_with_plain
 from torch import nn
 
 import dpfast
@@ -20,14 +21,7 @@ from dpfast.errors import UnsupportedModuleError
 @pytest.fixture(params=MODES)
 def wrap(request):
     torch.manual_seed(0)
-
-    def wrap(model):
-        plain = copy.deepcopy(model)
-        wrapped = MODES[request.param](model)
-        vars(wrapped)["plain"] = plain
-        return wrapped
-
-    return wrap
+    return functools.partial(wrapped_with_plain, MODES[request.param])
 
 
 _GLOBAL = {"scale": 1.0}

@@ -1,14 +1,14 @@
 """Layers without a rule run again in the backward pass: with what they read unchanged since, or with an error, and what
 the second run sets on them does not stay."""
 
-import copy
+import functools
 import random
 import warnings
 
 import numpy
 import pytest
 import torch
-from distances import CHANGED, MODES, Distances, Model, inputs, loss_of, step
+from distances import CHANGED, MODES, Distances, Model, inputs, loss_of, step, wrapped_with_plain
 from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -19,14 +19,7 @@ from dpfast.errors import UnsupportedModuleError
 @pytest.fixture(params=MODES)
 def wrap(request):
     torch.manual_seed(0)
-
-    def wrap(model):
-        plain = copy.deepcopy(model)
-        wrapped = MODES[request.param](model)
-        vars(wrapped)["plain"] = plain
-        return wrapped
-
-    return wrap
+    return functools.partial(wrapped_with_plain, MODES[request.param])
 
 
 def test_an_attribute_set_for_the_forward_alone_is_refused(wrap):

@@ -1,6 +1,7 @@
 """A layer without a rule, in a model, and steps of that compared with a loop over samples."""
 
 import contextlib
+import copy
 
 import torch
 from torch import nn
@@ -45,6 +46,14 @@ MODES = {
     "one pass": lambda m: dpfast.GradSampleModuleFastGradientClipping(m, max_grad_norm=C, loss_reduction="sum"),
     "grad_sample": lambda m: dpfast.GradSampleModule(m, loss_reduction="sum"),
 }
+
+
+def wrapped_with_plain(mode, model):
+    """Which keeps a copy that is not wrapped."""
+    plain = copy.deepcopy(model)
+    wrapped = mode(model)
+    vars(wrapped)["plain"] = plain
+    return wrapped
 
 
 def inputs(n=4):

@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import dpfast
+from dpfast.testing import clipped_sum, loop_over_samples, relative_error
 
 C, N, D, K = 0.1, 6, 5, 4
 TARGETS = torch.linspace(-1.0, 1.0, N * 7).view(N, 7)
@@ -91,6 +92,15 @@ def given(model, x):
     if inner.gives == "output":
         return output
     return (output.hidden, output.logits) if inner.gives.endswith("slots") else (inner.hidden, output)
+
+
+def assert_as_the_loop(module, plain, loss, x):
+    """One step of ``loss(model, x)``, from which the clipped sum is that of a loop over samples."""
+    exact = clipped_sum(loop_over_samples(plain, loss, x), C)
+    module.zero_grad()
+    loss(module, x).backward()
+    for name, total in exact.items():
+        assert relative_error(module._module.get_parameter(name).grad, total) < 1e-4
 
 
 class Twice(torch.autograd.Function):
