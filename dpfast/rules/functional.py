@@ -72,7 +72,8 @@ def matmul(meeting: Meeting, x: Tensor, y: Tensor) -> Any:
         return torch.matmul(x, y.unsqueeze(-1)).squeeze(-1)
     if isinstance(x, Shared) and x.dim() == 1 and y.dim() > 1:
         return torch.matmul(y.mT, x)
-    if isinstance(y, Shared) and not isinstance(x, Shared) and y.dim() == 2 and x.dim() > 1:
+    is_layer = isinstance(y, Shared) and not isinstance(x, Shared) and y.dim() == 2 and x.dim() > 1
+    if is_layer and not y.is_complex():
 
         def factors(values: Any, activations: Any, backprops: Tensor) -> Any:
             return {values[0]: OuterProduct(backprops, activations[0])}

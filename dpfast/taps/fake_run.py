@@ -183,10 +183,7 @@ class ShapeTap(Tap):
     def follow(self, operation: Operation) -> Any:
         with torch.enable_grad():  # which tells what comes of parameters
             output = operation.plain()
-        made = [x for x in tensors_in(output) if x.requires_grad]
-        if any(x.is_complex() for x in made):  # which are not followed further
-            _note(operation, fine=False)
-        found = [x for x in made if x.is_floating_point()]
+        found = [x for x in tensors_in(output) if x.requires_grad]
         if not found:
             return output
         follows = any(map(self.dependence.follows, found))

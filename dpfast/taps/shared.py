@@ -37,7 +37,10 @@ Way = tuple[Any, ...]
 _ASKS = frozenset(
     (
         *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device", "is_cuda")),
-        *(getattr(Tensor, name) for name in ("dim", "size", "numel", "is_floating_point", "is_contiguous")),
+        *(
+            getattr(Tensor, name)
+            for name in ("dim", "size", "numel", "is_floating_point", "is_complex", "is_contiguous")
+        ),
     )
 )
 """What makes no tensor of one."""
@@ -274,7 +277,8 @@ class Operation:
         if isinstance(output, (tuple, list)):
             parts = [self.wrapped(x, is_shared, i) for i, x in enumerate(output)]
             return type(output)(*parts) if hasattr(output, "_fields") else type(output)(parts)
-        if not (isinstance(output, Tensor) and output.is_floating_point() and is_shared(output)):
+        differentiable = isinstance(output, Tensor) and (output.is_floating_point() or output.is_complex())
+        if not differentiable or not is_shared(output):
             return output
         first, way = self.shared[0], (*self.way, number)
         if len(self.shared) > 1:
@@ -326,6 +330,8 @@ class Meeting:
         """
         shared = [x for x in parameters if isinstance(x, Shared)]
         values = [x.value.detach() if isinstance(x, Shared) else x for x in parameters]
+        if any(x.is_complex() for x in values if x is not None):
+            raise UnsupportedModuleError(f"{self.tap.layer}: layers' rules are for real numbers")
         own = list({id(p): p for x in shared for source in x.sources for p in source.parameters}.values())
         of = told_apart([x.value if isinstance(x, Shared) else None for x in parameters])
         place, layer = self.place, self.tap.layer  # not the operation, which would live as long as autograd's graph

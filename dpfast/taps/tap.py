@@ -300,7 +300,11 @@ class Tap(RoutedLayer):
             self._note(record, None, expanded)
             return _apply(record, *tensors, *parameters)  # type: ignore[no-untyped-call]  # torch's
         leaves, structure = ([output], None) if isinstance(output, Tensor) else tree_flatten(output)
-        places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point()]
+        places = [
+            i
+            for i, x in enumerate(leaves)
+            if isinstance(x, Tensor) and (x.is_floating_point() or (as_is and x.is_complex()))
+        ]
         if not places:
             raise UnsupportedModuleError(
                 f"{self.layer}: its output is a {type(output).__name__}, not a tensor or a tuple of tensors, so its "
