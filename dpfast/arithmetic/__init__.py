@@ -8,7 +8,7 @@ of the proofs (docs/bounds.md), ``cost`` those of the choice of way.
 from dpfast.arithmetic import bounds, buffers, cost, ops, products, reference, sums, unit_runs
 from dpfast.arithmetic.backends import backend_report
 from dpfast.arithmetic.bounds import SquaredNorm
-from dpfast.arithmetic.finishing import AnyNorm, dense_sq_norm, finish, finished, rows_in_order
+from dpfast.arithmetic.finishing import AnyNorm, dense_sq_norm, finish, finished
 from dpfast.arithmetic.kernel_calls import PairCalls, RowNormCalls, are_plain, calls_like
 from dpfast.arithmetic.kernel_norms import UnitRuns, lookup_sq_norm, lookup_unit_sq_norm, weighted_side_by_side
 from dpfast.arithmetic.noise import Noise, noise_way
@@ -26,7 +26,7 @@ from dpfast.arithmetic.products import product_report
 from dpfast.arithmetic.reference_norms import gram_tile, rank_one_norm, unfinished_of_products
 from dpfast.arithmetic.row_norms import RowNorms, lowered, taken_once
 from dpfast.arithmetic.stacked_grams import UnfinishedGram
-from dpfast.arithmetic.stacked_kernel_norms import KernelDirect
+from dpfast.arithmetic.stacked_kernel_norms import KernelDirect, rows_in_order
 from dpfast.arithmetic.stacked_norms import (
     NormsOfLayers,
     SumError,

@@ -100,20 +100,18 @@ def dense_terms(*, width: int, numel: Any, dtype: torch.dtype) -> tuple[float, A
     return relative, numel * smallest_normal(dtype) * relative
 
 
-def chain_error(
-    row_sums: Tensor, *, terms: int, numel: int, dtype: torch.dtype, operations: int | None = None
-) -> Tensor:
-    """``‖v̂ − v‖ ≤ γ·Σ_t ‖v_t‖`` for v = Σ_t v_t of ``numel`` entries, with chains of ``terms`` additions in any order.
-
-    Args:
-        operations: that may underflow, an entry; ``terms`` unless given.
-    """
-    relative, least = chain_terms(terms=terms, numel=numel, dtype=dtype, operations=operations)
+def chain_error(row_sums: Tensor, *, terms: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """``‖v̂ − v‖ ≤ γ·Σ_t ‖v_t‖`` for v = Σ_t v_t of ``numel`` entries, in chains of ``terms`` additions in any order."""
+    relative, least = chain_terms(terms=terms, numel=numel, dtype=dtype)
     return relative * row_sums + least
 
 
 def chain_terms(*, terms: int, numel: int, dtype: torch.dtype, operations: int | None = None) -> tuple[float, float]:
-    """The two numbers of :func:`chain_error`: relative to the sum of norms, and what underflow can hide."""
+    """The two numbers of :func:`chain_error`: relative to the sum of norms, and what underflow can hide.
+
+    Args:
+        operations: that may underflow, an entry; ``terms`` unless given.
+    """
     lost = (terms if operations is None else operations) * smallest_normal(dtype)
     return _SLOP * gamma(terms, dtype), lost * numel**0.5
 

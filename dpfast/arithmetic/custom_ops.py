@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dpfast.arithmetic import kernel_norms, reference, reference_norms
 from dpfast.arithmetic.backends import choose_backend
-from dpfast.arithmetic.kernel_norms import import_kernels
+from dpfast.arithmetic.kernel_norms import import_kernels, unit_last_stride
 from dpfast.arithmetic.precision import accumulating_dtype, exact_arithmetic, towards_zero
 from dpfast.arithmetic.tracing import is_traced
 
@@ -106,11 +106,6 @@ def _(activations: Tensor, backprops: Tensor, coefficients: Tensor, bias: bool, 
     p, d = backprops.shape[-1], activations.shape[-1]
     bias_sum = backprops.new_empty(p, dtype=dtype) if bias else activations.new_empty(0)
     return activations.new_empty((p, d), dtype=dtype), bias_sum
-
-
-def unit_last_stride(x: Tensor) -> Tensor:
-    """The tensor itself where its last dimension has stride 1, as the kernels need it; else a copy."""
-    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
 def _large_sum(activations: Tensor, backprops: Tensor, *_: object) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from dpfast.arithmetic.stacked_kernel_norms import (
     finish_direct,
     finish_kernel_grams,
     finish_rank_one,
+    rows_in_order,
 )
 from dpfast.arithmetic.stacked_norms import SumError, Unfinished, finish_norms, unfinished_norm
 from dpfast.arithmetic.standardised_norms import UnfinishedStandardised, finish_standardised
@@ -57,19 +57,6 @@ def finished(part: AnyNorm) -> SquaredNorm:
 def dense_sq_norm(blocks: Iterable[Tensor], error: Tensor | SumError | None = None) -> SquaredNorm:
     """‖v_n‖² of values (N, ...) as ``unfinished_norm`` takes them."""
     return finished(unfinished_norm(blocks, error))
-
-
-def rows_in_order(rows: Tensor, places: Sequence[int]) -> Tensor:
-    """Those of the lowest place first."""
-    if list(places) == sorted(places):
-        return rows
-    return rows.index_select(0, _index(tuple(places), rows.device))
-
-
-@lru_cache(maxsize=256)
-def _index(places: tuple[int, ...], device: torch.device) -> Tensor:
-    """A GPU would be waited for each time."""
-    return torch.tensor(sorted(range(len(places)), key=places.__getitem__), device=device)
 
 
 def _numbers(part: AnyNorm) -> Tensor:

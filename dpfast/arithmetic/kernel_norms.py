@@ -192,6 +192,11 @@ def normalized_sum(x: Tensor, backprops: Tensor, **of_norm: Any) -> Any:
     return kernels.normalized_sum(x, backprops, **of_norm)
 
 
+def unit_last_stride(x: Tensor) -> Tensor:
+    """The tensor itself where its last dimension has stride 1, as the kernels need it; else a copy."""
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+
+
 def lookup_sq_norm(indices: Tensor, backprops: Tensor, padding_idx: int | None) -> SquaredNorm:
     """‖G_n‖² of a table whose row ``indices[n, t]`` gets ``backprops[n, t]`` (N, T, D), and its bound."""
     function = _lookup_sq_norm_op if is_traced() else _lookup_sq_norm
@@ -201,8 +206,7 @@ def lookup_sq_norm(indices: Tensor, backprops: Tensor, padding_idx: int | None) 
 def _lookup_sq_norm(indices: Tensor, backprops: Tensor, padding_idx: int | None) -> tuple[Tensor, Tensor]:
     kernels, _ = import_kernels()
     _, t, d = backprops.shape
-    rows = backprops if backprops.stride(-1) == 1 or d <= 1 else backprops.contiguous()
-    sums = kernels.lookup_norm(indices, rows, padding_idx=padding_idx)
+    sums = kernels.lookup_norm(indices, unit_last_stride(backprops), padding_idx=padding_idx)
     error = bounds.run_error(sums.sq_products.double(), positions=max(1, t), numel=t * d, dtype=torch.float32)
     return bounds.dense(sums.sq_norm.double(), width=sums.width, numel=t * d, dtype=torch.float32, error=error)
 
@@ -214,7 +218,7 @@ def lookup_unit_sq_norm(
     ``runs`` count them sorted by unit."""
     kernels, _ = import_kernels()
     d = backprops.shape[2]
-    rows = backprops if backprops.stride(-1) == 1 or d <= 1 else backprops.contiguous()
+    rows = unit_last_stride(backprops)
     sums = kernels.lookup_norm(indices, rows, padding_idx=padding_idx, entries=entries, ids=ids, runs=runs.places)
 
     def terms(t: int) -> tuple[float, ...]:

@@ -15,8 +15,7 @@ from torch import Tensor
 from dpfast.arithmetic import cost, custom_ops, kernel_norms, reference, reference_norms, sums
 from dpfast.arithmetic.backends import Backend, choose_backend
 from dpfast.arithmetic.bounds import SquaredNorm
-from dpfast.arithmetic.custom_ops import unit_last_stride
-from dpfast.arithmetic.kernel_norms import Direct
+from dpfast.arithmetic.kernel_norms import Direct, unit_last_stride
 from dpfast.arithmetic.precision import accumulating_dtype, exact_arithmetic, reduced_products, towards_zero
 from dpfast.arithmetic.row_norms import taken_once, ways_here
 from dpfast.arithmetic.stacked_grams import UnfinishedGram

@@ -142,9 +142,14 @@ def _added(blocks: Sequence[Tensor], n: int, added: Added) -> Tensor:
         sums.append(added(rows.reshape(-1, length)).view(-1, n, *inner))
         places += [starts[i] + k for i in which for k in range(layers[i])]
     together = torch.cat(sums) if len(sums) > 1 else sums[0]
-    if places == sorted(places):
-        return together
-    return together.index_select(0, _order(tuple(places), together.device))
+    return rows_in_order(together, places)
+
+
+def rows_in_order(rows: Tensor, places: Sequence[int]) -> Tensor:
+    """Those of the lowest place first."""
+    if list(places) == sorted(places):
+        return rows
+    return rows.index_select(0, _order(tuple(places), rows.device))
 
 
 @lru_cache(maxsize=256)

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from dpfast.arithmetic import cost, kernel_norms
 from dpfast.arithmetic.bounds import SquaredNorm
-from dpfast.arithmetic.custom_ops import unit_last_stride
-from dpfast.arithmetic.kernel_norms import Direct, UnitRuns, import_kernels
+from dpfast.arithmetic.kernel_norms import Direct, UnitRuns, import_kernels, unit_last_stride
 from dpfast.arithmetic.precision import exact_arithmetic
 
 Verb = Literal["sq_norm", "certified", "gradient"]

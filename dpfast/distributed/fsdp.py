@@ -180,7 +180,7 @@ def _groups(state: Any) -> Sequence[Any]:
 
 
 class _Flight(NamedTuple):
-    """One unit's sums on their way: ``output`` is this rank's part when the work is done."""
+    """One unit's sums on their way: ``output`` is this rank's part when the work is done, which reads ``input``."""
 
     unit: list[Any]
     input: Tensor

@@ -30,7 +30,7 @@ from dpfast.modes.clippers import (
 from dpfast.modes.escaped_gradients import Guards, check_parameters
 from dpfast.modes.fast_gradient_clipping import GradSampleModuleFastGradientClipping
 from dpfast.modes.gathered import rounding
-from dpfast.modes.grad_sample_module import GradSampleModule
+from dpfast.modes.grad_sample_module import GradSampleModule, check_loss_reduction
 from dpfast.modes.hooks import Hooks
 from dpfast.modes.in_turn import clips_one_by_one, may_be_taken_in_turn, waits_for_its_turn
 from dpfast.modes.memory_budget import held_one_by_one, plans, size_of, way_unwritten
@@ -62,6 +62,7 @@ __all__ = [
     "UnitsInGraph",
     "answer_of",
     "autograd_grad_sample",
+    "check_loss_reduction",
     "check_parameters",
     "check_threshold",
     "check_valid",

@@ -38,8 +38,8 @@ _NOT_WEIGHTED = (
 
 _NOT_REPEATED = (
     "{layer}: the second backward pass saw other activations or gradients than the first, whose norms were taken; let "
-    "checkpoints preserve the random state (preserve_rng_state=True), make the model deterministic, compute the loss from "
-    "what the model returns alone (not from tensors that it keeps), or take passes=1"
+    "checkpoints preserve the random state (preserve_rng_state=True), make the model deterministic, compute the loss "
+    "from what the model returns alone (not from tensors that it keeps), or take passes=1"
 )
 
 

@@ -12,7 +12,7 @@ from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClippi
 from torch import Tensor
 
 from dpfast.errors import DpfastWarning, InputError
-from dpfast.modes import GradSampleModule, left_in
+from dpfast.modes import GradSampleModule, check_loss_reduction, left_in
 from dpfast.opacus.optimizers import DPOptimizerFast
 from dpfast.taps import nodes_behind
 
@@ -32,8 +32,7 @@ def one_a_sample(losses: Tensor) -> Tensor:
 
 def reduced(loss: DPTensorFastGradientClipping) -> Tensor:
     """The loss of the first pass. Raises InputError where ``loss_reduction`` is not "mean" or "sum"."""
-    if loss.loss_reduction not in ("mean", "sum"):
-        raise InputError(f"loss_reduction = {loss.loss_reduction!r}. Only 'sum' and 'mean' losses are supported")
+    check_loss_reduction(loss.loss_reduction)
     return loss.loss_per_sample.mean() if loss.loss_reduction == "mean" else loss.loss_per_sample.sum()
 
 

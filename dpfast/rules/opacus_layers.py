@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from dpfast.rules.recurrent import packed_one_by_one, recurrent
-from dpfast.taps import Pieces, register_batch_dim, register_by_row, register_fault, register_forward
+from dpfast.taps import Pieces, register_by_row, register_fault, register_forward
 
 
 class _AsTorch:
@@ -51,12 +51,6 @@ def opacus_one_by_one(layer: nn.Module, input: Tensor | PackedSequence, state_in
 
 
 _ATTENTION = "opacus.layers.dp_multihead_attention.DPMultiheadAttention"
-
-
-@register_batch_dim(_ATTENTION)
-def samples_of_attention(layer: nn.Module) -> int:
-    """The second dimension, inside it too."""
-    return 0 if layer.batch_first else 1
 
 
 @register_fault(_ATTENTION)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from dpfast.arithmetic import buffers
 from dpfast.taps.carried import carried
 from dpfast.taps.layout import NO_SAMPLES, Mixed, Place, Rows
-from dpfast.taps.length_look import LengthLook
+from dpfast.taps.length_look import DIFFERS, LengthLook
 from dpfast.taps.lengths import not_exchanged
 from dpfast.taps.met_in_backward import Exchanged, Which
 from dpfast.taps.picks import NO_ROUTES
@@ -54,7 +54,6 @@ _IN_LOSS = (
 _MIXED = "each of its entries depends on several samples (similarities of all pairs, in-batch negatives)"
 _FAILS = "with a sample in another one's place it fails, {}"
 _NO_BACKWARD = "more than one backward pass through it fails, {}"
-_DIFFERS = "two runs on the same samples differ (random numbers of a generator of its own?)"
 _GRADIENTS_DIFFER = (
     "the gradients of two runs on the same samples differ, and what its forward passes give does not (a kernel that "
     "adds up in another order each time?)"
@@ -215,7 +214,7 @@ class _Exchange:
         if wrong or outputs or met or losses:  # is it the exchange that it comes from?
             repeated = self._run((), noisy, whole=whole)
             if not alike(base, repeated):
-                return Told({}, {}, changed=True, why=_DIFFERS)
+                return Told({}, {}, changed=True, why=DIFFERS)
             differ = whole and not gradients_alike(base, repeated)
             if differ:
                 spread = exchanged.spread(repeated)

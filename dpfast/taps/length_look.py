@@ -42,7 +42,7 @@ _CUT = (
 )
 _FROM_ELSEWHERE = "they come of no input"
 _NOT_FINITE = "gradients of its outputs are not finite"
-_DIFFERS = "two runs on the same samples differ (random numbers of a generator of its own?)"
+DIFFERS = "two runs on the same samples differ (random numbers of a generator of its own?)"
 _FAILS = "with shorter samples it fails, {}"
 _OTHERS = "what it returns is otherwise where samples are shorter"
 
@@ -174,7 +174,7 @@ class LengthLook:
         if wrong:
             repeated = run(long, one)
             if any(self._change(key, among, repeated, dims[key], samples) is not False for key in wrong):
-                return [], _DIFFERS
+                return [], DIFFERS
         return wrong, _NOT_FINITE if None in changes.values() else None
 
     def _dim(self, i: int | str, x: Tensor) -> int | None:

@@ -215,7 +215,7 @@ def register_forward(
 
 def register_by_row(target: Target) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator: the module's forward, ``(module, *args, **kwargs)``, such that no row's bits depend on what the others
-    hold. It runs where it is looked at which rows change with a sample (``exchange``)."""
+    hold. It runs where it is looked at which rows change with a sample, or with its length."""
     return _register(_BY_ROW, target)
 
 

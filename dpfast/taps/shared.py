@@ -91,7 +91,7 @@ class Shared(Tensor):
     """A tensor without samples that parameters went into.
 
     Attributes:
-        value: the tensor. taps: of whom it comes.
+        value: the tensor. sources: of what it was made. tap, way: of whom it comes, and by which operations.
     """
 
     value: Tensor
@@ -302,13 +302,8 @@ class Meeting:
         self.operation, self.place, self.n, self.name = operation, place, n, name
         self.tap = operation.shared[0].tap
 
-    def with_copies(self, rank: int, args: Any = None) -> Any:
-        """The operation's result where it broadcasts its tensors.
-
-        Args:
-            rank: how many dimensions the result has.
-            args: in the place of its own positional arguments.
-        """
+    def with_copies(self, rank: int) -> Any:
+        """The operation's result, of ``rank`` dimensions, where it broadcasts its tensors."""
 
         def copies(x: Any) -> Any:
             if not isinstance(x, Shared):
@@ -318,7 +313,7 @@ class Meeting:
                 raise UnsupportedModuleError(f"{x.tap.layer}: {tuple(x.value.shape)} has samples in dimension {dim}")
             return x.copies(dim, self.n)
 
-        args = tuple(map(copies, self.operation.args if args is None else args))
+        args = tuple(map(copies, self.operation.args))
         return self.operation.func(*args, **{k: copies(x) for k, x in self.operation.kwargs.items()})
 
     def __call__(self, function: Callable[..., Any], factors: Callable[..., Any], inputs: Any, parameters: Any) -> Any:

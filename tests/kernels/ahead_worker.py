@@ -17,6 +17,7 @@ from unittest import mock
 os.environ.pop("TRITON_INTERPRET", None)
 
 import torch
+from ahead import TARGETS, compile_ahead, specialize
 
 import dpfast.kernels
 from dpfast.kernels import _launch, _tiles
@@ -67,8 +68,8 @@ def record(job, tile):
 
 def compile_launch(launch, arch):
     kernel, arguments, tile, _ = launch
-    signature, constexprs, aligned = _launch.specialize(kernel, arguments)
-    return asdict(_launch.compile_ahead(kernel, signature, constexprs, _launch.TARGETS[arch], tile, aligned))
+    signature, constexprs, aligned = specialize(kernel, arguments)
+    return asdict(compile_ahead(kernel, signature, constexprs, TARGETS[arch], tile, aligned))
 
 
 def compile_job(job):

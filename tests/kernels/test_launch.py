@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from ahead import specialize
 
 from dpfast.kernels import _launch
 
@@ -85,7 +86,7 @@ def test_a_signature_specializes_as_the_just_in_time_compiler_does():
         "far": 2**31 + 1,
         "BLOCK": 16,
     }
-    signature, constexprs, aligned = _launch.specialize(kernel, arguments)
+    signature, constexprs, aligned = specialize(kernel, arguments)
     assert signature == {
         "a_ptr": "*bf16",
         "b_ptr": "*bf16",

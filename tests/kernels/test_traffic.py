@@ -1,4 +1,4 @@
-"""The bytes that kernels load and store are those of the model in `_launch.issued`.
+"""The bytes that kernels load and store are those of the model in `traffic.issued`.
 
 Twice: counted while the interpreter runs whole launches, ragged and split ones too, and read off what the compiler
 makes of the table's rows, every one of sm_90's and the general ones of the other architectures. There the counts stand
@@ -22,6 +22,7 @@ import pytest
 import torch
 import triton
 from kernel_cases import BF16, DEVICE, FP32, shapes_of_rows
+from traffic import Traffic, issued
 from triton.runtime import interpreter
 
 from dpfast import kernels
@@ -81,7 +82,7 @@ def count(jobs):
 
 def model(job, parts):
     sizes, tile = (N * job["G"], job["T"], job["D"], job["P"]), _tiles.Tile(**job["tile"])
-    return _launch.issued(job["verb"], *sizes, tile, itemsize=ITEMSIZE[job["dtype"]], splits=parts)
+    return issued(job["verb"], *sizes, tile, itemsize=ITEMSIZE[job["dtype"]], splits=parts)
 
 
 def steps(job, found):
@@ -106,7 +107,7 @@ def total(job, found):
     """What the compiled launch reads and writes."""
     loops = sum(count * read for count, (_, read) in zip(steps(job, found), found["loops"], strict=True))
     read = found["programs"] // splits(job, found) * loops + found["programs"] * found["read"]
-    return _launch.Traffic(read, found["programs"] * found["written"])
+    return Traffic(read, found["programs"] * found["written"])
 
 
 def table(jobs, found):
@@ -187,7 +188,7 @@ def test_interpreted_launches_move_the_bytes_of_the_model(T, D, P, dtype, layout
         with counting() as counter, mock.patch.object(_partials, "launch"):  # without the sum over tiles
             call()
         parts = _tiles.splits(tiles, steps // 4, "interpreter")
-        expected = _launch.issued(verb, samples, T, D, P, tile, itemsize=dtype.itemsize, splits=parts)
+        expected = issued(verb, samples, T, D, P, tile, itemsize=dtype.itemsize, splits=parts)
         assert (counter.read, counter.written) == expected, verb
         least = _launch.bytes_moved(verb, samples, T, D, P, itemsize=dtype.itemsize)
         assert counter.lanes_read + counter.lanes_written >= least, verb
@@ -201,7 +202,7 @@ def test_row_products_cost_one_more_read_of_the_rows():
     for verb in ("outer_product", "outer_norm"):
         with counting() as counter, mock.patch.object(_partials, "launch"):
             getattr(kernels, verb)(a, b, row_products=True, tile=tile)
-        expected = _launch.issued(verb, samples, T, D, P, tile, itemsize=4, row_products=True)
+        expected = issued(verb, samples, T, D, P, tile, itemsize=4, row_products=True)
         assert (counter.read, counter.written) == expected, verb
 
 

@@ -19,9 +19,10 @@ os.environ.pop("TRITON_INTERPRET", None)
 import ahead_worker
 import torch
 import triton
+from ahead import TARGETS, compile_ahead, specialize
 
 import dpfast.kernels
-from dpfast.kernels import _launch, _tiles
+from dpfast.kernels import _tiles
 
 BYTES = {"bf16": 2, "f16": 2, "f32": 4}
 # Bytes of one lane of a machine instruction, by its suffix.
@@ -97,11 +98,11 @@ def count_machine(text, arch):
 
 def count(job):
     kernel, arguments, tile, programs = record(job)
-    signature, constexprs, aligned = _launch.specialize(kernel, arguments)
-    target = _launch.TARGETS[job["arch"]]
+    signature, constexprs, aligned = specialize(kernel, arguments)
+    target = TARGETS[job["arch"]]
     compiled, compile_ = [], triton.compile
     with mock.patch.object(triton, "compile", lambda *a, **k: compiled.append(compile_(*a, **k)) or compiled[0]):
-        report = _launch.compile_ahead(kernel, signature, constexprs, target, tile, aligned)
+        report = compile_ahead(kernel, signature, constexprs, target, tile, aligned)
     loops, read, written, blocks = count_ir(compiled[0].asm["ttir"])
     lane_loads, lane_stores, descriptors, loads = count_machine(report.text, job["arch"])
     threads = tile.num_warps * target.warp_size
