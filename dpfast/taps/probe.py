@@ -265,9 +265,9 @@ class Probe:
         self._new.append((tap, record, shape))
         return True
 
-    def _look_at_new(self, new: Sequence[New], looks: _Looks | None) -> list[str]:
+    def _look_at_new(self, new: Sequence[New], looks: _Looks | None) -> dict[Any, str]:
         """What has just run for the first time is looked at, as it is now, once. Returns the layers that no trial has
-        run: those are taken on trust.
+        run: those are taken on trust, when that has been said.
 
         Raises:
             UnsupportedModuleError: samples meet, in a layer that has been looked at before too.
@@ -292,14 +292,14 @@ class Probe:
         for key, why in self._mixed(kind).items():
             if key not in mixed and key not in where:  # whose place this forward has taken already
                 raise UnsupportedModuleError(f"{self._taps[key[0]].layer}: {why}")
-        unseen = [tap.layer for (tap, _, _), key in zip(new, where, strict=True) if key not in seen]
-        seen.update(where)
+        unseen = {key: tap.layer for (tap, _, _), key in zip(new, where, strict=True) if not (picks or key in seen)}
+        seen.update(set(where) - unseen.keys())
         for tap, record, shape in new:
             place = tap.places.get(_rank(shape))
             place = place.get(kind) if isinstance(place, dict) else place
             # Rows that were picked in this forward have not been followed.
             record.place = NOT_RUN if picks else place_in(tap, place, shape, record.batch_size or 0)
-        return [] if picks else unseen
+        return unseen
 
     def _add(self, kind: Any, found: Learned, looks: _Looks | None) -> None:
         """What another look has told of what is new, or wrong."""
@@ -345,7 +345,7 @@ class Probe:
     def forward_ended(self, output: Any) -> None:
         """Where it ran and could not be looked at, this is said, once; what it failed with is as if it never came."""
         (called, self._called), (new, self._new) = (self._called, None), (self._new, [])
-        unseen: list[str] = []
+        unseen: dict[Any, str] = {}
         try:
             if called is None or (output is None and sys.exc_info()[0] is not None):
                 return
@@ -354,8 +354,9 @@ class Probe:
                 unseen = self._look_at_new(new, self._looks.get(look))
         finally:
             self._inputs = None
-        if unseen:
-            warnings.warn(_NOT_SEEN.format(", ".join(unseen)), DpfastWarning, stacklevel=_CALLER)
+        if unseen:  # said first, as below
+            warnings.warn(_NOT_SEEN.format(", ".join(unseen.values())), DpfastWarning, stacklevel=_CALLER)
+            self._seen[kind_here(self._receiver())].update(unseen)
         self._dims[kind] = dims
         if why is not None:
             receiver: Any = self._receiver()

@@ -206,9 +206,13 @@ def test_a_layer_that_a_hook_runs_is_taken_on_trust_with_a_warning():
     model.adapter = nn.Linear(D, D)
     wrapped = clipping(model)
     model.head.register_forward_hook(lambda _, args, output: output + model.adapter(args[0]))
+    for _ in range(2):  # where warnings are errors, as they are here, none is accepted the second time
+        with pytest.raises(DpfastWarning, match=r"adapter .* taken on trust"):
+            wrapped(torch.randn(5, 3, D))
     with pytest.warns(DpfastWarning, match=r"adapter .* taken on trust"):
         losses(wrapped, torch.randn(5, 3, D)).sum().backward()
     assert model.adapter.weight.grad.any()
+    losses(wrapped, torch.randn(5, 3, D)).sum().backward()
 
 
 class Recurrent(nn.Module):
