@@ -144,26 +144,36 @@ class CompiledStep:
             )
         GradSampleModule.validate(model, strict=True)
         check_parameters(model, (p for p in model.parameters() if p.requires_grad), hooks=False)
-        self.model = model
-        self.losses = losses
-        self.batch_size = batch_size
-        self.chunks = chunks
-        self._backend = backend
-        self._layout = layout
+        self.model, self.losses = model, losses
+        self.batch_size, self.chunks = batch_size, chunks
+        self._backend, self._layout = backend, layout
         self._mode = GraphMode(nn.Module(), loss_reduction="sum", max_grad_norm=max_grad_norm)  # nothing is tapped
         self._mode._module = model
         self._mode.norm_clipper = norm_clipper
         if num_units is not None:
             Units(torch.zeros(0, dtype=torch.int64), num_units, per_unit, 0)  # checks them
         self.num_units, self.per_unit = num_units, per_unit
+        self._begin()
+
+    def _begin(self) -> None:
+        """Without graphs, and nothing left of a batch."""
         # What the model's own backward passes add to the sums of a step gets a note.
-        self._guards = Guards(model, lambda parameter, grad: None, hooks=False)
+        self._guards = Guards(self.model, lambda parameter, grad: None, hooks=False)
         weakref.finalize(self, self._guards.remove)  # what this step has left is watched no more
-        self._walked = Walked(model)
+        self._walked = Walked(self.model)
         self._graphs: dict[Hashable, Graph] = {}
         self._parts: list[tuple[Tensor, ...]] = []
         self._limits: tuple[float, torch.device] | None = None
         self._limit_there = torch.empty(0)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles capture their graphs anew; what the last batch has left here is private."""
+        anew = {"_guards", "_walked", "_graphs", "_parts", "_limits", "_limit_there"}
+        return {name: x for name, x in vars(self).items() if name not in anew}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._begin()
 
     def __getattr__(self, name: str) -> Any:  # of what is not here
         raise AttributeError(f"a compiled step has no {name!r}; the model is step.model")

@@ -1,6 +1,7 @@
 """The compiled step against the loop over samples and the eager one-pass mode."""
 
 import copy
+import pickle
 import warnings
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from small_steps import CASES, Mlp, check, exact_step, median_norm, mlp_batch, square_losses
 
 import dpfast
-from dpfast.errors import DpfastWarning, InputError
+from dpfast.errors import DpfastWarning, InputError, StateError
 from dpfast.testing import relative_error
 
 
@@ -36,6 +37,31 @@ def test_step_equals_loop_and_eager_mode_for_every_size_of_batch(case):
     for p, q in zip(net.parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6)
     assert not any("forward" in vars(m) for m in net.modules()), "the model itself is not tapped"
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda step: pickle.loads(pickle.dumps(step))], ids=["copy", "pickle"]
+)
+def test_a_copy_captures_anew_and_holds_nothing_of_the_last_batch(copied):
+    torch.manual_seed(0)
+    net, batch = Mlp(), mlp_batch(4)
+    step = dpfast.compile_step(net, square_losses, max_grad_norm=0.3, batch_size=5, backend="aot_eager")
+    step.forbid_grad_accumulation()
+    step(*batch)
+    left = [p.grad.clone() for p in net.parameters()]
+    other = copied(step)
+    assert other.model is not net and not other._graphs
+    with pytest.raises(StateError):
+        _ = other.norms
+    with torch.no_grad():
+        for p in other.model.parameters():
+            p.mul_(1.5)
+    other.model.zero_grad()
+    check(other, other.model, square_losses, mlp_batch(7)[:2])
+    with pytest.raises(StateError, match="accumul"):
+        other(*batch)
+    assert all(torch.equal(p.grad, x) for p, x in zip(net.parameters(), left, strict=True))
+    assert len(step.norms) == 4
 
 
 def test_padding_adds_exactly_nothing_whatever_it_holds():
