@@ -20,12 +20,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from dpfast.arithmetic import buffers, is_traced
 from dpfast.errors import DpfastWarning, StateError, UnsupportedModuleError
+from dpfast.modes.between_passes import check_between
 from dpfast.modes.cut_graph import Cut
-from dpfast.modes.loss_ends import Looked, Output, dims_of, find_ends
+from dpfast.modes.loss_ends import Looked, Output, dims_of, find_ends, mark, marks, unmark
 from dpfast.modes.ranked import ranked_samples
 from dpfast.taps import is_of_tap, nodes_behind, noise_like, said_by
-
-_MARK = "dpfast_outputs"  # in the metadata of autograd's nodes, which live as long as their graph
 
 _MEET = (
     "behind {}, {}, samples meet in the loss: a sample's gradient there changes with the outputs "
@@ -88,8 +87,7 @@ def mark_outputs(
         if isinstance(x, Tensor) and x.grad_fn is not None:
             dims = None if x.is_complex() else dims_of(x.shape, parted.get(i, ()), forward.n)
             output = Output(weakref.ref(x), x._backward_hooks, f"output {i} of the model", forward, dims, i in mixed)
-            node: Any = x.grad_fn
-            node.metadata.setdefault(_MARK, {})[x.output_nr] = output
+            mark(x, output)
 
 
 def check_apart(losses: Sequence[Tensor], grads: Sequence[Tensor | None], *, is_last: bool) -> None:
@@ -100,19 +98,20 @@ def check_apart(losses: Sequence[Tensor], grads: Sequence[Tensor | None], *, is_
         grads: what their gradients start from; ones where it is not given. is_last: whether no other loss of the same
             forward pass is to be looked at.
     """
-    forwards: list[Looked] = []
+    made: list[tuple[Any, Looked]] = []
     marked: dict[Any, dict[int, Output]] = {}
     for node in nodes_behind((loss.grad_fn for loss in losses), _is_behind_outputs):
-        if _MARK in node.metadata:
-            marked[node] = node.metadata[_MARK]
-            forwards += [x.forward for x in marked[node].values()]
+        if some := marks(node):
+            marked[node] = some
+            made += [(node, x.forward) for x in some.values()]
         elif is_of_tap(node) and node.record.graph is not None and node.record.graph.looked is not None:
-            forwards.append(node.record.graph.looked)
-    if forwards and not is_traced():
+            made.append((node, node.record.graph.looked))
+    if made and not is_traced():
+        check_between(made)
         with _hooks_off([x for some in marked.values() for x in some.values()]):
-            _look(losses, grads, marked, list(dict.fromkeys(forwards)))
+            _look(losses, grads, marked, list(dict.fromkeys(forward for _, forward in made)))
     for node in marked if is_last else ():  # whoever takes what was refused again is told again
-        del node.metadata[_MARK]
+        unmark(node)
 
 
 def _look(
@@ -171,7 +170,7 @@ def _hooks_off(outputs: Iterable[Output]) -> Iterator[None]:
 
 
 def _is_behind_outputs(node: Any) -> bool:
-    return not (_MARK in node.metadata or is_of_tap(node))
+    return not (marks(node) or is_of_tap(node))
 
 
 def _met(

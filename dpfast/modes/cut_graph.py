@@ -32,7 +32,7 @@ class Cut:
         self.nodes = {edge.node for edge in edges}
         self._alone = alone
         self._by_hand = by_hand or alone or len(ends_among(edges)) < len(edges)
-        nexts = (x for node in self.nodes for x, _ in node.next_functions) if self._by_hand else ()
+        nexts = (x for node in self.nodes for x, _ in node.next_functions) if self._by_hand and not alone else ()
         self._behind = set(nodes_behind(nexts))  # where autograd would give what has come through the edges too
 
     def gradients(

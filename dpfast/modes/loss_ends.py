@@ -30,7 +30,8 @@ _KEPT_ON_TRUST = (
     "(docs/layouts.md); keep it with the samples in a dimension of their own"
 )
 _KEPT = "a tensor of the model's that is no output of it (an attribute, a hook's, what an output was made from)"
-_REENTRANT = "CheckpointFunctionBackward"  # what is in one is not in the graph
+REENTRANT = "CheckpointFunctionBackward"  # what is in one is not in the graph
+_MARK = "dpfast_outputs"  # in the metadata of autograd's nodes, which live as long as their graph
 _CALLER = 10  # frames from a warning to who called loss.backward()
 _now = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]  # of autograd's nodes
 
@@ -90,11 +91,17 @@ class Output(NamedTuple):
 
     def half(self) -> Tensor:
         """Of its rows, those of the forward pass's half."""
-        half = self.forward.half()
+        return self.of_rows(self.forward.half())
+
+    def whose(self) -> Tensor:
+        """The number of each row's sample, or of its unit."""
+        return self.of_rows(torch.tensor(self.forward.whose))
+
+    def of_rows(self, of_samples: Tensor) -> Tensor:
         if self.rows is None:
-            return half
+            return of_samples
         together, number = self.rows
-        return half.repeat_interleave(number) if together else half.repeat(number)
+        return of_samples.repeat_interleave(number) if together else of_samples.repeat(number)
 
     def told_by_layer(self, edge: GradientEdge) -> Output:
         """The same, where the layer that it is of knows that its samples are folded, with their rows."""
@@ -106,6 +113,21 @@ class Output(NamedTuple):
         size = shape[place.dim] if place.dim < len(shape) else 0
         fits = size > 0 and size % self.n == 0
         return self._replace(dims=[place.dim], rows=(place.together, size // self.n)) if fits else self
+
+
+def marks(node: Any) -> dict[int, Output]:
+    """The outputs, by number, of a node whose forward pass is to be looked at."""
+    found: dict[int, Output] = node.metadata.get(_MARK, {})
+    return found
+
+
+def mark(x: Tensor, output: Output) -> None:
+    node: Any = x.grad_fn
+    node.metadata.setdefault(_MARK, {})[x.output_nr] = output
+
+
+def unmark(node: Any) -> None:
+    del node.metadata[_MARK]
 
 
 def dims_of(shape: Sequence[int], some: Iterable[int], n: int) -> list[int] | None:
@@ -185,7 +207,7 @@ class _Search:
 
 def _is_last(node: Any) -> bool:
     """Whether nothing behind it can be gone through: a layer's, or a checkpoint's."""
-    return is_of_tap(node) or type(node).__name__ == _REENTRANT
+    return is_of_tap(node) or type(node).__name__ == REENTRANT
 
 
 class _MadeBy:
@@ -208,7 +230,7 @@ def _kept(edge: GradientEdge, forward: Looked, marked: dict[Any, dict[int, Outpu
     shape = tuple(like.shape)
     dims = None if like.dtype.is_complex else dims_of(shape, range(len(shape)), forward.n)
     if dims and is_of_tap(edge.node):
-        dims = _dims_in_layer(edge.node, edge.output_nr, forward.n)
+        dims = dims_in_layer(edge.node, edge.output_nr, forward.n)
     elif dims and dims != [forward.batch_dim]:
         dims = _told(edge, dims, forward, marked)
     if not dims and not last:
@@ -219,7 +241,7 @@ def _kept(edge: GradientEdge, forward: Looked, marked: dict[Any, dict[int, Outpu
     return found
 
 
-def _dims_in_layer(node: Any, number: int, n: int) -> list[int] | None:
+def dims_in_layer(node: Any, number: int, n: int) -> list[int] | None:
     """Where the samples are in an output of a layer, whose place is that of the first."""
     shape, record = tuple(node._input_metadata[number].shape), node.record
     some = dims_of(shape, range(len(shape)), n)
@@ -288,7 +310,7 @@ def _behind(
         if output is None and not is_of_tap(node):
             waiting.extend(node.next_functions)
             continue
-        dims = output.dims if output is not None else _dims_in_layer(node, number, forward.n)
+        dims = output.dims if output is not None else dims_in_layer(node, number, forward.n)
         if dims:
             found[GradientEdge(node, number)] = dims[0]
     return found

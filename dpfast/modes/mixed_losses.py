@@ -36,6 +36,7 @@ _goes_on: weakref.WeakSet[Any] = weakref.WeakSet()  # those whose loss was, and 
 _gone_on: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # in so many forward passes before
 _of_one: weakref.WeakSet[Any] = weakref.WeakSet()  # those whose losses looked at were of one sample each
 _by_units: weakref.WeakSet[Any] = weakref.WeakSet()  # or of units, of which one's samples could meet
+_called_on: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # with tensors that have a graph
 _have_run: weakref.WeakSet[Any] = weakref.WeakSet()  # tapped models with gradients to come
 
 
@@ -43,6 +44,16 @@ def expect_loss(model: Any) -> None:
     """The next loss made from the tapped model's output is looked at."""
     _expected.add(model)
     _goes_on.discard(model)
+
+
+def begin_forward(model: Any, tensors: Sequence[Tensor], *, is_new: bool) -> None:
+    """A forward pass of the tapped model begins, with these; ``is_new``: it is looked at, and so is its loss."""
+    if is_new:
+        expect_loss(model)
+    if any(x.grad_fn is not None for x in tensors):  # of what an earlier pass gave, perhaps
+        _called_on[model] = calls = _called_on.get(model, 0) + 1
+        if calls & (calls - 1) == 0:  # the first, the second, the fourth ...
+            expect_loss(model)
 
 
 def check_expected(losses: Sequence[Tensor], grads: Sequence[Tensor | None], *, is_last: bool) -> None:

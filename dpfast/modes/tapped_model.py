@@ -21,7 +21,7 @@ from dpfast.factors import Factor
 from dpfast.modes.answers import check_answer
 from dpfast.modes.deferred import Deferred
 from dpfast.modes.escaped_gradients import Guards
-from dpfast.modes.mixed_losses import expect_loss, note_forward, refuse_mixed
+from dpfast.modes.mixed_losses import begin_forward, note_forward, refuse_mixed
 from dpfast.modes.running import Pass, num_samples, running
 from dpfast.modes.scalar_loss import check_losses
 from dpfast.modes.second_pass import FirstPass, Output, SecondPass, check_ordinary
@@ -189,11 +189,11 @@ class TappedModel:
             self.mode.on_forward(tensors, (args, kwargs))
         trainable = self.guard_parameters()
         size = num_samples(leaves, self.batch_dim)
-        if self.probe.look((args, kwargs), leaves, size, trainable):
-            expect_loss(self)
+        is_new = self.probe.look((args, kwargs), leaves, size, trainable)
         units = units_of_forward(self)
         if units is not None and self.enabled and torch.is_grad_enabled():
             units.look(self._documents, (args, kwargs))
+        begin_forward(self, tensors, is_new=is_new)
         running.note_inputs(tensors)
         running.push(self, size, units_here(self), own_copy(self.valid), self._steps.graph())
         follow_model(self, self.model, leaves)
