@@ -142,10 +142,8 @@ def _look(
 
 
 def _check_ranks(nodes: Sequence[Any], outputs: dict[GradientEdge, Output], cut: Cut) -> None:
-    first = next(iter(outputs.values())).forward
-    dims = {edge: x.dims for edge, x in outputs.items() if x.n == first.n and x.dims and x.rows is None}
     try:
-        name = ranked_samples(nodes, dims, first.half(), cut)
+        name = ranked_samples(nodes, {edge: x for edge, x in outputs.items() if x.dims}, cut)
     except Exception:  # of what has no gradients, the look at second derivatives says why
         return
     if name is not None:

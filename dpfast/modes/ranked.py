@@ -1,19 +1,24 @@
 """Whether a loss ranks the samples of its batch: hard examples by ``topk``, the largest loss, a median.
 
 Which of them a sample's gradient goes through depends on all, and second derivatives of straight pieces do not show it
-(:mod:`dpfast.modes.curvature`). The operations stand in the loss's graph; whether what they rank are samples is seen by
-what half of it gives the model's outputs.
+(:mod:`dpfast.modes.curvature`). The operations stand in the loss's graph; whether what they rank with each other are
+several samples' is seen by what that gives the model's outputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from dpfast.modes.cut_graph import Cut
+from dpfast.modes.loss_ends import Output
+
+_GROUPS = 4  # of what one operation ranks, so many are asked whose they are
 
 # The dimensions are what they have saved; None: all.
 _ALONG = ("Topk", "Sort", "Kthvalue", "Max", "Min", "Amax", "Amin", "Cummax", "Cummin")
@@ -25,58 +30,48 @@ _RANK = {
 }
 
 
-def ranked_samples(nodes: Iterable[Any], dims: dict[GradientEdge, Sequence[int]], half: Tensor, cut: Cut) -> str | None:
-    """The name of an operation that ranks samples, where one of the nodes is of such.
+def ranked_samples(nodes: Iterable[Any], ends: dict[GradientEdge, Output], cut: Cut) -> str | None:
+    """The name of an operation that ranks samples, or units, where one of the nodes is of such.
 
     Args:
-        nodes: between a model's outputs and its loss. dims: of each output, where its samples may be.
-        half: of the samples (N,), bool. cut: where the loss's graph ends, there among others.
+        nodes: between a model's outputs and its loss. ends: outputs that have samples. cut: where the loss's graph
+            ends, there among others.
     """
     for node in nodes:
         name = type(node).__name__
-        if name in _RANK and any(
-            _are_samples(*where, dims, half, cut) for where in _ranked(node, _RANK[name], len(half))
-        ):
+        if name in _RANK and any(_of_several(*group, ends, cut) for group in _ranked(node, _RANK[name])):
             return name.partition("Backward")[0].lower()
     return None
 
 
-def _ranked(node: Any, saved: str | None, n: int) -> Iterator[tuple[GradientEdge, Sequence[int], int]]:
-    """What it ranks, its shape, and the dimensions in which it does that are n long."""
+def _ranked(node: Any, saved: str | None) -> Iterator[tuple[GradientEdge, Tensor]]:
+    """What it ranks, and some of the entries that are ranked with each other, bool."""
     made_by, number = node.next_functions[0]
     if made_by is None:
         return
-    shape = made_by._input_metadata[number].shape
+    like = made_by._input_metadata[number]
+    shape = tuple(like.shape)
     which = getattr(node, f"_saved_{saved}", ()) if saved else ()
     some = [int(d) for d in (which if isinstance(which, (tuple, list)) else (which,))]
-    ranked = {(d - 2**64 if d >= 2**63 else d) % len(shape) for d in some} if shape else set()  # torch loses its sign
-    for d, size in enumerate(shape):
-        if size == n and (d in ranked or not some):
-            yield GradientEdge(made_by, number), shape, d
+    dims = {(d - 2**64 if d >= 2**63 else d) % len(shape) for d in some} if shape else set()  # torch loses its sign
+    others = [d for d in range(len(shape)) if dims and d not in dims]
+    groups = math.prod(shape[d] for d in others)
+    if math.prod(shape) <= groups:  # of one entry each
+        return
+    for group in range(0, groups, -(-groups // _GROUPS)):
+        index: list[Any] = [slice(None)] * len(shape)
+        for d in others:
+            group, index[d] = divmod(group, shape[d])
+        entries = torch.zeros(shape, dtype=torch.bool, device=like.device)
+        entries[tuple(index)] = True
+        yield GradientEdge(made_by, number), entries
 
 
-def _are_samples(
-    ranked: GradientEdge,
-    shape: Sequence[int],
-    dim: int,
-    dims: dict[GradientEdge, Sequence[int]],
-    half: Tensor,
-    cut: Cut,
-) -> bool:
-    """Whether either half of the entries along that dimension comes of that half of the samples."""
+def _of_several(ranked: GradientEdge, entries: Tensor, ends: dict[GradientEdge, Output], cut: Cut) -> bool:
+    """Whether these come of several samples."""
     like: Any = ranked.node._input_metadata[ranked.output_nr]
-    where = half.view(-1, *[1] * (len(shape) - dim - 1))
-    came = 0
-    for own in (half, ~half):
-        mask = (where if own is half else ~where).expand(shape).to(device=like.device, dtype=like.dtype)
-        found = cut.gradients([ranked], [mask], list(dims))
-        rows = [_rows_of(g, d, len(half)) for g, d in zip(found, dims.values(), strict=True) if g is not None]
-        if any(bool((some & ~own).any()) for some in rows):
-            return False
-        came += sum(int(some.sum()) for some in rows)
-    return came > 1
-
-
-def _rows_of(g: Tensor, dims: Sequence[int], n: int) -> Tensor:
-    """The samples (N,) in whose rows anything is."""
-    return (g != 0).movedim(dims[0], 0).reshape(n, -1).any(1).cpu()
+    found: set[int] = set()
+    for g, output in zip(cut.gradients([ranked], [entries.to(like.dtype)], list(ends)), ends.values(), strict=True):
+        if g is not None and output.dims:
+            found.update(output.whose()[(g != 0).movedim(output.dims[0], 0).flatten(1).any(1).cpu()].tolist())
+    return len(found) > 1

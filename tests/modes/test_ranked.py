@@ -35,6 +35,11 @@ RANK = {
     "sort, by a quantile": lambda y: torch.quantile(own(y), 0.5),
     "median": lambda y: own(y).median(),
     "max, of outputs": lambda y: y.max(0)[0].sum(),
+    "topk, of all entries": lambda y: y.square().flatten().topk(3)[0].sum(),
+    "sort, of all entries": lambda y: y.flatten(0, 1).sort(descending=True)[0][:3].sum(),
+    "max, of all entries": lambda y: y.mT.reshape(-1).square().max(),
+    "max, of some entries": lambda y: y[torch.rand(y.shape, generator=torch.Generator().manual_seed(0)) < 0.8].max(),
+    "amax, of all entries": lambda y: y.square().amax((0, 1)),
     "topk, of cross entropies": lambda y: cross_entropies(y).topk(2)[0].mean(),
 }
 RANK_CLASSES = {
@@ -42,6 +47,7 @@ RANK_CLASSES = {
     "largest classes": lambda y: y.topk(2, -1)[0].square().sum(),
     "sorted classes": lambda y: (y.sort(1)[0] * torch.arange(y.shape[1])).square().sum(),
     "in a loop": lambda y: sum(row.topk(2)[0].square().sum() + row.max() ** 2 for row in y),
+    "of rows of classes": lambda y: y.reshape(-1, 2).max(1)[0].square().sum(),
     "the better of two": lambda y: torch.stack([own(y), own(y - 1.0)]).min(0)[0].sum(),
 }
 
