@@ -22,8 +22,8 @@ class UnitPoissonSampler(PoissonBatches):
     goes to one of them, whole.
 
     Args:
-        user_of_record: of each record of the data set, (num_records,): whole numbers, or a sequence of anything that
-            can be told apart (names).
+        user_of_record: of each record of the data set, (num_records,): whole numbers, or a sequence of names, which
+            are equal where the user is the same.
         sample_rate: q, in (0, 1].
         records_a_unit: the most that a step takes of a unit, drawn anew each time; None: all. It bounds time and
             memory; the privacy does not need it.
@@ -36,7 +36,8 @@ class UnitPoissonSampler(PoissonBatches):
         step: of the next draw.
 
     Raises:
-        InputError: no records; not one user for each; ``sample_rate`` or ``records_a_unit`` out of range.
+        InputError: no records; not one user for each, or one that is no name (NaN, a vector, an object that equals
+            itself alone); ``sample_rate`` or ``records_a_unit`` out of range.
 
     >>> sampler = UnitPoissonSampler(["ann", "bob", "ann", "eve"], 1.0, secret=SharedSecret(bytes(32)))
     >>> next(iter(sampler)), sampler.num_units
@@ -99,8 +100,25 @@ def _numbered(user_of_record: Tensor | Sequence[Any]) -> tuple[Tensor, int]:
         count = len(users)
     else:
         seen: dict[Any, int] = {}
-        numbers = torch.tensor([seen.setdefault(user, len(seen)) for user in user_of_record], dtype=torch.int64)
+        numbers = torch.tensor([seen.setdefault(_name(user), len(seen)) for user in user_of_record], dtype=torch.int64)
         count = len(seen)
     if not count:
         raise InputError("user_of_record is empty: there are no records to draw units from")
     return numbers, count
+
+
+def _name(user: Any) -> Any:
+    """What is equal where the user is the same: a tensor equals itself alone in a dict, and each record would be of
+    another user."""
+    if getattr(user, "ndim", None) == 0:
+        user = user.item()
+    if isinstance(user, (tuple, frozenset)):
+        return tuple(map(_name, user)) if isinstance(user, tuple) else frozenset(map(_name, user))
+    hashes: Any = type(user).__hash__
+    by_identity = user is not None and hashes in (object.__hash__, Tensor.__hash__, None)
+    if by_identity or user != user:  # NaN
+        raise InputError(
+            f"user_of_record has {str(user)[:80]} ({type(user).__name__}), which does not say that two records are of "
+            "one user: give numbers or strings, which are equal where the user is the same"
+        )
+    return user

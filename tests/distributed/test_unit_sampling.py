@@ -1,5 +1,6 @@
 """Poisson batches of units."""
 
+import numpy as np
 import pytest
 import torch
 from opacus.accountants import RDPAccountant
@@ -67,6 +68,41 @@ def test_the_accountant_counts_units():
     for _ in sampler:
         accountant.step(noise_multiplier=1.1, sample_rate=sampler.sample_rate)
     assert accountant.get_epsilon(1e-5) > 0
+
+
+def by(numbers):
+    """As data sets give them, each record's by itself."""
+    return [
+        list(torch.tensor(numbers)),
+        list(np.array(numbers)),
+        [np.array(number) for number in numbers],
+        [(0, number) for number in torch.tensor(numbers)],
+    ]
+
+
+@pytest.mark.parametrize("users", by([5, 3, 5, 9, 3]))
+def test_users_are_told_apart_by_value(users):
+    """Tensors hash by identity, and every record would be a user of its own."""
+    assert UnitPoissonSampler(users, 0.5, secret=SECRET).unit_of_record.tolist() == [0, 1, 0, 2, 1]
+
+
+@pytest.mark.parametrize(
+    "user",
+    [
+        torch.tensor([1, 2]),
+        np.array([1, 2]),
+        float("nan"),
+        torch.tensor(float("nan")),
+        object(),
+        [1],
+        (1, object()),
+        frozenset([float("nan")]),
+    ],
+    ids=["vector", "array", "NaN", "NaN in a tensor", "object", "list", "object in a tuple", "NaN in a set"],
+)
+def test_what_names_no_user_is_refused(user):
+    with pytest.raises(InputError, match="give numbers or strings"):
+        UnitPoissonSampler(["ann", user], 0.5, secret=SECRET)
 
 
 @pytest.mark.parametrize(
