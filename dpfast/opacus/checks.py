@@ -158,20 +158,34 @@ def check_one(modules: frozenset[int]) -> None:
 
 
 def keep_what_is_counted(optimizer: Any, accountant: Any) -> None:
-    """The accountant takes the entry of all steps so far out of its history, and puts it back with one more: an
-    interrupt between the two (Ctrl-C) would have it forget them."""
-    count = optimizer.step_hook
-
-    def counted(private: Any) -> None:
-        entries, last = len(accountant.history), accountant.history[-1:]
-        try:
-            count(private)
-        except BaseException:
-            if len(accountant.history) < entries:
-                accountant.history += last
-            raise
-
+    """Has the accountant count each step, whatever hook the user attaches: theirs comes behind, not in its place."""
+    counted = _Counted(optimizer.step_hook, accountant)
     optimizer.attach_step_hook(counted)
+    optimizer.attach_step_hook = counted.attach
+
+
+class _Counted:
+    """A step hook. The accountant takes the entry of all steps so far out of its history, and puts it back with one
+    more: an interrupt between the two (Ctrl-C) would have it forget them."""
+
+    def __init__(self, count: Any, accountant: Any):
+        self._count, self._accountant, self._then = count, accountant, None
+
+    def attach(self, fn: Any) -> None:
+        """As Opacus's: the last one that was attached is called."""
+        self._then = fn
+
+    def __call__(self, private: Any) -> None:
+        history = self._accountant.history
+        entries, last = len(history), history[-1:]
+        try:
+            self._count(private)
+        except BaseException:
+            if len(self._accountant.history) < entries:
+                self._accountant.history += last
+            raise
+        if self._then is not None:
+            self._then(private)
 
 
 def warn_of_another(engine: Any, module: Any) -> None:

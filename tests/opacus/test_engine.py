@@ -221,6 +221,16 @@ def test_accumulated_passes_are_accounted_for(mode):
     assert_gradients(actual, exact, 2e-5)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_hook_of_ones_own_comes_behind_the_accountant(mode):
+    engine, module, optimizer, criterion, batches = private(mode, sigma=1.0)
+    seen = []
+    optimizer.attach_step_hook(lambda _: seen.append("replaced"))
+    optimizer.attach_step_hook(lambda of: seen.append((of is optimizer, engine.accountant.history[0][2])))
+    steps = len(train(module, optimizer, criterion, batches))
+    assert steps > 0 and seen == [(True, step + 1) for step in range(steps)]
+
+
 @pytest.mark.parametrize("mode", ["dpfast", "dpfast_materialize"])
 def test_accumulation_under_poisson_sampling(mode):
     _, module, optimizer, criterion, _ = private(mode)
