@@ -188,6 +188,17 @@ class _Counted:
             self._then(private)
 
 
+def check_units(module: Any, units: bool) -> None:
+    """Raises StateError where records would be drawn for a module that clips ``units``: a user of many records would
+    take part far more often than the accountant is told."""
+    if module.needs_units and not units:
+        raise StateError(
+            "the module is wrapped already, for batches of units, and this make_private would draw records: give it "
+            "user_of_record= again, or the plain nn.Module (to_standard_module() gives it back) where records are to "
+            "be protected"
+        )
+
+
 def warn_of_another(engine: Any, module: Any) -> None:
     """Warns where the engine has made another module private that lives: its accountant counts each one's steps as on
     draws of their own, and two on one draw are one release with 2**0.5 times the sensitivity."""

@@ -26,7 +26,7 @@ from dpfast.distributed import (
 from dpfast.errors import InputError, StateError
 from dpfast.errors import UnsupportedModuleError as OurError
 from dpfast.modes import ConstantPerLayerClipper, GradSampleModule, GradSampleModuleFastGradientClipping
-from dpfast.opacus.checks import check_before_steps, check_noise, keep_what_is_counted, warn_of_another
+from dpfast.opacus.checks import check_before_steps, check_noise, check_units, keep_what_is_counted, warn_of_another
 from dpfast.opacus.compiled import graph_size, losses_of, padded_loader
 from dpfast.opacus.losses import ClippedLoss
 from dpfast.opacus.optimizers import (
@@ -319,8 +319,8 @@ class PrivacyEngine(opacus.PrivacyEngine):
         if isinstance(optimizer, opacus.optimizers.DPOptimizer):
             optimizer = optimizer.original_optimizer
         batches = None
-        if isinstance(self._batches, UnitPoissonSampler):
-            self._module.needs_units = True
+        units = isinstance(self._batches, UnitPoissonSampler)
+        check_units(self._module, units)
         if self._over_ranks:  # p.grad is the sum over all ranks
             given["expected_batch_size"] = expected_batch_size * (dist.get_world_size() if distributed else 1)
             batches = self._batches
@@ -352,7 +352,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
             **given,
             **options,
         )
-        prepared.batches = batches
+        prepared.batches, self._module.needs_units = batches, units
         return prepared
 
     def _expected_batch_size(self, ranks: int) -> Any:

@@ -78,6 +78,21 @@ def test_a_draw_that_is_taken_in_parts(skipped):
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
 
 
+def test_made_private_again():
+    """Without user_of_record records would be drawn, and users clipped."""
+    engine, arguments = private()
+    model, optimizer, loader = engine.make_private(**arguments)
+    again = {**arguments, "module": model, "optimizer": optimizer, "data_loader": loader}
+    _, _, loader = engine.make_private(**again)
+    assert isinstance(loader.batch_sampler, UnitPoissonSampler)
+    with pytest.raises(StateError, match="give it user_of_record= again"):
+        engine.make_private(**{**again, "user_of_record": None})
+    again |= {"module": model.to_standard_module(), "user_of_record": None}
+    model, _, loader = engine.make_private(**again)
+    assert not isinstance(loader.batch_sampler, UnitPoissonSampler)
+    model(torch.randn(4, 3)).sum().backward()
+
+
 def test_with_epsilon_and_capped():
     engine, arguments = private(records_a_unit=1)
     del arguments["noise_multiplier"]
