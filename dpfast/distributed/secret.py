@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 from itertools import count
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -16,6 +18,9 @@ _BYTES = 32
 _STATE_WORDS = 624
 _BEFORE_THE_WORDS = 24
 """Of a CPU generator's state: its seed and two counters, then MT19937's words in 64 bits each."""
+
+_giving: WeakSet[SharedSecret] = WeakSet()
+"""Those that have given numbers of streams, as long as they live."""
 
 
 class SharedSecret:
@@ -38,15 +43,37 @@ class SharedSecret:
         if len(secret) != _BYTES:
             raise InputError(f"a secret has {_BYTES} bytes, not {len(secret)}; SharedSecret.agreed() makes one")
         self._secret = bytes(secret)
-        self._streams = count()
+        self._streams = 0  # that it has given
+        self._among: int | None = None  # its number among secrets of the same bytes, once it gives one
         self.ranks: int | None = None
 
     def __repr__(self) -> str:
         return "SharedSecret(...)"
 
-    def new_stream(self) -> int:
-        """A number that this secret has given to nobody else: two optimizers with one secret add different noise."""
-        return next(self._streams)
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy is another secret of the same bytes."""
+        return {**vars(self), "_among": None}
+
+    def new_stream(self) -> tuple[int, int]:
+        """Two numbers that no other optimizer of this process has: two with one secret add different noise, and so do
+        two with secrets of the same bytes that live at the same time. (Where the first is gone, its run begins again:
+        the same numbers, as on every rank.)"""
+        if self._among is None:
+            taken = self._numbers_of_others()
+            if taken:
+                gc.collect()  # what a cycle alone keeps is gone on all ranks alike
+                taken = self._numbers_of_others()
+            self.go_on_as(next(number for number in count() if number not in taken))
+        self._streams += 1
+        return self._streams - 1, self._among  # type: ignore[return-value]  # as set
+
+    def go_on_as(self, among: int) -> None:
+        """Its second number from now on: a run goes on that had it."""
+        self._among = among
+        _giving.add(self)
+
+    def _numbers_of_others(self) -> set[int | None]:
+        return {other._among for other in _giving if other is not self and other._secret == self._secret}
 
     def fingerprint(self) -> str:
         """Tells secrets apart and says nothing else of them."""

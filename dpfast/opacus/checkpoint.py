@@ -50,11 +50,14 @@ class PrivateState:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on where :meth:`state_dict` was; what waits for a step to end is dropped. Begin to iterate after it."""
-        if tuple(state_dict["noise"]) != self._optimizer.stream:
+        fingerprint, number, among = state_dict["noise"]
+        if (fingerprint, number) != self._optimizer.stream[:2]:  # type: ignore[index]  # it has a secret
             raise InputError(
                 "this checkpoint was written with another secret, or by another of its optimizers: steps since then "
                 "would be taken again with other noise, and count twice. Give SharedSecret the bytes that it had"
             )
+        self._optimizer._secret.go_on_as(among)  # type: ignore[union-attr]
+        self._optimizer._stream = number, among
         self._accountant.load_state_dict(state_dict["accountant"])
         self._optimizer.noised_steps = state_dict["noised_steps"]
         self._optimizer._step_skip_queue.give_up()

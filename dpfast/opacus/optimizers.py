@@ -140,9 +140,9 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
         self.original_optimizer.param_groups = param_groups
 
     @property
-    def stream(self) -> tuple[str, int] | None:
-        """What its noise is drawn from: the secret's fingerprint, and the number that the secret has given it."""
-        return None if self._secret is None else (self._secret.fingerprint(), self._stream)
+    def stream(self) -> tuple[str, int, int] | None:
+        """What its noise is drawn from: the secret's fingerprint, and the numbers that the secret has given it."""
+        return None if self._secret is None else (self._secret.fingerprint(), *self._stream)
 
     def must_agree(self) -> tuple[object, ...]:
         """What all ranks must have alike: replicas with different noise would drift apart, and two that have the same
@@ -223,7 +223,7 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
         divisor = self._divisor if divides else 1.0
         if not self._numbers_are_given and std != 0 and are_worth_blocks(whole):
             secret = self._secret or new_secret()
-            step = ("noise", "blocks") if self._secret is None else ("noise", self._stream, *self._numbers, "blocks")
+            step = ("noise", "blocks") if self._secret is None else ("noise", *self._stream, *self._numbers, "blocks")
             add_noise_by_blocks(whole, std, lambda block: secret.generator(*step, block), divisor=divisor)
         else:
             how: dict[str, Any] = {"generator": self.generator, "secure_mode": self.secure_mode, "divisor": divisor}
@@ -247,7 +247,7 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
             self.batches.take(draw)
         self._numbers = (self.noised_steps, draw, std)
         self.noised_steps += bool(self.params)
-        step: tuple[Any, ...] = ("noise", self._stream, *self._numbers)
+        step: tuple[Any, ...] = ("noise", *self._stream, *self._numbers)
         shares_noise(self.params, self)  # what is trainable may have changed
         for p in self.params[:1]:
             self.generator = secret.generator(*step, device=p.device)

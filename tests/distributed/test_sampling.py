@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+import pickle
 
 import pytest
 import torch
@@ -82,3 +83,23 @@ def test_draws_are_normal():
 
 def test_a_secret_shows_nothing():
     assert "\\x01" not in repr(SECRET) + repr(copy.deepcopy(SECRET))
+
+
+def test_no_two_streams_are_the_same():
+    """Two optimizers would add the same noise to two sums, and their difference would have none."""
+    bytes_of_this_test = hashlib.sha256(b"no two streams").digest()
+    first, other = SharedSecret(bytes_of_this_test), SharedSecret(bytes(32))
+    streams = [first.new_stream(), first.new_stream()]
+    secrets = [SharedSecret(bytes_of_this_test), copy.deepcopy(first), pickle.loads(pickle.dumps(first))]
+    streams += [secret.new_stream() for secret in secrets]
+    assert streams[0] == (0, 0) and len(set(streams)) == 5
+    assert other.new_stream() == (0, 0)
+    del first, secrets
+    assert SharedSecret(bytes_of_this_test).new_stream() == (0, 0)  # a run that begins again
+
+
+def test_a_run_goes_on_with_the_numbers_that_it_had():
+    """Whichever of two is built first."""
+    first, second = (SharedSecret(hashlib.sha256(b"goes on").digest()) for _ in range(2))
+    first.go_on_as(1)
+    assert first.new_stream() == (0, 1) and second.new_stream() == (0, 0)

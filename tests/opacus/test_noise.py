@@ -105,6 +105,12 @@ def test_ranks_that_share_a_secret_draw_the_same(threads):
     assert not (flat(first) == flat(noise(secret=SharedSecret(bytes(32)), steps=2))).float().mean() > 1e-3
 
 
+def test_two_secrets_of_the_same_bytes_draw_other_noise():
+    secrets = [SharedSecret(b"y" * 32) for _ in range(2)]
+    first, second = (flat(noise(secret=secret)) for secret in secrets)
+    assert not (first == second).float().mean() > 1e-3
+
+
 def test_no_noise_is_none():
     assert not any(x.any() for x in noise(sigma=0.0))
 

@@ -72,6 +72,7 @@ def uninterrupted_and_killed(folder, out):
     for _ in range(STEPS):
         run.step()
     torch.save(run.found(), out)
+    del run  # or the next one, of the same secret, would have other noise
     run = Run()
     for _ in range(SAVED):
         run.step()
