@@ -74,6 +74,19 @@ def _check_step(optimizer: optim.Optimizer, *_: Any) -> None:
             "p.grad holds clipped sums without noise, and nothing accounts for this step: call step() of the private "
             "optimizer that wraps this one (the engine's make_private returns it), and train with that"
         )
+    held = [(p.grad, x) for p in parameters_of(optimizer) if (x := vars(p).get("grad_sample")) is not None]
+    if any(grad is not None and not _is_taken(grad_sample) for grad, grad_sample in held):
+        raise StateError(
+            "p.grad is of samples that nobody has clipped (p.grad_sample), without noise, and nothing accounts for "
+            "this step: call step() of the private optimizer that wraps this one (the engine's make_private returns "
+            "it), and train with that; zero_grad() of that one comes before a step on what is public"
+        )
+
+
+def _is_taken(grad_sample: Any) -> bool:
+    """Whether one of Opacus's optimizers has: it marks them, also those of several passes."""
+    passes = grad_sample if isinstance(grad_sample, list) else [grad_sample]
+    return all(hasattr(x, "_processed") for x in passes)
 
 
 def check_frozen(optimizer: optim.Optimizer) -> None:
