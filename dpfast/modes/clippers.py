@@ -38,6 +38,8 @@ class NormClipper(ABC):
     is_per_layer: bool = False
     """Whether each parameter has a norm and a threshold of its own, or all of them one together."""
 
+    _clipped_to = 0.0  # the largest sensitivity of factors whose sum nobody has left yet
+
     @abstractmethod
     def calc_clipping_factors(self, norms: Sequence[Tensor]) -> Sequence[Tensor]:
         """Factors (N,), one tensor for each of ``norms``.
@@ -56,6 +58,13 @@ class NormClipper(ABC):
     def sensitivity(self) -> float:
         """The most that adding or removing one sample can move the clipped sum, in L2 norm: ‖thresholds‖."""
         return float(self.thresholds.double().norm())
+
+    def take_sensitivity(self) -> float:
+        """Of a sum that is about to be left: that of now, or of when its factors were made, where a class of one's own
+        has had other thresholds then."""
+        clipped_to, self._clipped_to = self._clipped_to, 0.0
+        now = self.sensitivity
+        return max(now, clipped_to) if now >= 0.0 else math.inf  # NaN bounds nothing
 
     def must_agree(self) -> tuple[object, ...]:
         """What all ranks must have alike where several clip together."""
@@ -203,7 +212,9 @@ def clip_factors(clipper: NormClipper, norms: Sequence[Tensor]) -> list[Tensor]:
             f"{type(clipper).__name__}.calc_clipping_factors gave factors of shape "
             f"{[tuple(f.shape) for f in factors]} for norms of shape {[tuple(n.shape) for n in norms]}"
         )
-    limits = clipper.thresholds.tolist() if clipper.is_per_layer else [clipper.sensitivity]
+    thresholds = clipper.thresholds.double() if clipper.is_per_layer else None
+    limits = [clipper.sensitivity] if thresholds is None else thresholds.tolist()
+    clipper._clipped_to = max(clipper._clipped_to, limits[0] if thresholds is None else float(thresholds.norm()))
     if not all(limit >= 0.0 for limit in limits):
         raise InputError(f"{type(clipper).__name__} has thresholds {limits}; each must be a number, and not negative")
     return [safe_factors(f, norm, limit) for f, norm, limit in zip(factors, norms, limits, strict=True)]

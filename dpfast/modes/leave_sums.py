@@ -229,8 +229,7 @@ class LeavesSums(nn.Module):
 
     def _with_one_more(self, before: Left, **of: Any) -> Left:
         """What a gradient holds that held ``before``, once this pass has left its sum."""
-        sensitivity, modules = self._clipper().sensitivity, numbered(self._module)
-        sensitivity = sensitivity if sensitivity >= 0.0 else math.inf  # NaN bounds nothing
+        sensitivity, modules = self._clipper().take_sensitivity(), numbered(self._module)
         return Left(
             before.passes + 1,
             max(before.sensitivity, sensitivity),

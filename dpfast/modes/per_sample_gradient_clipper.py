@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -102,10 +101,8 @@ class PerSampleGradientClipper:
         samples = {name: _joined(p.grad_sample) for name, p in of_all.items()}
         squares = [Dense(g).sq_norm() for g in samples.values()]
         clipped = clip(self.norm_clipper, squares, scale=1.0, rounding=list(map(rounding, of_all.values())))
-        thresholds, sensitivity = self.norm_clipper.thresholds, self.norm_clipper.sensitivity
-        self._sensitivity = max(
-            self._sensitivity, sensitivity if sensitivity >= 0.0 else math.inf
-        )  # NaN bounds nothing
+        thresholds = self.norm_clipper.thresholds
+        self._sensitivity = max(self._sensitivity, self.norm_clipper.take_sensitivity())
         for i, (name, p) in enumerate(parameters.items()):
             j = i if self.norm_clipper.is_per_layer else 0
             factors = clipped.coefficients(j, p.dtype)
