@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
@@ -11,19 +12,26 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from dpfast.errors import InputError
 
+Spans = tuple[tuple[int, int], ...]
+"""Numbers, by the first and the last of those that are one behind another: where no step is taken they are many."""
+
 
 class HandedOut:
-    """The draws of one iteration over a batch sampler: those that were asked for and not given to the loop yet, and the
-    last that was.
+    """The draws of one iteration over a batch sampler that no step has taken yet: those that were asked for, and those
+    of them that the loop has been given.
 
     A loader asks for batches in the order in which it gives them, and counts both. Between it and the draws there may
     be who splits them (``BatchMemoryManager``), so what is noted of a draw is how many batches were asked for before.
+
+    Attributes:
+        ended: whether the sampler's iteration has; a loader may have batches of it left.
     """
 
     def __init__(self) -> None:
         self._loader: Any = None  # a weak reference to the iterator of a DataLoader; None where a loop asks by itself
         self._given = 0  # batches, once the loader has given what it asks for now
         self._draws: deque[tuple[int, int]] = deque()  # (batches asked for before, number)
+        self.ended = False
 
     def note(self, number: int, frame: FrameType | None) -> None:
         """A draw is asked for; ``frame``: by whom.
@@ -34,11 +42,12 @@ class HandedOut:
         while frame is not None and not isinstance(frame.f_locals.get("self"), _BaseDataLoaderIter):
             frame = frame.f_back
         if frame is None:
+            self._draws.append((-1, number))  # and given at once
             return
         loader = frame.f_locals["self"]
         if not getattr(loader, "_in_order", True):
             raise InputError(
-                "DataLoader(in_order=False) gives draws in an order that ranks and repeated runs do not share, so a "
+                "DataLoader(in_order=False) gives draws in an order that ranks and repeated spans do not share, so a "
                 "sample could be in the parts of two ranks; leave it out"
             )
         self._loader = weakref.ref(loader)
@@ -47,15 +56,35 @@ class HandedOut:
 
     @property
     def over(self) -> bool:
-        """Whether there was a loader and it is gone: nobody will be given what it had fetched."""
-        return self._loader is not None and self._loader() is None
+        """Whether nobody will be given more of it, nor what a loader had fetched."""
+        return self.ended if self._loader is None else self._loader() is None
 
-    def last(self) -> int | None:
-        """The number of the draw that the last batch is of; None where no loader asks."""
-        if self._loader is None:
-            return None
-        loader = self._loader()
+    @property
+    def first(self) -> int | None:
+        """The first number that no step has taken."""
+        return min((number for _, number in self._draws), default=None)
+
+    def given(self) -> list[int]:
+        """The numbers that the loop has been given and no step has taken."""
+        loader = None if self._loader is None else self._loader()
         given = self._given if loader is None else loader._num_yielded
-        while len(self._draws) > 1 and self._draws[1][0] < given:
-            self._draws.popleft()
-        return self._draws[0][1]
+        return [number for before, number in self._draws if before < given]
+
+    def take(self, spans: Spans) -> None:
+        """A step has taken these."""
+        self._draws = deque(draw for draw in self._draws if not is_in(spans, draw[1]))
+
+
+def is_in(spans: Spans, number: int) -> bool:
+    return any(first <= number <= last for first, last in spans)
+
+
+def joined(spans: Spans, numbers: Iterable[int]) -> Spans:
+    """The spans and these."""
+    found = list(spans)
+    for number in numbers:
+        if found and found[-1][1] == number - 1:
+            found[-1] = (found[-1][0], number)
+        elif not is_in(tuple(found), number):
+            found.append((number, number))
+    return tuple(found)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
-from dpfast.distributed.handed_out import HandedOut
+from dpfast.distributed.handed_out import HandedOut, Spans, is_in, joined
 from dpfast.distributed.secret import SharedSecret
 from dpfast.distributed.wrappers import in_process_group, number_of_ranks
 from dpfast.errors import InputError, StateError
@@ -38,7 +38,9 @@ class PoissonBatches(Sampler[list[int]]):
     """
 
     _step: int
-    _untaken: int
+    _last: int | None  # that a step has taken
+    _iterations: list[HandedOut]  # that go on
+    _left: Spans  # what those that are over were given since the last step
 
     def __init__(
         self,
@@ -65,12 +67,16 @@ class PoissonBatches(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         handed_out = HandedOut()
-        self._untaken = self._step
-        for _ in range(self.steps):
-            step, self._step = self._step, self._step + 1
-            self._handed_out = handed_out  # again: another iteration may have come between
-            handed_out.note(step, sys._getframe(1))
-            yield self.batch(step)
+        try:
+            for _ in range(self.steps):
+                step, self._step = self._step, self._step + 1
+                if handed_out not in self._iterations:
+                    self._gather()
+                    self._iterations.append(handed_out)
+                handed_out.note(step, sys._getframe(1))
+                yield self.batch(step)
+        finally:
+            handed_out.ended = True
 
     @property
     def step(self) -> int:
@@ -79,24 +85,52 @@ class PoissonBatches(Sampler[list[int]]):
 
     @step.setter
     def step(self, step: int) -> None:
-        self._step = self._untaken = step
-        self._handed_out = HandedOut()
+        self._step, self._last, self._iterations, self._left = step, None, [], ()
 
     @property
     def draw(self) -> int:
-        """The number of the draw that the loop's last batch is of: the one before ``step``, or an earlier one where
-        workers fetch ahead."""
-        last = self._handed_out.last()
-        return self._step - 1 if last is None else last
+        """The number of the draw that the last batch is of: the one before ``step``, or an earlier one where workers
+        fetch ahead."""
+        given = self.given
+        return given[-1][1] if given else self._step - 1 if self._last is None else self._last
 
-    def take(self, draw: int) -> None:
-        """A step has taken that draw, and those before it are done with."""
-        self._untaken = max(self._untaken, draw + 1)
+    @property
+    def given(self) -> Spans:
+        """The numbers of all draws that loops were given since the last step. More than one where a loop has left some
+        out, or somebody has looked at batches in between: of which of them the step is, the loop alone knows."""
+        self._gather()
+        return joined(self._left, (draw for iteration in self._iterations for draw in iteration.given()))
+
+    @given.setter
+    def given(self, given: Spans) -> None:
+        self._left = given
+
+    def of_step(self) -> tuple[Spans, int]:
+        """What noise follows from: it has to be another one for another draw."""
+        return self.given, self.draw
+
+    def take(self, of_step: tuple[Spans, int] | None) -> tuple[Spans, int]:
+        """A step has taken these; those of now if None."""
+        of_step = self.of_step() if of_step is None else of_step
+        given, self._last = of_step
+        for iteration in self._iterations:
+            iteration.take(given)
+        self._left = tuple(span for span in self._left if not all(is_in(given, number) for number in span))
+        return of_step
 
     @property
     def untaken(self) -> int:
-        """The number of the first draw that no step has taken and that the loop has been given or will be."""
-        return self._step if self._handed_out.over else self._untaken
+        """The number of the first draw that no step has taken and that a loop has been given or will be."""
+        self._gather()
+        first = (iteration.first for iteration in self._iterations)
+        return min((number for number in first if number is not None), default=self._step)
+
+    def _gather(self) -> None:
+        """Keeps what iterations that are over were given, and no more of them."""
+        over = [iteration for iteration in self._iterations if iteration.over]
+        for iteration in over:
+            self._left = joined(self._left, iteration.given())
+            self._iterations.remove(iteration)
 
     def batch(self, step: int) -> list[int]:
         """This rank's part of one step's draw, as indices into the data set."""
@@ -107,11 +141,11 @@ class PoissonBatches(Sampler[list[int]]):
 
     def __getstate__(self) -> dict[str, Any]:
         """No iteration goes on in a copy."""
-        return {**vars(self), "_handed_out": HandedOut()}
+        return {**vars(self), "_iterations": []}
 
     def must_agree(self) -> tuple[object, ...]:
         """What all ranks must have alike, or a sample could be in the parts of two of them."""
-        of_draw = self.step, self.draw
+        of_draw = self.step, self.of_step()
         return self.num_samples, self.sample_rate, self.steps, *of_draw, self._ranks, self._secret.fingerprint()
 
     @property

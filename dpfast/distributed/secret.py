@@ -97,9 +97,9 @@ class SharedSecret:
             return made
         return cls(secret)
 
-    def generator(self, *what: str | int, device: torch.device | str = "cpu") -> torch.Generator:
-        """A new generator for ``what``: on a CPU its whole state comes from the secret (a seed has 32 bits of effect
-        there), on a GPU a seed of 63 bits does."""
+    def generator(self, *what: object, device: torch.device | str = "cpu") -> torch.Generator:
+        """A new generator for ``what``, by its ``repr``: on a CPU its whole state comes from the secret (a seed has 32
+        bits of effect there), on a GPU a seed of 63 bits does."""
         label = repr(what).encode()
         stream = hashlib.shake_256(self._secret + label).digest(4 * _STATE_WORDS)
         generator = torch.Generator(device)

@@ -14,9 +14,10 @@ class PrivateState:
 
     torch.distributed.checkpoint's ``Stateful``: ``dcp.save({"private": PrivateState(...), ...})`` and ``dcp.load``, on
     any number of ranks. Steps taken again since the checkpoint have the batches and the noise that they had, wherever
-    in the loop it was written and however far a loader's workers have fetched ahead. Noise follows from the number of
-    the step, the number of its draw and its size: a step that gets another draw than it had (a loop was left early, a
-    batch was skipped) has other noise too.
+    in the loop it was written and however far a loader's workers have fetched ahead. Noise follows from the numbers of
+    the draws that the loop was given since the last step and the noise's size, of all steps so far: a step that gets
+    another draw than it had (a loop was left early, a batch was skipped or looked at) has other noise, and so have
+    those behind it.
 
     Of other randomness (dropout, augmentation) nothing is known here: keep its generators' states beside this one, or a
     step that is taken again has the same noise on another sum, and the two give samples away. So would another model,
@@ -45,7 +46,9 @@ class PrivateState:
             "accountant": dict(self._accountant.state_dict()),
             "noise": self._optimizer.stream,
             "noised_steps": self._optimizer.noised_steps,
+            "past": self._optimizer._past,
             "batch": None if batches is None else batches.untaken,
+            "given": () if batches is None else batches.given,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -59,7 +62,8 @@ class PrivateState:
         self._optimizer._secret.go_on_as(among)  # type: ignore[union-attr]
         self._optimizer._stream = number, among
         self._accountant.load_state_dict(state_dict["accountant"])
-        self._optimizer.noised_steps = state_dict["noised_steps"]
+        self._optimizer.noised_steps, self._optimizer._past = state_dict["noised_steps"], state_dict["past"]
         self._optimizer._step_skip_queue.give_up()
         if self._optimizer.batches is not None:
             self._optimizer.batches.step = state_dict["batch"]
+            self._optimizer.batches.given = tuple(map(tuple, state_dict["given"]))

@@ -7,6 +7,7 @@ so they are drawn side by side and are the same with any number of threads.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -146,6 +147,11 @@ def _space(numbers: int) -> Tensor:
 def new_secret() -> SharedSecret:
     """From torch's default generator, so that ``torch.manual_seed`` decides it."""
     return SharedSecret(bytes(torch.randint(256, (32,), device="cpu").tolist()))
+
+
+def digest(numbers: Sequence[object]) -> str:
+    """Of what a step's noise follows from and, with them, of all steps before."""
+    return hashlib.sha256(repr(numbers).encode()).hexdigest()
 
 
 def add_noise_by_blocks(

@@ -43,7 +43,7 @@ from dpfast.opacus.checks import (
     note_norms,
     parameters_of,
 )
-from dpfast.opacus.noise import add_noise_by_blocks, add_noise_to_all, are_worth_blocks, new_secret
+from dpfast.opacus.noise import add_noise_by_blocks, add_noise_to_all, are_worth_blocks, digest, new_secret
 from dpfast.opacus.thresholds import clip_to
 
 _ROUNDING = 1e-6
@@ -96,11 +96,12 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
     _modules: frozenset[int] = frozenset()  # whose sums this step has taken
     takes = False  # whether this step has begun to take gradients
     _divides = _divided = False  # whether adding noise may divide, too, and whether it has
-    _draw: int | None = None  # of the batches, as ranks have agreed on it in this step's last backward pass
+    _draw: Any = None  # of the batches, as ranks have agreed on it in this step's last backward pass
     _numbers: tuple[Any, ...] = ()  # that the noise of this step follows from
+    _past = ""  # a hash of those of all steps before
     batches: PoissonBatches | None = None
     """Where they are known: all ranks must be at the same draw of them, or a sample could count twice. Noise follows
-    from its number, and from the noise's size: what is taken again with other samples or thresholds has other noise."""
+    from its number and the noise's size, of all steps so far: with other samples or weights it is another."""
 
     def __init__(self, optimizer: optim.Optimizer, *, secret: SharedSecret | None = None, **options: Any):
         if secret is not None and options.get("secure_mode"):
@@ -148,11 +149,12 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
         """What all ranks must have alike: replicas with different noise would drift apart, and two that have the same
         noise in different sizes give the gradient away."""
         assert self._secret is not None
-        self._draw = None if self.batches is None else self.batches.draw
+        self._draw = None if self.batches is None else self.batches.of_step()
         return (
             self._secret.fingerprint(),
             self._stream,
             self.noised_steps,
+            self._past,
             float(self.noise_multiplier),
             float(self.max_grad_norm),
             float(self.expected_batch_size or 0),
@@ -223,8 +225,8 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
         divisor = self._divisor if divides else 1.0
         if not self._numbers_are_given and std != 0 and are_worth_blocks(whole):
             secret = self._secret or new_secret()
-            step = ("noise", "blocks") if self._secret is None else ("noise", *self._stream, *self._numbers, "blocks")
-            add_noise_by_blocks(whole, std, lambda block: secret.generator(*step, block), divisor=divisor)
+            step = ("noise",) if self._secret is None else self._numbers
+            add_noise_by_blocks(whole, std, lambda block: secret.generator(*step, "blocks", block), divisor=divisor)
         else:
             how: dict[str, Any] = {"generator": self.generator, "secure_mode": self.secure_mode, "divisor": divisor}
             divides &= add_noise_to_all(whole, std, in_order=self._numbers_are_given, **how)
@@ -241,13 +243,11 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
     def _share_noise(self, secret: SharedSecret, std: float) -> Callable[[int, int], torch.Generator]:
         """This step's noise: ``generator`` becomes that of whole parameters, the same on all ranks. Returns that of a
         sharded one, by its number and a block's."""
-        draw, self._draw = self._draw, None
-        if self.batches is not None:
-            draw = self.batches.draw if draw is None else draw
-            self.batches.take(draw)
-        self._numbers = (self.noised_steps, draw, std)
-        self.noised_steps += bool(self.params)
-        step: tuple[Any, ...] = ("noise", *self._stream, *self._numbers)
+        draw = None if self.batches is None else self.batches.take(self._draw)
+        self._draw = None
+        self._numbers = step = ("noise", *self._stream, self.noised_steps, self._past, draw, std)
+        if self.params:
+            self.noised_steps, self._past = self.noised_steps + 1, digest(step)
         shares_noise(self.params, self)  # what is trainable may have changed
         for p in self.params[:1]:
             self.generator = secret.generator(*step, device=p.device)
