@@ -170,9 +170,13 @@ def check_one(modules: frozenset[int]) -> None:
         )
 
 
-def keep_what_is_counted(optimizer: Any, accountant: Any) -> None:
-    """Has the accountant count each step, whatever hook the user attaches: theirs comes behind, not in its place."""
-    counted = _Counted(optimizer.step_hook, accountant)
+def keep_what_is_counted(optimizer: Any, accountant: Any, batches: int) -> None:
+    """Has the accountant count each step, whatever hook the user attaches: theirs comes behind, not in its place.
+
+    Args:
+        batches: of an epoch. The accountant takes a step of k of them for one at k times their rate.
+    """
+    counted = _Counted(optimizer.step_hook, accountant, batches)
     optimizer.attach_step_hook(counted)
     optimizer.attach_step_hook = counted.attach
 
@@ -181,14 +185,20 @@ class _Counted:
     """A step hook. The accountant takes the entry of all steps so far out of its history, and puts it back with one
     more: an interrupt between the two (Ctrl-C) would have it forget them."""
 
-    def __init__(self, count: Any, accountant: Any):
-        self._count, self._accountant, self._then = count, accountant, None
+    def __init__(self, count: Any, accountant: Any, batches: int):
+        self._count, self._accountant, self._batches, self._then = count, accountant, batches, None
 
     def attach(self, fn: Any) -> None:
         """As Opacus's: the last one that was attached is called."""
         self._then = fn
 
     def __call__(self, private: Any) -> None:
+        if (passes := private.accumulated_iterations) > self._batches:
+            raise StateError(
+                f"this step sums {passes} backward passes, and an epoch has {self._batches} batches: a sample is in "
+                "several of them and counts as often, which no sampling rate tells the accountant. Take as many as an "
+                "epoch has batches at most, or a larger batch; nothing was released"
+            )
         history = self._accountant.history
         entries, last = len(history), history[-1:]
         try:

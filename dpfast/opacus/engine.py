@@ -181,7 +181,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
         self._dealt_out, self._drawn_from = True, data_loader
         try:
             module, optimizer, data_loader = super().make_private(**arguments)
-            keep_what_is_counted(optimizer, self.accountant)
+            keep_what_is_counted(optimizer, self.accountant, len(data_loader))
             warn_of_another(self, module)
             if grad_sample_mode != "dpfast_two_pass":
                 return module, optimizer, data_loader

@@ -221,6 +221,19 @@ def test_accumulated_passes_are_accounted_for(mode):
     assert_gradients(actual, exact, 2e-5)
 
 
+@pytest.mark.parametrize("mode", ["dpfast", "dpfast_materialize"])
+def test_no_more_passes_than_batches(mode):
+    """The rate of such a step would be above 1, of which get_epsilon() says "math domain error" after the training."""
+    engine, module, optimizer, criterion, batches = private(mode, poisson_sampling=False, sigma=1.0)
+    _, x, y = opacus_example("mlp")
+    for _ in range(len(batches) + 1):
+        criterion(module(x), y).backward()
+    before = weights(module)
+    with pytest.raises(StateError, match="5 backward passes, and an epoch has 4 batches"):
+        optimizer.step()
+    assert not engine.accountant.history and all(torch.equal(w, before[name]) for name, w in weights(module).items())
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_hook_of_ones_own_comes_behind_the_accountant(mode):
     engine, module, optimizer, criterion, batches = private(mode, sigma=1.0)
