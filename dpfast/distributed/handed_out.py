@@ -47,7 +47,7 @@ class HandedOut:
         loader = frame.f_locals["self"]
         if not getattr(loader, "_in_order", True):
             raise InputError(
-                "DataLoader(in_order=False) gives draws in an order that ranks and repeated spans do not share, so a "
+                "DataLoader(in_order=False) gives draws in an order that ranks and repeated runs do not share, so a "
                 "sample could be in the parts of two ranks; leave it out"
             )
         self._loader = weakref.ref(loader)
