@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpfast.arithmetic import accumulating_dtype
 from dpfast.errors import StateError
 from dpfast.factors import Dense
 from dpfast.modes.clipped import clip
 from dpfast.modes.clippers import NormClipper
 from dpfast.modes.gathered import added, rounding
 from dpfast.modes.grad_sample_module import GradSampleModule
+from dpfast.modes.steps import Step
 
 
 class PerSampleGradientClipper:
@@ -29,7 +31,8 @@ class PerSampleGradientClipper:
         as GradSampleModule; InputError where the clipper has thresholds for another number of parameters.
 
     One ``loss.backward()`` and one :meth:`clip_and_accumulate` a batch, then :meth:`pre_step` before the optimizer's
-    step. Semantics of Opacus 0.13, with norms that are proven not to be too small.
+    step. Semantics of Opacus 0.13, with norms that are proven not to be too small. A trainable parameter that the loss
+    of a batch does not reach (a head of boxes, and no image with one) has gradients of zeros there.
 
     >>> from dpfast import ConstantFlatClipper
     >>> layer = nn.Linear(3, 2, bias=False)
@@ -56,7 +59,7 @@ class PerSampleGradientClipper:
         self.loss_reduction = loss_reduction
         self.on_batch_clip_func: Callable[..., None] | None = None
         norm_clipper.for_parameters(len(self._named_parameters()))
-        self._wrapped: GradSampleModule | None = GradSampleModule(
+        self._wrapped: _Noting | None = _Noting(
             module, batch_first=batch_first, loss_reduction=loss_reduction, layout=layout
         )
         self._sums: dict[nn.Parameter, Tensor] = {}
@@ -88,37 +91,43 @@ class PerSampleGradientClipper:
         """Clips the gradients of the last backward pass and adds them to what :meth:`pre_step` will average.
 
         Raises:
-            StateError: a trainable parameter has no per-sample gradients; nothing is accumulated then.
+            StateError: no trainable parameter has per-sample gradients, or one has none that was frozen in a backward
+                pass, or whose own were taken away; nothing is accumulated then.
         """
         parameters = self._named_parameters()
-        missing = [name for name, p in parameters.items() if getattr(p, "grad_sample", None) is None]
+        given = {name: getattr(p, "grad_sample", None) for name, p in parameters.items()}
+        samples = {name: _joined(g) for name, g in given.items() if g is not None}
+        not_reached = self._wrapped.not_reached if self._wrapped is not None and samples else ()
+        missing = [name for name, p in parameters.items() if name not in samples and p not in not_reached]
         if missing:
             raise StateError(
                 f"no per-sample gradients for {', '.join(missing)}: call loss.backward() before clip_and_accumulate(), "
-                "once for each call; a parameter that the loss does not reach must be frozen (requires_grad = False)"
+                "once for each call; what is to be clipped must be trainable (requires_grad) in the backward pass"
             )
-        of_all: dict[str, Any] = parameters  # each with a grad_sample
-        samples = {name: _joined(p.grad_sample) for name, p in of_all.items()}
-        squares = [Dense(g).sq_norm() for g in samples.values()]
-        clipped = clip(self.norm_clipper, squares, scale=1.0, rounding=list(map(rounding, of_all.values())))
+        n = len(next(iter(samples.values()))) if samples else 0
+        squares = [Dense(samples[name]).sq_norm() if name in samples else None for name in parameters]
+        clipped = clip(self.norm_clipper, squares, scale=1.0, rounding=list(map(rounding, parameters.values())))
         thresholds = self.norm_clipper.thresholds
         self._sensitivity = max(self._sensitivity, self.norm_clipper.take_sensitivity())
         for i, (name, p) in enumerate(parameters.items()):
             j = i if self.norm_clipper.is_per_layer else 0
             factors = clipped.coefficients(j, p.dtype)
-            total = Dense(samples[name]).weighted_sum(factors.to(p.device))
+            if name in samples:
+                total = Dense(samples[name]).weighted_sum(factors.to(p.device))
+            else:
+                total = torch.zeros_like(p, dtype=accumulating_dtype(p))
             self._sums[p] = self._sums[p] + total if p in self._sums else total
             self._report(
                 param_name=name,
                 clipping_factor=factors.float(),
                 clipping_threshold=thresholds[j],
                 per_sample_norm=clipped.measured[j].float(),
-                per_sample_grad=samples[name],
-                grad_before_clip=p.grad,
-                grad_after_clip=self._averaged(total, len(samples[name]), p.dtype),
+                per_sample_grad=samples[name] if name in samples else total.expand(n, *p.shape),
+                grad_before_clip=torch.zeros_like(p) if p.grad is None else p.grad,
+                grad_after_clip=self._averaged(total, n, p.dtype),
             )
             p.grad_sample = None  # type: ignore[attr-defined]  # as in Opacus
-        self._samples += len(next(iter(samples.values()))) if samples else 0
+        self._samples += n
         self._report()
 
     def pre_step(self) -> tuple[Tensor, int]:
@@ -179,6 +188,22 @@ class PerSampleGradientClipper:
             return
         names = ("param_name", "clipping_factor", "clipping_threshold", "per_sample_norm", "per_sample_grad")
         self.on_batch_clip_func(**{**dict.fromkeys((*names, "grad_before_clip", "grad_after_clip")), **what})
+
+
+class _Noting(GradSampleModule):
+    """Notes which trainable parameters backward passes do not reach.
+
+    Attributes:
+        not_reached: since ``grad_sample`` was last cleared, in no pass, and trainable in each.
+    """
+
+    not_reached: frozenset[nn.Parameter] = frozenset()
+
+    def on_finish(self, step: Step) -> None:
+        before, follows = self.not_reached, self.has_left()
+        super().on_finish(step)
+        now = frozenset(p for p in self._module.parameters() if p.requires_grad and p not in step.gathered)
+        self.not_reached = before & now if follows else now
 
 
 def _joined(grad_sample: Tensor | list[Tensor]) -> Tensor:

@@ -8,6 +8,7 @@ from torch import nn
 import dpfast
 from dpfast.errors import StateError
 from dpfast.modes.clippers import ConstantFlatClipper, ConstantPerLayerClipper
+from dpfast.testing import clipped_sum, loop_over_samples, relative_error
 
 
 def lower_it(model, clipper):
@@ -76,3 +77,84 @@ def test_a_parameter_that_is_frozen_before_it_is_clipped_is_not_released():
         clipper.pre_step()
     model[0].weight.grad = None
     assert clipper.pre_step()[1] == 4
+
+
+class Boxes(nn.Module):
+    """A class for each image, and boxes for some."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.label, self.box = nn.Linear(6, 5), nn.Linear(5, 3), nn.Linear(5, 4)
+
+    def forward(self, x):
+        h = torch.tanh(self.body(x))
+        return self.label(h), self.box(h)
+
+
+def box_loss(model, x, y, count):
+    """Summed over images; of those without a box nothing reaches that head."""
+    labels, boxes = model(x)
+    total = nn.functional.cross_entropy(labels, y, reduction="sum")
+    for i in range(len(x)):
+        if count[i]:
+            total = total + boxes[i].square().sum()
+    return total
+
+
+@pytest.mark.parametrize("counts", [[0], [2], [0, 0, 0], [0, 1, 0], [1, 2, 1, 1]])
+@pytest.mark.parametrize("make", [lambda: ConstantFlatClipper(0.7), lambda: ConstantPerLayerClipper(0.3)])
+def test_a_head_that_no_sample_of_a_batch_reaches_has_zeros(counts, make):
+    """It was an error, in a batch of one image without a box among others."""
+    torch.manual_seed(0)
+    model, count = Boxes(), torch.tensor(counts)
+    x, y = torch.randn(len(counts), 6), torch.randint(0, 3, (len(counts),))
+    exact = loop_over_samples(model, box_loss, x, y, count)
+    if make().is_per_layer:
+        expected = {name: clipped_sum({name: g}, 0.3)[name] for name, g in exact.items()}
+    else:
+        expected = clipped_sum(exact, 0.7)
+    clipper, told = dpfast.PerSampleGradientClipper(model, make(), loss_reduction="sum"), []
+    clipper.set_on_batch_clip_func(lambda **what: told.append(what))
+    box_loss(model, x, y, count).backward()
+    clipper.clip_and_accumulate()
+    assert all(x["per_sample_grad"].shape == exact[x["param_name"]].shape for x in told[:-1])
+    thresholds, samples = clipper.pre_step()
+    assert samples == len(counts) and len(thresholds) == 6
+    for name, p in model.named_parameters():
+        assert relative_error(p.grad, expected[name]) <= 1e-5, name
+
+
+def test_batches_of_a_step_may_reach_other_heads():
+    torch.manual_seed(0)
+    model, count = Boxes(), torch.tensor([0, 1, 2, 0])
+    x, y = torch.randn(4, 6), torch.randint(0, 3, (4,))
+    expected = clipped_sum(loop_over_samples(model, box_loss, x, y, count), 0.7)
+    clipper = dpfast.PerSampleGradientClipper(model, ConstantFlatClipper(0.7), loss_reduction="sum")
+    for part in (slice(0, 1), slice(1, 3), slice(3, 4)):
+        box_loss(model, x[part], y[part], count[part]).backward()
+        clipper.clip_and_accumulate()
+    assert clipper.pre_step()[1] == 4
+    for name, p in model.named_parameters():
+        assert relative_error(p.grad, expected[name]) <= 1e-5, name
+
+
+def test_what_was_frozen_or_taken_away_is_no_zero():
+    """Nor where no backward pass has run since the last clipping, though one before has not reached that head."""
+    torch.manual_seed(0)
+    model, x, y = Boxes(), torch.randn(2, 6), torch.randint(0, 3, (2,))
+    clipper = dpfast.PerSampleGradientClipper(model, ConstantFlatClipper(0.7), loss_reduction="sum")
+    model.label.requires_grad_(False)
+    box_loss(model, x, y, torch.tensor([0, 1])).backward()
+    model.label.requires_grad_(True)
+    with pytest.raises(StateError, match=r"for label\.weight, label\.bias: call loss\.backward"):
+        clipper.clip_and_accumulate()
+    clipper.zero_grad()
+    box_loss(model, x, y, torch.tensor([0, 1])).backward()
+    model.box.weight.grad_sample = None
+    with pytest.raises(StateError, match=r"for box\.weight: call loss\.backward"):
+        clipper.clip_and_accumulate()
+    clipper.zero_grad()
+    box_loss(model, x, y, torch.tensor([0, 0])).backward()
+    clipper.clip_and_accumulate()
+    with pytest.raises(StateError, match=r"body\.weight.*box\.bias: call loss\.backward"):
+        clipper.clip_and_accumulate()
