@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dpfast.arithmetic import accumulating_dtype
 from dpfast.errors import InputError, UnsupportedModuleError
 from dpfast.factors import Factor, Lookup
-from dpfast.taps import Activations, register_node, register_rule
+from dpfast.taps import Activations, bags_in_rows, picked_or_zeros, register_node, register_rule
 
 
 def _likeness(layer: nn.Embedding) -> Hashable:
@@ -79,18 +79,9 @@ def _bags(
     """Indices (N, T), which of them are in the bag, and their weights; bags of different sizes are filled up."""
     if indices.dim() == 2:
         return indices, torch.ones_like(indices, dtype=torch.bool), weights
-    ends = torch.full((1,), indices.numel(), dtype=offsets.dtype, device=offsets.device)
-    offsets = offsets if layer.include_last_offset else torch.cat([offsets, ends])
-    lengths = offsets.diff()
-    t = int(lengths.max()) if lengths.numel() else 0
-    places = torch.arange(t, device=indices.device)
-    inside = places < lengths.unsqueeze(-1)
-    source = (offsets[:-1].unsqueeze(-1) + places).masked_fill(~inside, 0)
-
-    def in_bags(x: Tensor) -> Tensor:
-        return x[source] if x.numel() else x.new_zeros(source.shape)
-
-    return in_bags(indices), inside, None if weights is None else in_bags(weights)
+    source, inside = bags_in_rows(indices.numel(), offsets, ended=layer.include_last_offset)
+    weights = None if weights is None else picked_or_zeros(weights, source)
+    return picked_or_zeros(indices, source), inside, weights
 
 
 def _refuse_mixing(layer: nn.Embedding | nn.EmbeddingBag) -> None:

@@ -7,6 +7,7 @@ registered and found in ``registry``. Imports ``factors`` and below.
 from dpfast.taps import registry
 from dpfast.taps.activations import Activations
 from dpfast.taps.around import sees_its_own_heads
+from dpfast.taps.bags import bags_in_rows, picked_or_zeros
 from dpfast.taps.broadcast import BroadcastMethod
 from dpfast.taps.copies import tapped_again, without_graphs
 from dpfast.taps.detached import DetachableParameters
@@ -86,6 +87,7 @@ __all__ = [
     "TappedForward",
     "TappedLayer",
     "Told",
+    "bags_in_rows",
     "batch_in_front",
     "batch_to_front",
     "end_model",
@@ -114,6 +116,7 @@ __all__ = [
     "noise_like",
     "owned_modules",
     "owned_parameters",
+    "picked_or_zeros",
     "pulled_back",
     "refuses",
     "register_batch_dim",

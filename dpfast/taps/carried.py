@@ -18,6 +18,7 @@ from dpfast.taps.inputs import results_in
 from dpfast.taps.layout import Place
 from dpfast.taps.seen import Key, Run
 from dpfast.taps.tap import Tap
+from dpfast.taps.trial import Trial
 from dpfast.taps.witness import Witness, copied
 
 _NEXT = 2  # passes in which it may show: what is kept may wait for one before it is used
@@ -26,7 +27,7 @@ _NEXT = 2  # passes in which it may show: what is kept may wait for one before i
 def carried(
     model: nn.Module,
     taps: Sequence[Tap],
-    structure: Any,
+    trial: Trial,
     leaves: Sequence[Any],
     exchanged: Sequence[Sequence[Any]],
     places: dict[Key, Place],
@@ -48,10 +49,10 @@ def carried(
 
         def forward(some: Sequence[Any]) -> list[Any]:
             again()
-            some = [x.clone() if isinstance(x, Tensor) else x for x in some]
+            some = trial.as_called([x.clone() if isinstance(x, Tensor) else x for x in some])
             for witness in witnesses:
-                witness.inputs = some
-            args, kwargs = structure.unflatten(some)
+                witness.called = trial, some
+            args, kwargs = trial.unflatten(some)
             with following_model(witnesses[0].taps, copy, some), torch.no_grad():
                 return results_in(copy(*args, **kwargs))
 

@@ -31,6 +31,7 @@ from dpfast.taps.same_kernels import attention_written_out, same_kernels
 from dpfast.taps.seen import Key, Run, alike, equal, gradients_alike, said_by
 from dpfast.taps.tap import Tap
 from dpfast.taps.told import NOTHING, Told, together
+from dpfast.taps.trial import Trial
 from dpfast.taps.witness import (
     exchanged,
     first_samples,
@@ -69,8 +70,7 @@ _MOST_DRAWS = 12
 def told_by_exchange(
     model: nn.Module,
     taps: Sequence[Tap],
-    leaves: list[Any],
-    structure: Any,
+    trial: Trial,
     dims: list[int | None],
     places: dict[Key, Place],
     sizes: Sequence[int],
@@ -80,7 +80,7 @@ def told_by_exchange(
     """What comes of exchanging samples.
 
     Args:
-        leaves, structure: the inputs, flattened. dims: of each, that of its samples. places: as shapes tell them.
+        trial: the inputs. dims: of each, that of its samples. places: as shapes tell them.
         sizes: so many samples, or where that does not run so many.
         at_once: three are exchanged in one run, which takes half of the time and does not show what only they share.
     """
@@ -94,7 +94,7 @@ def told_by_exchange(
         for attention in attention_written_out():
             try:
                 with same_random_numbers() as again, same_kernels(attention=attention):
-                    exchange = _Exchange(model, taps, leaves, structure, dims, places, size, numbers, again)
+                    exchange = _Exchange(model, taps, trial, trial.leaves, dims, places, size, numbers, again)
                     told = exchange.all_told(noisy, at_once)
                     if told.is_wrong and exchange.counted:
                         exchange, told = exchange.beside_the_longest(told, noisy, at_once)
@@ -120,8 +120,8 @@ class _Exchange:
         self,
         model: nn.Module,
         taps: Sequence[Tap],
+        trial: Trial,
         leaves: list[Any],
-        structure: Any,
         dims: list[int | None],
         places: dict[Key, Place],
         size: int,
@@ -129,7 +129,7 @@ class _Exchange:
         again: RandomNumbers,
     ):
         self.others, self.again = others, again
-        self.model, self.taps, self.structure, self.dims, self.size = model, taps, structure, dims, size
+        self.model, self.taps, self.trial, self.dims, self.size = model, taps, trial, dims, size
         # Not those of operations on what has no samples, which have the way to them where others have a rank.
         self.ways = places
         self.by_shapes = {k: p for k, p in places.items() if not isinstance(k[1], tuple)}
@@ -265,9 +265,7 @@ class _Exchange:
         halves = (tuple(range(self.size - 1)), (self.size - 1,))
         batches = (self._batch((), self.size), [self._batch(some, self.size) for some in halves])
         try:
-            return carried(
-                self.model, self.taps, self.structure, *batches, self.places, self.size, self.others, self.again
-            )
+            return carried(self.model, self.taps, self.trial, *batches, self.places, self.size, self.others, self.again)
         except Exception:  # what it kept may fit no batch of this size
             return ()
 
@@ -288,7 +286,7 @@ class _Exchange:
                 with_one_more(x, dim, self.size + number, longest) for x, dim in zip(leaves, self.dims, strict=True)
             ]
         beside = _Exchange(
-            *(self.model, self.taps, leaves, self.structure, self.dims, self.ways),
+            *(self.model, self.taps, self.trial, leaves, self.dims, self.ways),
             *(self.size + len(self.counted), self.others, self.again),
         )
         beside.stays = len(self.counted)
@@ -306,7 +304,7 @@ class _Exchange:
             return told
         if self.by_lengths is None:
             self.by_lengths = LengthLook(
-                *(self.model, self.taps, self.leaves, self.structure, self.dims, self.size, self.again),
+                *(self.model, self.taps, self.leaves, self.trial, self.dims, self.size, self.again),
                 lengths=held,
                 counted=self.counted,
                 packed=sorted(told.packed),
@@ -324,7 +322,7 @@ class _Exchange:
         leaves = self._batch(others, size)
         self.again()
         witnesses: dict[str, Any] = {"noisy": noisy, "exchanged": others, "whole": whole, "ways": self.ways}
-        run, _ = run_on(self.model, self.taps, self.structure, leaves, self.places, size, self.others, **witnesses)
+        run, _ = run_on(self.model, self.taps, self.trial, leaves, self.places, size, self.others, **witnesses)
         buffers.give_back()  # or each run would leave other pieces than the next one fills
         self.routes = self.routes | run.routes[0]
         self.reordered |= run.reordered

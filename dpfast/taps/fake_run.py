@@ -37,6 +37,7 @@ from dpfast.taps.pieces import Pieces
 from dpfast.taps.registry import find_forward, find_function, find_rule
 from dpfast.taps.shared import Meeting, Operation, Shared, without_samples
 from dpfast.taps.tap import ALONE, ELSEWHERE, OWN, Tap
+from dpfast.taps.trial import Trial
 from dpfast.taps.unsharded import copied_whole
 
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
@@ -68,7 +69,7 @@ def calls_in_forward(
     parameters: dict[int, Tensor],
     taps: Sequence[Tap],
     leaves: list[Any],
-    structure: Any,
+    trial: Trial,
     dims: list[int | None],
     size: int,
 ) -> list[list[tuple[Any, Call | bool]]]:
@@ -78,22 +79,26 @@ def calls_in_forward(
     Args:
         left: what is made; given by the decorator.
         mode, parameters: of the fake tensors; several forwards may share them.
-        leaves, structure: the inputs, flattened.
+        leaves, trial: the inputs, flattened.
         dims: the dimension of each of them that is set to ``size``, if any.
     """
     memo: dict[int, Any] = {id(taps[0].taps): Nobody(), **parameters}
     with copied_whole(model, memo, mode), FakeCopyMode(mode):
         model, taps = copy_of(model, taps, memo)
     with mode:
-        inputs = [_of_size(x, dim, size) if isinstance(x, Tensor) else x for x, dim in zip(leaves, dims, strict=True)]
+        sized = [_of_size(x, dim, size) if isinstance(x, Tensor) else x for x, dim in zip(leaves, dims, strict=True)]
+        inputs = trial.as_called(sized)
         tensors = [x for x in inputs if isinstance(x, Tensor)]
         samples = [x for x, dim in zip(inputs, dims, strict=True) if isinstance(x, Tensor) and dim is not None]
-        left.note((*tensors, *model.buffers()))
+        left.note((*tensors, *tensors_in(sized), *model.buffers()))
         dependence = Dependence(tensors, samples, size, left.note)
-        probes = [ShapeTap.of(tap, size, dependence) for tap in taps]
-        args, kwargs = structure.unflatten(inputs)
-        with dependence:
-            model(*args, **kwargs)
+        probes = [ShapeTap.of(tap, size, dependence, (trial, inputs)) for tap in taps]
+        args, kwargs = trial.unflatten(inputs)
+        try:
+            with dependence:
+                model(*args, **kwargs)
+        finally:
+            inputs.clear()  # which the copy's taps hold, or the garbage collector would have to be asked for them
     return [probe.told() for probe in probes]
 
 
@@ -103,19 +108,25 @@ def _of_size(x: Tensor, dim: int | None, size: int) -> Tensor:
 
 
 class ShapeTap(Tap):
-    """The tap of a copy, which notes shapes, and lets what has no samples go as it would go in earnest."""
+    """The tap of a copy, which notes shapes, and lets what has no samples go as it would go in earnest.
+
+    Attributes:
+        called: how the model is, and its inputs.
+    """
 
     size: int
     dependence: Dependence
+    called: tuple[Trial, Sequence[Any]]
     calls: list[tuple[Any, Call]]
     fine: dict[Any, bool]
     asked: bool  # whether its own forward has asked for a parameter
 
     @classmethod
-    def of(cls, tap: Tap, size: int, dependence: Dependence) -> ShapeTap:
+    def of(cls, tap: Tap, size: int, dependence: Dependence, called: tuple[Trial, Sequence[Any]]) -> ShapeTap:
         tap.__class__ = cls
         assert isinstance(tap, cls)
         tap.size, tap.dependence, tap.calls, tap.fine, tap.asked = size, dependence, [], {}, False
+        tap.called = called
         tap.stand_in_elsewhere()
         return tap
 
@@ -131,8 +142,10 @@ class ShapeTap(Tap):
         batches = [x for x in took if x in self.dependence and not self.dependence.follows(x)]
         if isinstance(self.module, nn.Embedding) and batches:  # of one, to be broadcast
             args, kwargs, _ = self.with_whole_batch(args, kwargs, self.size)
-        if isinstance(self.module, nn.EmbeddingBag) and args and args[0].dim() == 1:
-            raise InputError("bags in one row: the batch is not that of the first input")
+        trial, inputs = self.called
+        told = trial.bags.says_of(self.module, args, kwargs, inputs)
+        if isinstance(self.module, nn.EmbeddingBag) and args and args[0].dim() == 1 and not told:
+            raise InputError("bags in one row, by offsets that the model makes: whose they are is in their values")
         substitute, rule, owned = find_forward(self.module), find_rule(self.module), owned_modules(self.module)
         mixed = self.dependence.mixed
         if substitute is not None:

@@ -18,6 +18,7 @@ from dpfast.taps.gathered import following_model
 from dpfast.taps.layout import Call
 from dpfast.taps.random_numbers import same_random_numbers
 from dpfast.taps.tap import Tap
+from dpfast.taps.trial import Trial
 from dpfast.taps.witness import copied, first_samples
 from dpfast.taps.written import begun_anew
 
@@ -35,7 +36,7 @@ def calls_in_turns(
     model: nn.Module,
     taps: Sequence[Tap],
     leaves: Sequence[Any],
-    structure: Any,
+    trial: Trial,
     dims: Sequence[int | None],
     few: int,
     size: int,
@@ -43,17 +44,17 @@ def calls_in_turns(
     """As ``fake_run.calls_in_forward``, of a forward on so ``few`` of the samples, in turns.
 
     Args:
-        leaves, structure: the inputs, flattened. dims: of each, that of its samples. size: so many run.
+        leaves, trial: the inputs, flattened. dims: of each, that of its samples. size: so many run.
     """
     with same_random_numbers():
         some = [first_samples(first_samples(x, d, few), d, size) for x, d in zip(leaves, dims, strict=True)]
-        inputs = [x.clone() if isinstance(x, Tensor) else x for x in some]
+        inputs = trial.as_called([x.clone() if isinstance(x, Tensor) else x for x in some])
         tensors = [x for x in inputs if isinstance(x, Tensor)]
         samples = [x for x, dim in zip(inputs, dims, strict=True) if isinstance(x, Tensor) and dim is not None]
         dependence = Dependence(tensors, samples, size, lambda _: None)
         model, copies = copied(model, taps)
-        probes = [ShapeTap.of(tap, size, dependence) for tap in copies]
-        args, kwargs = structure.unflatten(inputs)
+        probes = [ShapeTap.of(tap, size, dependence, (trial, inputs)) for tap in copies]
+        args, kwargs = trial.unflatten(inputs)
         with following_model(copies[0].taps, model, inputs), torch.no_grad(), dependence:
             model(*args, **kwargs)
         return [probe.told() for probe in probes]

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import enum
 import types
+import warnings
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
@@ -16,11 +17,16 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from dpfast.errors import InputError
+from dpfast.errors import DpfastWarning, InputError
 
 WITHOUT_TENSORS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 INERT = (*WITHOUT_TENSORS, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, enum.Enum)
 _DEPTH = 3
+_LISTED = (
+    "{} is called with a list of {} tensors: dimension {} of each, {}, is taken for the samples. Where each is a "
+    "sample, make one of them all (torch.stack, torch.nn.utils.rnn.pad_sequence): as it is, clipping would bound parts "
+    "of samples, and a whole one by nothing (docs/layouts.md)"
+)
 
 
 def leaves_of(inputs: Any) -> list[Any]:
@@ -80,6 +86,35 @@ def refuse_sparse(model: torch.nn.Module, leaves: Sequence[Any]) -> None:
                 f"(input {i}, counted from 0), whose samples cannot be exchanged to see what becomes of them; give it "
                 "dense (x.to_dense()) or, where it is shared by all (an adjacency matrix), as a buffer of the model"
             )
+
+
+def refuse_nested(model: torch.nn.Module, leaves: Sequence[Any]) -> None:
+    """Of what the model is called with."""
+    if any(isinstance(x, Tensor) and x.is_nested for x in leaves):
+        raise InputError(
+            f"{type(model).__name__} is called with a nested tensor, whose samples have no dimension of "
+            "their own; pad it (torch.nested.to_padded_tensor) and mask what is padding"
+        )
+
+
+def no_samples_in(model: torch.nn.Module, leaves: Sequence[Any], dim: int) -> str:
+    """Why the model cannot be called with what has no tensor with samples in that dimension."""
+    return (
+        f"{type(model).__name__} is called with no tensor that has samples in dimension {dim} (with "
+        f"{', '.join(type(x).__name__ for x in leaves) or 'nothing'}): how many there are, and whose rows are whose, "
+        "cannot be told; give it tensors (tokenise before, torch.as_tensor of arrays)"
+    )
+
+
+def warn_of_lists(
+    model: torch.nn.Module, dim: int, inputs: Any, leaves: Sequence[Any], n: int, stacklevel: int
+) -> None:
+    """Where what is taken for the first input is the first of several in a list: these may be samples."""
+    first = next((x for x in leaves if isinstance(x, Tensor)), None)
+    for x in (*inputs[0], *inputs[1].values()):
+        if type(x) is list and len(x) > 1 and x[0] is first is not None and all(isinstance(y, Tensor) for y in x):
+            said = _LISTED.format(type(model).__name__, len(x), dim, n)
+            warnings.warn(said, DpfastWarning, stacklevel=stacklevel)
 
 
 def keys_of(args: Any, kwargs: Any) -> tuple[str, ...]:

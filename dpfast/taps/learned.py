@@ -15,16 +15,18 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from dpfast.taps.bags import NO_BAGS, Bags, OtherBags
 from dpfast.taps.exchange import told_by_exchange
 from dpfast.taps.fake_run import Values, calls_in_forward, fake_parameters, nothing_left_behind
 from dpfast.taps.in_turns import calls_in_turns, told_apart
-from dpfast.taps.inputs import Structure, may_be_given_again, stands_alone
+from dpfast.taps.inputs import may_be_given_again, stands_alone
 from dpfast.taps.layout import NO_SAMPLES, Call, Mixed, Place, Rows, place_of, place_of_result
 from dpfast.taps.random_numbers import same_random_numbers
 from dpfast.taps.seen import said_by
 from dpfast.taps.tap import ALONE, OWN, Tap
 from dpfast.taps.told import NOTHING as TOLD_NOTHING
 from dpfast.taps.told import Told
+from dpfast.taps.trial import Trial
 from dpfast.taps.witness import first_samples, run_on
 from dpfast.taps.written import begun_anew
 
@@ -53,6 +55,7 @@ class Learned(NamedTuple):
         places: of taps. shapes: of their outputs, in words. told: of exchanged samples.
         settled: nothing more would come of another look.
         dims, by_shapes: which dimensions of the inputs follow the batch, and the places that shapes alone tell.
+        bags: nothing is told, and would be where these were known.
     """
 
     places: Found
@@ -61,13 +64,20 @@ class Learned(NamedTuple):
     settled: bool
     dims: Sequence[int | None] = ()
     by_shapes: Mapping[Any, Place] = MappingProxyType({})
+    bags: Bags | None = None
 
 
 NOTHING = Learned({}, {}, TOLD_NOTHING, settled=True)
 
 
 def learned(
-    model: nn.Module, taps: Sequence[Tap], inputs: Any, leaves: Sequence[Any], dims: Sequence[int | None], n: int
+    model: nn.Module,
+    taps: Sequence[Tap],
+    inputs: Any,
+    leaves: Sequence[Any],
+    dims: Sequence[int | None],
+    n: int,
+    bags: Bags = NO_BAGS,
 ) -> Learned:
     """What is told when the model is called with such inputs, of which these dimensions may follow the batch of n
     samples; nothing where it runs neither on fake tensors nor on a few of the samples."""
@@ -79,15 +89,22 @@ def learned(
     odd = next((m for m in model.modules() if not stands_alone(_own_forward(m))), None)
     if odd is not None:
         return _untold(f"a {type(odd).__name__}'s forward is a function that may run the model itself")
-    structure = Structure(inputs)
-    leaves = [x.as_subclass(Tensor) if isinstance(x, Tensor) else x for x in structure.leaves]
+    try:
+        return _learned_as(model, taps, Trial(inputs, bags), dims, n)
+    except OtherBags as others:
+        return _untold(said_by(others))._replace(bags=others.bags)
+
+
+def _learned_as(model: nn.Module, taps: Sequence[Tap], trial: Trial, dims: Sequence[int | None], n: int) -> Learned:
+    """As :func:`learned`."""
+    leaves = trial.leaves
     sizes = {size for x in leaves for size in (x.shape if isinstance(x, Tensor) else [x]) if isinstance(size, int)}
     inside = {size for x in (*model.parameters(), *model.buffers()) for size in x.shape}
     primes = [p for p in _PRIMES if all(size == 0 or size % p for size in sizes | inside)][:2]
-    found, batched = _by_shapes(dims, lambda some: _found(model, taps, leaves, structure, some, primes))
+    found, batched = _by_shapes(dims, lambda some: _found(model, taps, trial, some, primes))
     if batched is None and n > 1:  # it may take samples by pairs, or by fours
         whole = [n * p for p in primes]
-        found, batched = _by_shapes(dims, lambda some: _found(model, taps, leaves, structure, some, whole))
+        found, batched = _by_shapes(dims, lambda some: _found(model, taps, trial, some, whole))
     if batched is None and n:
         primes = [p for p in _SMALL if p not in sizes][:2]
         failed: list[str] = []
@@ -96,7 +113,7 @@ def learned(
         def on_data(some: list[int | None]) -> list[Seen]:
             if fatal and sum(dim is not None for dim in some) < following:
                 return []
-            return _found_on_data(model, taps, leaves, structure, some, primes, failed)
+            return _found_on_data(model, taps, trial, some, primes, failed)
 
         found, batched = _by_shapes(dims, on_data)
         if batched is None:
@@ -106,7 +123,7 @@ def learned(
     places, shapes = found
     if not n:
         return Learned(places, shapes, TOLD_NOTHING, settled=False)
-    told = told_by_exchange(model, taps, leaves, structure, batched, places, (SAMPLES, n))
+    told = told_by_exchange(model, taps, trial, batched, places, (SAMPLES, n))
     everywhere = {**places, **with_own(told.places)}
     everywhere = {key: place for key, place in everywhere.items() if key not in told.not_run}
     return Learned(everywhere, shapes, told, told.changed, batched, places)
@@ -166,7 +183,7 @@ def _agreed(found: Sequence[Seen]) -> Seen:
 
 
 def _found(
-    model: nn.Module, taps: Sequence[Tap], leaves: list[Any], structure: Any, dims: list[int | None], primes: list[int]
+    model: nn.Module, taps: Sequence[Tap], trial: Trial, dims: list[int | None], primes: list[int]
 ) -> list[Seen]:
     """The places, with these dimensions of the inputs following the batch; several where the forward asks for values,
     which may be true or false; none where it does not run."""
@@ -181,9 +198,11 @@ def _found(
             with same_random_numbers() as again, values:
                 for size in primes:
                     again()
-                    calls.append(calls_in_forward(model, mode, parameters, taps, leaves, structure, dims, size))
+                    calls.append(calls_in_forward(model, mode, parameters, taps, trial.leaves, trial, dims, size))
             first, second = calls
             found.append(_compared(taps, first, second, primes))
+        except OtherBags:
+            raise
         except Exception:  # whatever a model raises that meets no values, or sizes that do not fit
             pass
         if not values.asked:
@@ -193,20 +212,19 @@ def _found(
 
 @begun_anew
 def _calls_on_data(
-    model: nn.Module, taps: Sequence[Tap], leaves: list[Any], structure: Any, dims: list[int | None], size: int
+    model: nn.Module, taps: Sequence[Tap], trial: Trial, dims: list[int | None], size: int
 ) -> list[list[tuple[int | None, Call]]]:
     """As ``fake_run.calls_in_forward``, of a forward on that many of the samples themselves."""
     with same_random_numbers():
-        some = [first_samples(x, dim, size) for x, dim in zip(leaves, dims, strict=True)]
-        _, witnesses = run_on(model, taps, structure, some, {}, size, {})
+        some = [first_samples(x, dim, size) for x, dim in zip(trial.leaves, dims, strict=True)]
+        _, witnesses = run_on(model, taps, trial, some, {}, size, {})
     return [witness.took_and_gave for witness in witnesses]
 
 
 def _found_on_data(
     model: nn.Module,
     taps: Sequence[Tap],
-    leaves: list[Any],
-    structure: Any,
+    trial: Trial,
     dims: list[int | None],
     sizes: list[int],
     failed: list[str],
@@ -214,17 +232,19 @@ def _found_on_data(
     """The same from the samples themselves. Where a few of them run over and over, in which none is longer, that tells
     more: a dimension may be as long as the longest of them, and not as long as the batch."""
     try:
-        first, second = (_calls_on_data(model, taps, leaves, structure, dims, size) for size in sizes)
+        first, second = (_calls_on_data(model, taps, trial, dims, size) for size in sizes)
         seen = _compared(taps, first, second, sizes)
+    except OtherBags:
+        raise
     except Exception as error:  # as above
         failed.append(said_by(error))
         return []
-    inside = {size for x in (*model.parameters(), *model.buffers(), *leaves) for size in getattr(x, "shape", ())}
+    inside = {size for x in (*model.parameters(), *model.buffers(), *trial.leaves) for size in getattr(x, "shape", ())}
     shapes = (x for calls in first for _, call in calls for some in call for x in some)
     inside |= {part for x in shapes for size in x for part in (size, size // sizes[0])}
     turns = told_apart(inside)
     try:
-        one, two = (calls_in_turns(model, taps, leaves, structure, dims, sizes[0], size) for size in turns)
+        one, two = (calls_in_turns(model, taps, trial.leaves, trial, dims, sizes[0], size) for size in turns)
         alike = _compared(taps, one, two, turns).places
     except Exception:  # of a model that wants them sorted, or takes no stand-ins: what is known is wrong stays so
         return [seen]

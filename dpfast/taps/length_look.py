@@ -26,6 +26,7 @@ from dpfast.taps.random_numbers import RandomNumbers, SameAtEverySize
 from dpfast.taps.registry import find_by_row
 from dpfast.taps.seen import said_by
 from dpfast.taps.tap import Tap
+from dpfast.taps.trial import Trial
 from dpfast.taps.witness import copied, leaf_of
 
 _CHANGES = (
@@ -82,7 +83,7 @@ class LengthLook:
     """At what the lengths of packed sequences do to other samples.
 
     Args:
-        leaves, structure: the inputs, flattened. dims: of each, that of its samples. size: so many samples run.
+        leaves, trial: the inputs, flattened. dims: of each, that of its samples. size: so many samples run.
         again: has random numbers start again.
         lengths: the numbers of inputs that say how long sequences are, one whole number a sample; None among them:
             some come of no input. counted: lengths of these samples, where the model counts them.
@@ -95,7 +96,7 @@ class LengthLook:
         model: nn.Module,
         taps: Sequence[Tap],
         leaves: Sequence[Any],
-        structure: Any,
+        trial: Trial,
         dims: Sequence[int | None],
         size: int,
         again: RandomNumbers,
@@ -106,7 +107,7 @@ class LengthLook:
         parted: Mapping[int, Sequence[int]],
         others: dict[int, Any],
     ):
-        self.model, self.taps, self.structure, self.dims, self.size = model, taps, structure, dims, size
+        self.model, self.taps, self.trial, self.dims, self.size = model, taps, trial, dims, size
         self.again, self.lengths, self.packed, self.parted, self.others = again, lengths, packed, parted, others
         self.counted = counted
         self.leaves = leaves
@@ -216,7 +217,8 @@ class LengthLook:
         model, copies = copied(self.model, self.taps, stand_ins)
         for tap in copies:
             tap.__class__ = _Tap
-        args, kwargs = self.structure.unflatten(some)
+        some = self.trial.as_called(some)
+        args, kwargs = self.trial.unflatten(some)
         self.again()
         on_gpu = torch.cuda.is_initialized()
         with (

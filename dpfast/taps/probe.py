@@ -11,12 +11,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dpfast.arithmetic import buffers, in_cuda_graph
 from dpfast.errors import DpfastWarning, InputError, UnsupportedModuleError
+from dpfast.taps.bags import NO_BAGS, Bags
 from dpfast.taps.exchange import told_by_exchange
-from dpfast.taps.inputs import Structure, refuse_sparse
+from dpfast.taps.inputs import no_samples_in, refuse_nested, refuse_sparse, warn_of_lists
 from dpfast.taps.kinds import alike_by_accident, kind_of
 from dpfast.taps.layout import NOT_RUN, Mixed, OtherRows, Place, Places, Rows, kind_here, note_kind, place_in
 from dpfast.taps.learned import NOTHING, SAMPLES, Found, Learned, learned, with_own
@@ -27,6 +28,7 @@ from dpfast.taps.registry import find_forward
 from dpfast.taps.routes import add_routes, routes_of
 from dpfast.taps.tap import Tap
 from dpfast.taps.told import say_what_is_not_told
+from dpfast.taps.trial import Trial
 
 _MORE_SAMPLES = 8  # for what three do not show: groups, parts of the batch
 _SOME_SAMPLES = 4  # three of which are exchanged
@@ -49,12 +51,6 @@ _NOT_SEEN = (
     "{} runs now and in no trial of the model (a branch that this batch alone takes? a count that the forward keeps? a "
     "hook?). That it has samples in the batch's order and dimension and does not mix them is taken on trust: if it is "
     "not so, clipping bounds nothing (docs/layouts.md)"
-)
-
-_LISTED = (
-    "{} is called with a list of {} tensors: dimension {} of each, {}, is taken for the samples. Where each is a "
-    "sample, make one of them all (torch.stack, torch.nn.utils.rnn.pad_sequence): as it is, clipping would bound parts "
-    "of samples, and a whole one by nothing (docs/layouts.md)"
 )
 
 _TOO_MANY = f"this is another kind of input than the {_MOST_LOOKS} that were looked at (and so are later ones)"
@@ -103,6 +99,7 @@ class Probe:
         self._parted: dict[Any, Mapping[int, Sequence[int]] | None] = {}  # likewise
         self._asks_no_more = self._is_full = False
         self._dims: dict[tuple[Any, ...], list[set[int]]] = {}  # of each input, those that may follow the batch
+        self._bags: dict[tuple[Any, ...], Bags] = {}  # by kinds of input
         self._called: tuple[Any, ...] | None = None  # what is to be noted if the forward runs
         self._inputs: tuple[Any, ...] | None = None  # that it runs with
         self._seen: dict[Any, set[Any]] = {}  # what has been told of, by kind: numbers of taps, and ranks
@@ -130,24 +127,19 @@ class Probe:
         """
         receiver: Any = self._receiver()
         self._inputs, self._new = None, []
-        if receiver.enabled and any(isinstance(x, Tensor) and x.is_nested for x in leaves):
-            raise InputError(
-                f"{type(receiver.model).__name__} is called with a nested tensor, whose samples have no dimension of "
-                "their own; pad it (torch.nested.to_padded_tensor) and mask what is padding"
-            )
+        if receiver.enabled:
+            refuse_nested(receiver.model, leaves)
         if receiver.enabled and torch.is_grad_enabled():
             refuse_sparse(receiver.model, leaves)
         if n is None:
             if receiver.enabled and torch.is_grad_enabled() and in_backward() is None:
-                raise InputError(
-                    f"{type(receiver.model).__name__} is called with no tensor that has samples in dimension "
-                    f"{receiver.batch_dim} (with {', '.join(type(x).__name__ for x in leaves) or 'nothing'}): how many "
-                    "there are, and whose rows are whose, cannot be told; give it tensors (tokenise before, "
-                    "torch.as_tensor of arrays)"
-                )
+                raise InputError(no_samples_in(receiver.model, leaves, receiver.batch_dim))
             return False
         kind = kind_of(inputs, leaves, trainable, self._modes(receiver.model))
-        dims = [{d for d, s in enumerate(x.shape) if s == n} if isinstance(x, Tensor) else set() for x in leaves]
+        anyhow = kind[1:]  # whatever is trainable
+        bags = self._bags.get(anyhow, NO_BAGS)
+        n = bags.number(leaves, n)
+        dims = bags.dims(leaves, n)
         if self._asks_no_more:  # its batches may be as long as something else by accident where the other's were not
             known = next((k for k in self.outputs if k[: len(kind)] == kind), None)
             note_kind(receiver, known)
@@ -158,7 +150,7 @@ class Probe:
         like, kind = kind[1:], (*kind, *by_accident)
         note_kind(receiver, kind)
         look = (*kind, *map(frozenset, dims))
-        self._called, self._inputs = (like, dims, look, None), (inputs, leaves, dims, n)
+        self._called, self._inputs = (like, dims, look, None), (inputs, leaves, bags, dims, n)
         if not (receiver.enabled and torch.is_grad_enabled()):
             return False
         looks = self._looks.get(look)
@@ -172,13 +164,16 @@ class Probe:
             return False
         if in_backward() is None and looks is not None and looks.due == 0:
             few = min(n, _SOME_SAMPLES) if looks.forwards == 1 else n
-            why = self._look_again(kind, inputs, looks.first, few, at_once=True, looks=looks)
+            why = self._look_again(kind, looks.first, few, at_once=True, looks=looks)
             self._called = like, dims, look, why
             return looks.forwards > 1
         elif in_backward() is None:
-            if not self._looks:
-                _warn_of_lists(receiver, inputs, leaves, n)
             found = self._learned()
+            if found.bags is not None:
+                self._bags[anyhow] = found.bags
+                return self.look(inputs, leaves, n, trainable)
+            if not self._looks and bags is NO_BAGS:
+                warn_of_lists(receiver.model, receiver.batch_dim, inputs, leaves, n, _CALLER)
             if add_routes(receiver, self._taps, found.told.routes):
                 found = self._learned()
             self._refuse_carried(found.told.carried)
@@ -200,25 +195,23 @@ class Probe:
                         tap.shapes[rank] = found.shapes[i, rank]
                 tap.note_uses()
             if n > SAMPLES and found.dims and found.told.why is None:
-                self._called = like, dims, look, self._look_again(kind, inputs, found, n)
+                self._called = like, dims, look, self._look_again(kind, found, n)
         return True
 
     def _look_again(
-        self, kind: Any, inputs: Any, first: Learned, n: int, at_once: bool = False, looks: _Looks | None = None
+        self, kind: Any, first: Learned, n: int, at_once: bool = False, looks: _Looks | None = None
     ) -> str | None:
         """With up to so many samples, and the numbers of now. What is wrong counts, and nothing else, but that a layer
         has several rows a sample now, of ``looks``. Returns why it could not be run."""
-        receiver, structure = cast(Any, self._receiver()), Structure(inputs)
-        leaves = [x.as_subclass(Tensor) if isinstance(x, Tensor) else x for x in structure.leaves]
+        receiver, (inputs, _, bags, *_) = cast(Any, self._receiver()), cast(Any, self._inputs)
         size = min(max(n, SAMPLES), _MORE_SAMPLES)
         places = {**first.by_shapes, **{key: x for key, x in first.told.places.items() if isinstance(x, Rows)}}
-        told = told_by_exchange(
-            receiver.model, self._taps, leaves, structure, list(first.dims), places, (size,), at_once=at_once
-        )
+        trial = Trial(inputs, bags)
+        told = told_by_exchange(receiver.model, self._taps, trial, list(first.dims), places, (size,), at_once=at_once)
         buffers.give_back()  # a step takes less
         others = [key for key, place in told.places.items() if isinstance(place, OtherRows)]
         if others and looks is not None and self._have_rows(kind, others, looks):
-            return self._look_again(kind, inputs, looks.first, n, at_once)
+            return self._look_again(kind, looks.first, n, at_once)
         self._refuse_carried(told.carried)
         say_what_is_not_told(receiver.model, told)
         self.outputs[kind] = {**self.outputs.get(kind, {}), **told.outputs}
@@ -275,7 +268,7 @@ class Probe:
         """
         kind, receiver = kind_here(self._receiver()), cast(Any, self._receiver())
         seen, where = self._seen[kind], [(self._taps.index(tap), _rank(shape)) for tap, _, shape in new]
-        picks, mixed, (inputs, *_, n) = False, self._mixed(kind), cast(Any, self._inputs)
+        picks, mixed, n = False, self._mixed(kind), cast(Any, self._inputs)[-1]
         with same_random_numbers() as again:
             for _ in range(_MOST_DRAWS):
                 found = self._learned()
@@ -288,7 +281,7 @@ class Probe:
                     break
                 again.draw()
         if found.told.why is None and found.dims and n > SAMPLES:
-            self._look_again(kind, inputs, found, n)
+            self._look_again(kind, found, n)
         for key, why in self._mixed(kind).items():
             if key not in mixed and key not in where:  # whose place this forward has taken already
                 raise UnsupportedModuleError(f"{self._taps[key[0]].layer}: {why}")
@@ -322,9 +315,9 @@ class Probe:
     def _learned(self) -> Learned:
         """Of the forward that runs, or has."""
         assert self._inputs is not None  # while one does
-        receiver, (inputs, leaves, dims, n) = cast(Any, self._receiver()), self._inputs
+        receiver, (inputs, leaves, bags, dims, n) = cast(Any, self._receiver()), self._inputs
         follow = [receiver.batch_dim if receiver.batch_dim in some else min(some, default=None) for some in dims]
-        return learned(receiver.model, self._taps, inputs, leaves, follow, n)
+        return learned(receiver.model, self._taps, inputs, leaves, follow, n, bags)
 
     @property
     def is_settled(self) -> bool:
@@ -388,12 +381,3 @@ class Probe:
 
 def _rank(shape: tuple[int, ...] | None) -> int | None:
     return None if shape is None else len(shape)
-
-
-def _warn_of_lists(receiver: Any, inputs: Any, leaves: Sequence[Any], n: int) -> None:
-    """Where what is taken for the first input is the first of several in a list: these may be samples."""
-    first = next((x for x in leaves if isinstance(x, Tensor)), None)
-    for x in (*inputs[0], *inputs[1].values()):
-        if type(x) is list and len(x) > 1 and x[0] is first is not None and all(isinstance(y, Tensor) for y in x):
-            said = _LISTED.format(type(receiver.model).__name__, len(x), receiver.batch_dim, n)
-            warnings.warn(said, DpfastWarning, stacklevel=_CALLER)

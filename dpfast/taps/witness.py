@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from dpfast.errors import InputError
 from dpfast.taps import kept
 from dpfast.taps.copies import copy_of, without_graphs
 from dpfast.taps.detached import detached_parameters
@@ -33,6 +32,7 @@ from dpfast.taps.registry import find_by_row, find_forward, find_rule
 from dpfast.taps.seen import Beside, Key, Run, backwards
 from dpfast.taps.shared import Operation, Shared
 from dpfast.taps.tap import Tap
+from dpfast.taps.trial import Trial
 from dpfast.taps.unsharded import copied_whole, whole_stand_in
 from dpfast.taps.written import is_written
 
@@ -57,7 +57,7 @@ class Witness(AtMeetings):
     exchanged: tuple[int, ...]
     whole: bool
     took_and_gave: list[tuple[int | None, Call]]
-    inputs: Sequence[Any] = ()  # of the model
+    called: tuple[Trial, Sequence[Any]]  # how the model is, and its inputs
 
     @classmethod
     def of(
@@ -86,9 +86,8 @@ class Witness(AtMeetings):
     def caught(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(self.module, nn.Embedding):
             args, kwargs, _ = self.with_whole_batch(args, kwargs, self.size)
-        offsets = args[1] if len(args) > 1 else kwargs.get("offsets")
-        if isinstance(self.module, nn.EmbeddingBag) and any(x is offsets is not None for x in self.inputs):
-            raise InputError("bags in one row, by offsets: the batch is not that of the first input")
+        trial, inputs = self.called
+        trial.bags.says_of(self.module, args, kwargs, inputs)
         by_row = find_by_row(self.module)
         output = self._ran(forward, args, kwargs) if by_row is None else by_row(self.module, *args, **kwargs)
         output = self.without_samples(output)
@@ -232,7 +231,7 @@ def whose_rows(rows: int, size: int, place: int | Rows, device: torch.device) ->
 def run_on(
     model: nn.Module,
     taps: Sequence[Tap],
-    structure: Any,
+    trial: Trial,
     leaves: Sequence[Any],
     places: dict[Key, Place],
     size: int,
@@ -244,7 +243,7 @@ def run_on(
     """One forward pass of a copy on these inputs, of ``size`` samples; with noise, a backward pass as well.
 
     Args:
-        structure, leaves: the inputs. places: of taps. stand_ins: what stands where parameters are, by their id.
+        trial, leaves: the inputs. places: of taps. stand_ins: what stands where parameters are, by their id.
         noisy, of_witnesses: of :meth:`Witness.of`.
     """
     # A backward pass within that one (reentrant checkpoints) must not come to the parameters themselves.
@@ -253,10 +252,10 @@ def run_on(
     model, copies = copied(model, taps, leaves_here | stand_ins)
     run = Run.begun()
     witnesses = [Witness.of(tap, i, run, places, size, noisy=noisy, **of_witnesses) for i, tap in enumerate(copies)]
-    leaves = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
+    leaves = trial.as_called([x.clone() if isinstance(x, Tensor) else x for x in leaves])
     for witness in witnesses:
-        witness.inputs = leaves
-    args, kwargs = structure.unflatten(leaves)
+        witness.called = trial, leaves
+    args, kwargs = trial.unflatten(leaves)
     before = kept.held(model)
     with (
         following_model(witnesses[0].taps, model, leaves),
