@@ -19,7 +19,7 @@ from dpfast.taps.layout import Place
 from dpfast.taps.seen import Key, Run
 from dpfast.taps.tap import Tap
 from dpfast.taps.trial import Trial
-from dpfast.taps.witness import Witness, copied
+from dpfast.taps.witness import Witness, copied, leaves_of_copy
 
 _NEXT = 2  # passes in which it may show: what is kept may wait for one before it is used
 
@@ -44,7 +44,8 @@ def carried(
     """
 
     def passes(first: Sequence[Any]) -> tuple[dict[str, Any], list[Any]] | None:
-        copy, own = copied(model, taps, stand_ins)
+        leaves_here = leaves_of_copy(model) if trial.with_gradients else {}
+        copy, own = copied(model, taps, leaves_here | stand_ins)
         witnesses = [Witness.of(tap, i, Run.begun(), places, size) for i, tap in enumerate(own)]
 
         def forward(some: Sequence[Any]) -> list[Any]:
@@ -53,8 +54,9 @@ def carried(
             for witness in witnesses:
                 witness.called = trial, some
             args, kwargs = trial.unflatten(some)
-            with following_model(witnesses[0].taps, copy, some), torch.no_grad():
-                return results_in(copy(*args, **kwargs))
+            recorded = torch.set_grad_enabled(trial.with_gradients)
+            with following_model(witnesses[0].taps, copy, some), recorded:
+                return [x.detach() if isinstance(x, Tensor) else x for x in results_in(copy(*args, **kwargs))]
 
         before = kept.held(copy)
         forward(first)

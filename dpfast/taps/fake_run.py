@@ -95,7 +95,7 @@ def calls_in_forward(
         probes = [ShapeTap.of(tap, size, dependence, (trial, inputs)) for tap in taps]
         args, kwargs = trial.unflatten(inputs)
         try:
-            with dependence:
+            with dependence, torch.set_grad_enabled(trial.with_gradients):
                 model(*args, **kwargs)
         finally:
             inputs.clear()  # which the copy's taps hold, or the garbage collector would have to be asked for them

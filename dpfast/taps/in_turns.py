@@ -19,7 +19,7 @@ from dpfast.taps.layout import Call
 from dpfast.taps.random_numbers import same_random_numbers
 from dpfast.taps.tap import Tap
 from dpfast.taps.trial import Trial
-from dpfast.taps.witness import copied, first_samples
+from dpfast.taps.witness import copied, first_samples, leaves_of_copy
 from dpfast.taps.written import begun_anew
 
 _SIZES = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37)
@@ -52,9 +52,10 @@ def calls_in_turns(
         tensors = [x for x in inputs if isinstance(x, Tensor)]
         samples = [x for x, dim in zip(inputs, dims, strict=True) if isinstance(x, Tensor) and dim is not None]
         dependence = Dependence(tensors, samples, size, lambda _: None)
-        model, copies = copied(model, taps)
+        model, copies = copied(model, taps, leaves_of_copy(model) if trial.with_gradients else {})
         probes = [ShapeTap.of(tap, size, dependence, (trial, inputs)) for tap in copies]
         args, kwargs = trial.unflatten(inputs)
-        with following_model(copies[0].taps, model, inputs), torch.no_grad(), dependence:
+        recorded = torch.set_grad_enabled(trial.with_gradients)
+        with following_model(copies[0].taps, model, inputs), recorded, dependence:
             model(*args, **kwargs)
         return [probe.told() for probe in probes]

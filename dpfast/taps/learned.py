@@ -56,6 +56,7 @@ class Learned(NamedTuple):
         settled: nothing more would come of another look.
         dims, by_shapes: which dimensions of the inputs follow the batch, and the places that shapes alone tell.
         bags: nothing is told, and would be where these were known.
+        with_gradients: as the model had to run for that (:class:`~dpfast.taps.trial.Trial`).
     """
 
     places: Found
@@ -65,6 +66,7 @@ class Learned(NamedTuple):
     dims: Sequence[int | None] = ()
     by_shapes: Mapping[Any, Place] = MappingProxyType({})
     bags: Bags | None = None
+    with_gradients: bool = False
 
 
 NOTHING = Learned({}, {}, TOLD_NOTHING, settled=True)
@@ -90,7 +92,11 @@ def learned(
     if odd is not None:
         return _untold(f"a {type(odd).__name__}'s forward is a function that may run the model itself")
     try:
-        return _learned_as(model, taps, Trial(inputs, bags), dims, n)
+        found = _learned_as(model, taps, Trial(inputs, bags), dims, n)
+        if found.dims:
+            return found
+        other = _learned_as(model, taps, Trial(inputs, bags, with_gradients=True), dims, n)
+        return other._replace(with_gradients=True) if other.dims else found
     except OtherBags as others:
         return _untold(said_by(others))._replace(bags=others.bags)
 

@@ -27,7 +27,7 @@ from dpfast.taps.registry import find_by_row
 from dpfast.taps.seen import said_by
 from dpfast.taps.tap import Tap
 from dpfast.taps.trial import Trial
-from dpfast.taps.witness import copied, leaf_of
+from dpfast.taps.witness import copied, leaves_of_copy
 
 _CHANGES = (
     "a sample's gradient in it changes with how long the longest sequence of the batch is: what follows {}, which "
@@ -213,7 +213,7 @@ class LengthLook:
                 _cut(some[number].movedim(dim, 0), slots, most)
         if i is not None:
             some[i] = torch.tensor([slot.length for slot in slots]).to(some[i])
-        stand_ins = {id(p): leaf_of(p) for p in self.model.parameters()} | self.others
+        stand_ins = leaves_of_copy(self.model) | self.others
         model, copies = copied(self.model, self.taps, stand_ins)
         for tap in copies:
             tap.__class__ = _Tap

@@ -206,7 +206,7 @@ class Probe:
         receiver, (inputs, _, bags, *_) = cast(Any, self._receiver()), cast(Any, self._inputs)
         size = min(max(n, SAMPLES), _MORE_SAMPLES)
         places = {**first.by_shapes, **{key: x for key, x in first.told.places.items() if isinstance(x, Rows)}}
-        trial = Trial(inputs, bags)
+        trial = Trial(inputs, bags, with_gradients=first.with_gradients)
         told = told_by_exchange(receiver.model, self._taps, trial, list(first.dims), places, (size,), at_once=at_once)
         buffers.give_back()  # a step takes less
         others = [key for key, place in told.places.items() if isinstance(place, OtherRows)]

@@ -16,11 +16,13 @@ class Trial(Structure):
 
     Attributes:
         leaves: plain tensors, and what stands among them. Bags in one row are by sample.
+        with_gradients: forward passes are recorded by autograd, as in training, where the forward asks for gradients
+            itself (``torch.autograd.grad``). Else they are only where gradients are looked at, which takes less memory.
     """
 
-    def __init__(self, inputs: Any, bags: Bags = NO_BAGS):
+    def __init__(self, inputs: Any, bags: Bags = NO_BAGS, *, with_gradients: bool = False):
         super().__init__(inputs)
-        self.bags = bags
+        self.bags, self.with_gradients = bags, with_gradients
         self.leaves = bags.by_sample([x.as_subclass(Tensor) if isinstance(x, Tensor) else x for x in self.leaves])
 
     def as_called(self, leaves: Sequence[Any]) -> list[Any]:

@@ -247,7 +247,7 @@ def run_on(
         noisy, of_witnesses: of :meth:`Witness.of`.
     """
     # A backward pass within that one (reentrant checkpoints) must not come to the parameters themselves.
-    leaves_here = {id(p): leaf_of(p) for p in model.parameters()} if noisy else {}
+    leaves_here = leaves_of_copy(model) if noisy or trial.with_gradients else {}
     to_leaves = all(leaves_here.get(id(p)) is not p for p in model.parameters() if p.requires_grad)
     model, copies = copied(model, taps, leaves_here | stand_ins)
     run = Run.begun()
@@ -261,7 +261,7 @@ def run_on(
         following_model(witnesses[0].taps, model, leaves),
         Picks(model, leaves, size).watching() as picks,
         Lengths(leaves) as lengths,
-        torch.set_grad_enabled(noisy or bool(of_witnesses.get("ways"))),
+        torch.set_grad_enabled(noisy or trial.with_gradients or bool(of_witnesses.get("ways"))),
     ):
         outputs = results_in(model(*args, **kwargs))
     run.routes.append(picks.routes())
@@ -284,6 +284,11 @@ def run_on(
 
 def _is_complex(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_complex()
+
+
+def leaves_of_copy(model: nn.Module) -> dict[int, nn.Parameter]:
+    """What stands in a copy for the parameters, where gradients may come to them, by their ids."""
+    return {id(p): leaf_of(p) for p in model.parameters()}
 
 
 def leaf_of(parameter: nn.Parameter) -> nn.Parameter:
