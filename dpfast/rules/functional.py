@@ -55,7 +55,7 @@ def expand(meeting: Meeting, x: Tensor, *sizes: Any, **kwargs: Any) -> Any:
         raise UnsupportedModuleError("sizes by keyword")
     if meeting.folded:
         raise UnsupportedModuleError("copies for several rows a sample, whose order nothing here tells")
-    (to,) = sizes if len(sizes) == 1 else (sizes,)
+    (to,) = sizes if len(sizes) == 1 and not isinstance(sizes[0], int) else (sizes,)
     return meeting.with_copies(to.dim() if isinstance(to, Tensor) else len(to))
 
 

@@ -136,3 +136,47 @@ def test_copies_for_rows_are_refused():
 
     with pytest.raises(EscapedGradientError, match=r"body\.bias"):
         GradSampleModule(Copies())(torch.randn(3, T, D)).sum().backward()
+
+
+COPIES = {
+    "expand(n)": lambda s, n: s.expand(n),
+    "expand((n,))": lambda s, n: s.expand((n,)),
+    "expand(n, 1)": lambda s, n: s.expand(n, 1)[:, 0],
+    "a row": lambda s, n: s.view(1).expand(n),
+    "expand_as": lambda s, n: s.expand_as(torch.empty(n)),
+    "broadcast_to": lambda s, n: torch.broadcast_to(s, (n,)),
+    "repeat": lambda s, n: s.repeat(n),
+    "* ones": lambda s, n: s * torch.ones(n),
+}
+
+
+class Flow(nn.Module):
+    """Its loss has the logarithms of determinants, of a parameter of its own and of another module's weight."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.log_scale, self.first, self.how = nn.Parameter(torch.randn(D) / 4), nn.Linear(D, D), how
+
+    def forward(self, x):
+        z, copies = self.first(x) * self.log_scale.exp(), COPIES[self.how]
+        log_det = copies(torch.linalg.slogdet(self.first.weight)[1], len(x))
+        return z.square().sum(1) / 2 - copies(self.log_scale.sum(), len(x)) - log_det
+
+
+class FlowOfAll(Flow):
+    def forward(self, x):
+        return super().forward(x) + COPIES[self.how](self.log_scale.sum() * self.first(x).mean(), len(x))
+
+
+@pytest.mark.parametrize("n", [0, 1, 3, D])
+@pytest.mark.parametrize("how", COPIES)
+def test_copies_of_one_number(how, n):
+    torch.manual_seed(0)
+    check(Flow(how), torch.randn(n, D), torch.randn(3, D))
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("mode", [GradSampleModule, lambda m: GradSampleModuleFastGradientClipping(m, max_grad_norm=C)])
+def test_copies_of_what_is_made_of_all_are_refused(how, mode):
+    with pytest.raises((InputError, UnsupportedModuleError, EscapedGradientError)):
+        mode(FlowOfAll(how))(torch.randn(3, D)).sum().backward()
