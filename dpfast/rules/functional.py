@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.modules.utils import _ntuple
 
 from dpfast.errors import UnsupportedModuleError
-from dpfast.factors import OuterProduct, is_standardised, keeps_gradients
+from dpfast.factors import Blocks, Dense, Factor, OuterProduct, Reshaped, is_standardised, keeps_gradients
 from dpfast.rules.attention import attended, mask_of_scores
 from dpfast.rules.convolution import convolution, transposed_convolution
 from dpfast.rules.copies import can_be_one, group_norm_as_one, in_a_row, of_copies
@@ -70,9 +70,10 @@ def repeat(meeting: Meeting, x: Shared, *_: Any) -> Any:
     return (copies.flatten(dim, dim + 1) if copies.dim() > max(x.dim(), x.dim() - dim) else copies).repeat(times)
 
 
-@register_function(*_of("matmul", "__matmul__", "__rmatmul__", "mm", "mv"))
+@register_function(*_of("matmul", "__matmul__", "__rmatmul__", "mm", "mv", "bmm"))
 def matmul(meeting: Meeting, x: Tensor, y: Tensor) -> Any:
-    """A table of two dimensions on the right is a layer's, a vector is one of a column; others are broadcast."""
+    """A table of two dimensions on the right is a layer's, a vector is one of a column, one of more as many layers'
+    where samples are rows; others are broadcast."""
     if isinstance(y, Shared) and y.dim() == 1 and x.dim() > 1:
         return matmul(meeting, x, y.unsqueeze(-1)).squeeze(-1)
     if isinstance(x, Shared) and x.dim() == 1 and y.dim() > 1:
@@ -84,10 +85,42 @@ def matmul(meeting: Meeting, x: Tensor, y: Tensor) -> Any:
             return {values[0]: OuterProduct(backprops, activations[0])}
 
         return meeting(torch.matmul, factors, [x], [y])
+    if _are_layers(meeting, x, y):
+        return meeting(torch.matmul, lambda v, a, b: {v[0]: _of_layers(v[0], a[0], b)}, [_for_each(x, y)], [y])
     rank = max(x.dim(), y.dim())
     if min(x.dim(), y.dim()) < 2 or meeting.place >= rank - 2:
         raise UnsupportedModuleError("samples in the rows or columns of a matrix")
     return meeting.with_copies(rank)
+
+
+@register_function(*_of("baddbmm"))
+def products_and_bias(meeting: Meeting, bias: Tensor, x: Tensor, y: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    """As many layers with a bias, (E, 1, P), each."""
+    other = isinstance(bias, Shared) and bias.shape != (len(y), 1, y.shape[-1])
+    if beta != 1 or alpha != 1 or not _are_layers(meeting, x, y) or other:
+        raise UnsupportedModuleError("products that are not those of layers with a bias")
+
+    def factors(values: Any, activations: Any, backprops: Tensor) -> Any:
+        found = {values[1]: _of_layers(values[1], activations[0], backprops)}
+        return found if values[0] is None else {values[0]: Dense(backprops.unsqueeze(-2)), **found}
+
+    return meeting(lambda x, b, y: torch.baddbmm(b, x, y), factors, [_for_each(x, y)], [bias, y])
+
+
+def _are_layers(meeting: Meeting, x: Tensor, y: Tensor) -> bool:
+    """Whether samples, or their rows, are the rows of x in ``x @ y``, and each matrix of y (..., D, P) sees all."""
+    shared = isinstance(y, Shared) and not isinstance(x, Shared) and not y.is_complex()
+    return shared and y.dim() > 2 and 1 < x.dim() <= y.dim() and meeting.place == y.dim() - 2
+
+
+def _for_each(x: Tensor, y: Tensor) -> Tensor:
+    return x.expand(*y.shape[:-2], *x.shape[-2:])
+
+
+def _of_layers(value: Tensor, activations: Tensor, backprops: Tensor) -> Factor:
+    """Of a value (..., D, P), from (N, ..., D) and (N, ..., P)."""
+    a, b = (x.flatten(1, -2).unbind(1) for x in (activations, backprops))
+    return Reshaped(Blocks([OuterProduct(y, x) for x, y in zip(a, b, strict=True)]), value.shape)
 
 
 @register_function(torch.einsum)

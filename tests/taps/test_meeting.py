@@ -180,3 +180,70 @@ def test_copies_of_one_number(how, n):
 def test_copies_of_what_is_made_of_all_are_refused(how, mode):
     with pytest.raises((InputError, UnsupportedModuleError, EscapedGradientError)):
         mode(FlowOfAll(how))(torch.randn(3, D)).sum().backward()
+
+
+ENSEMBLES = {
+    "x @ w": lambda m, x: x @ m.weight,
+    "rows": lambda m, x: x.repeat_interleave(2, 0) @ m.weight,
+    "a bias": lambda m, x: torch.matmul(x, m.weight) + m.bias,
+    "bmm": lambda m, x: torch.bmm(x.expand(E, -1, -1), m.weight),
+    "baddbmm": lambda m, x: torch.baddbmm(m.bias, x.expand(E, -1, -1), m.weight),
+    "baddbmm, of samples": lambda m, x: torch.baddbmm(x[:, :2].cos(), x.expand(E, -1, -1), m.weight),
+    "one after the other": lambda m, x: torch.baddbmm(m.bias, x.expand(E, -1, -1), m.weight).sin() @ m.head.mT,
+    "einsum": lambda m, x: torch.einsum("nd,edp->enp", x, m.weight),
+    "four dimensions": lambda m, x: (x @ m.weight.unflatten(0, (1, E))).squeeze(0),
+    "the same for both": lambda m, x: torch.baddbmm(m.weight[:, :1], x.expand(E, -1, -1), m.weight),
+}
+E = 3
+
+
+class Ensemble(nn.Module):
+    """Its layers' weights are one parameter, and all see the same samples, which are the second dimension of (E, N)."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(E, D, 2)), nn.Parameter(torch.randn(E, 1, 2))
+        self.head, self.how = nn.Parameter(torch.randn(E, 5, 2)), how
+
+    def forward(self, x):
+        return ENSEMBLES[self.how](self, x)
+
+
+class Behind(nn.Module):
+    """The ensemble's parameters are another module's."""
+
+    def __init__(self, how, ensemble):
+        super().__init__()
+        self.first, self.ensemble, self.how = nn.Linear(D, D), ensemble, how
+
+    def forward(self, x):
+        return ENSEMBLES[self.how](self.ensemble, self.first(x).tanh())
+
+
+class SamplesFirst(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        y = self.model(x)
+        return torch.sin(3.0 * y.unflatten(1, (len(x), y.shape[1] // max(len(x), 1)))).transpose(0, 1)
+
+
+@pytest.mark.parametrize("n", [0, 1, E])
+@pytest.mark.parametrize("make", [Ensemble, lambda how: Behind(how, Ensemble(how))])
+@pytest.mark.parametrize("how", ENSEMBLES)
+def test_ensembles(how, make, n):
+    torch.manual_seed(0)
+    check(SamplesFirst(make(how)), torch.randn(n, D), torch.randn(D, D))
+
+
+@pytest.mark.parametrize("how", ENSEMBLES)
+@pytest.mark.parametrize("mode", [GradSampleModule, lambda m: GradSampleModuleFastGradientClipping(m, max_grad_norm=C)])
+def test_samples_that_meet_in_an_ensemble_are_refused(how, mode):
+    class OfAll(Ensemble):
+        def forward(self, x):
+            return super().forward(x).softmax(1)
+
+    with pytest.raises((InputError, UnsupportedModuleError), match=r"several samples|not its own"):
+        mode(SamplesFirst(OfAll(how)))(torch.randn(5, D)).square().sum().backward()
