@@ -24,7 +24,7 @@ from dpfast.modes.between_passes import check_between
 from dpfast.modes.cut_graph import Cut
 from dpfast.modes.loss_ends import Looked, Output, dims_of, find_ends, mark, marks, unmark
 from dpfast.modes.ranked import ranked_samples
-from dpfast.taps import is_of_tap, nodes_behind, noise_like, said_by
+from dpfast.taps import Shared, is_of_tap, nodes_behind, noise_like, said_by
 
 _MEET = (
     "behind {}, {}, samples meet in the loss: a sample's gradient there changes with the outputs "
@@ -32,6 +32,7 @@ _MEET = (
     "clipping bounds nothing; make losses of shape (N,), each from its own sample, and take their mean or sum"
 )
 
+_ALONE = " (made of parameters alone; have the forward pass give each sample its own, x.expand(n, ...))"
 
 _RANKED = (
     "samples meet in the loss, behind the model's outputs: {} ranks the samples of the batch, so whether a sample has "
@@ -86,7 +87,8 @@ def mark_outputs(
     for i, x in enumerate(outputs):
         if isinstance(x, Tensor) and x.grad_fn is not None:
             dims = None if x.is_complex() else dims_of(x.shape, parted.get(i, ()), forward.n)
-            output = Output(weakref.ref(x), x._backward_hooks, f"output {i} of the model", forward, dims, i in mixed)
+            name = f"output {i} of the model{_ALONE if isinstance(x, Shared) else ''}"
+            output = Output(weakref.ref(x), x._backward_hooks, name, forward, dims, i in mixed)
             mark(x, output)
 
 

@@ -164,6 +164,10 @@ class ShapeTap(Tap):
             self.calls.append((rank, (shapes_taken(self.module, (args, kwargs)), outputs)))
         if self.dependence.mixed != mixed:
             self.fine[(OWN, "mixes")] = False
+        # What is given as it is comes to samples elsewhere, if at all.
+        for source in (source for x in found if isinstance(x, Shared) for source in x.sources):
+            if source.tap is self and source.key[0] == OWN:
+                self.fine.setdefault(source.key, True)
         parameters = [p for m in owned for p in m._parameters.values() if p is not None and p.requires_grad]
         if rule is None or substitute is not None or not parameters or not isinstance(output, Tensor):
             return output

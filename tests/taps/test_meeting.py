@@ -247,3 +247,51 @@ def test_samples_that_meet_in_an_ensemble_are_refused(how, mode):
 
     with pytest.raises((InputError, UnsupportedModuleError), match=r"several samples|not its own"):
         mode(SamplesFirst(OfAll(how)))(torch.randn(5, D)).square().sum().backward()
+
+
+class Returned(nn.Module):
+    """Weights of tasks, which it gives beside its output."""
+
+    def __init__(self, size, how):
+        super().__init__()
+        self.lin, self.weights, self.how = nn.Linear(D, D), nn.Parameter(torch.randn(size) / 4), how
+
+    def forward(self, x):
+        return self.lin(x), self.how(self.weights, len(x))
+
+
+class Sums(nn.Module):
+    """Samples' losses of what a model returns."""
+
+    def __init__(self, model, uses):
+        super().__init__()
+        self.model, self.uses = model, uses
+
+    def forward(self, x):
+        y, weights = self.model(x)
+        return y.square() + weights.exp().sum(-1, keepdim=True) if self.uses else y.square()
+
+
+ONE_FOR_ALL = {"as it is": lambda w, n: w, "made of it": lambda w, n: w.exp()}
+
+
+@pytest.mark.parametrize("how", ONE_FOR_ALL)
+@pytest.mark.parametrize("size", [(), (1,), (2,), (3,)])
+def test_parameters_that_are_returned(size, how):
+    torch.manual_seed(0)
+    model = Returned(size, ONE_FOR_ALL[how])
+    for mode in (GradSampleModule, lambda m: GradSampleModuleFastGradientClipping(m, max_grad_norm=C)):
+        y, weights = mode(copy.deepcopy(model))(torch.randn(3, D))
+        used = (y.square().sum(1, keepdim=True) * weights.exp()).sum()
+        with pytest.raises((EscapedGradientError, UnsupportedModuleError), match=r"weights \(|x\.expand\(n"):
+            used.backward()  # whose it is nobody could tell
+    for n in (1, 2, 3):
+        x = torch.randn(n, D)
+        exact = loop_over_samples(model, lambda m, x: m(x)[0].square().sum(), x)
+        clipping = GradSampleModuleFastGradientClipping(copy.deepcopy(model), max_grad_norm=C, loss_reduction="sum")
+        clipping(x)[0].square().sum().backward()
+        assert relative_error(clipping.get_norm_sample(), norms_of(exact)) <= 1e-5
+        check(Sums(Returned(size, lambda w, n: w.expand(n, max(1, w.numel()))), uses=True), x)
+        check(Sums(copy.deepcopy(model), uses=False), x)
+        if size:  # within a model it goes on to where it meets the samples
+            check(Sums(copy.deepcopy(model), uses=True), x)
