@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from dpfast.errors import UnsupportedModuleError
+
 Shown = Callable[[nn.Parameter], Tensor]
 """What a module's own code gets in a parameter's place."""
 
@@ -76,3 +78,19 @@ class detached_parameters:
 
     def __exit__(self, *_: object) -> None:
         del self._stack[self._before :]
+
+
+def wants_gradients(error: Exception) -> bool:
+    """Whether a forward has failed because there were none that it takes itself (``torch.autograd.grad`` within it)."""
+    return type(error) is RuntimeError and "does not require grad" in str(error)
+
+
+def say_what_it_wants(layer: str, error: RuntimeError) -> None:
+    """Raises UnsupportedModuleError where the layer's forward has failed for these."""
+    if wants_gradients(error):
+        raise UnsupportedModuleError(
+            f"{layer}: its forward takes gradients itself ({error}), and its parameters come to it without their "
+            "history, as it brings samples together, or not all that it does with them is known by samples. Take them "
+            "of a copy for each sample (self.w.expand(len(x), *self.w.shape)), and from each sample's own loss; or "
+            "freeze its parameters"
+        ) from error

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dpfast.errors import InputError, StateError, UnsupportedModuleError
 from dpfast.taps.around import is_around, sees_its_own_heads, with_inner, without_its_own_sums
-from dpfast.taps.detached import DetachableParameters, detached_parameters
+from dpfast.taps.detached import DetachableParameters, detached_parameters, say_what_it_wants
 from dpfast.taps.gathered import RoutedLayer, picked_here
 from dpfast.taps.gave import gave
 from dpfast.taps.layout import NO_SAMPLES, NOT_RUN, SHARED, Mixed, Place, Rows, kind_here, place_in
@@ -134,8 +134,12 @@ class Tap(RoutedLayer):
         shown: Callable[[nn.Parameter], Tensor] = Tensor.detach
         if watch is not None and not self.module._modules and not is_followed(args, kwargs):
             shown = watch.shown
-        with detached_parameters(owned, shown):
-            output = forward(*args, **kwargs)
+        try:
+            with detached_parameters(owned, shown):
+                output = forward(*args, **kwargs)
+        except RuntimeError as error:
+            say_what_it_wants(self.layer, error)
+            raise
         inputs = self._bound(forward, args, kwargs)
         if isinstance(self.module, nn.EmbeddingBag):
             indices, offsets = (*inputs[0], None)[:2]
