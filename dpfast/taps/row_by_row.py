@@ -14,7 +14,9 @@ _NOT_TAGGED = frozenset(
 ) | frozenset(("hardswish", "log_sigmoid", "softsign", "tanhshrink", "dropout"))
 """Of torch's functions that go entry by entry those that it does not say so of, as it makes them of others."""
 
-_ALONG = frozenset(("softmax", "log_softmax", "softmin", "normalize", "glu", "logsumexp", "sum", "mean", "amax", "amin"))
+_ALONG = frozenset(
+    ("softmax", "log_softmax", "softmin", "normalize", "glu", "logsumexp", "sum", "mean", "amax", "amin")
+)
 _NORMS = frozenset(("layer_norm", "rms_norm"))
 _CAT = frozenset(("cat", "concat", "concatenate"))
 
