@@ -308,7 +308,9 @@ def once(caught: Callable[..., Any], ctx: Any, *grads: Tensor | None) -> tuple[T
         found = caught(ctx, *grads)
     kept = [x for x in found if x is not None]
     apply: Any = _Once.apply
-    of = iter(apply(ctx.record.tap.layer, len(kept), *kept, *(g for g in grads if g is not None)))
+    # What came may depend on nothing, as of a sum, where what is given depends on the layer's parameters all the same.
+    on_parameters = torch.zeros((), requires_grad=True)
+    of = iter(apply(ctx.record.tap.layer, len(kept), *kept, *(g for g in grads if g is not None), on_parameters))
     return tuple(None if x is None else next(of) for x in found)
 
 

@@ -251,3 +251,37 @@ def test_a_gradient_of_the_gradient_is_refused_by_name(cls, inside):
         (gradient,) = torch.autograd.grad(wrapped(x).sum(), x, create_graph=True)
         (wrapped(x).squeeze(1) + gradient.detach().square().sum(1)).mean().backward()
         assert all(p.grad is not None for p in wrapped.parameters())
+
+
+class Sensitive(nn.Module):
+    """Weights features by how an energy changes with them: what comes to that layer, ones, depends on nothing."""
+
+    def __init__(self, energy):
+        super().__init__()
+        self.first, self.energy, self.head = nn.Linear(D, D), energy, nn.Linear(D, 2)
+
+    def forward(self, x):
+        h = self.first(x)
+        return self.head(h * torch.autograd.grad(self.energy(h).sum(), h, create_graph=True)[0])
+
+
+ENERGIES = {
+    "in one node": lambda: nn.Linear(D, 1),
+    "of copies": lambda: nn.GroupNorm(2, D),
+    "generic": lambda: nn.Sequential(nn.Unflatten(1, (D, 1)), nn.Conv1d(D, 2, 1)),
+}
+
+
+@pytest.mark.parametrize("n", [1, N])
+@pytest.mark.parametrize("name", ENERGIES)
+@pytest.mark.parametrize("cls", [dpfast.GradSampleModule, dpfast.GradSampleModuleFastGradientClipping])
+def test_a_gradient_of_a_sum_depends_on_the_parameters_too(cls, name, n):
+    """Their part of it was missing, without a word."""
+    torch.manual_seed(0)
+    wrapped = cls(Sensitive(ENERGIES[name]()))
+    with pytest.raises(UnsupportedModuleError, match=r"^energy.*the loss depends on .*create_graph"):
+        wrapped(torch.randn(n, D)).square().sum(1).mean().backward()
+    wrapped.zero_grad()
+    for p in wrapped.energy.parameters():
+        p.requires_grad_(False)
+    wrapped(torch.randn(n, D)).square().sum(1).mean().backward()
