@@ -54,6 +54,11 @@ class HandedOut:
         self._given = loader._num_yielded + 1
         self._draws.append((getattr(loader, "_send_idx", loader._num_yielded), number))
 
+    def is_over_for(self, other: HandedOut) -> None:
+        """Ends where the same iterator of a loader begins another iteration, and counts anew (persistent workers)."""
+        if self._loader is not None and self._loader == other._loader:
+            self._loader = _gone
+
     @property
     def over(self) -> bool:
         """Whether nobody will be given more of it, nor what a loader had fetched."""
@@ -75,16 +80,28 @@ class HandedOut:
         self._draws = deque(draw for draw in self._draws if not is_in(spans, draw[1]))
 
 
+def _gone() -> None:
+    """In the place of a weak reference."""
+
+
 def is_in(spans: Spans, number: int) -> bool:
     return any(first <= number <= last for first, last in spans)
 
 
 def joined(spans: Spans, numbers: Iterable[int]) -> Spans:
-    """The spans and these."""
-    found = list(spans)
-    for number in numbers:
-        if found and found[-1][1] == number - 1:
-            found[-1] = (found[-1][0], number)
-        elif not is_in(tuple(found), number):
-            found.append((number, number))
+    """The spans and these, in order: the same on all ranks, whoever holds them there."""
+    found: list[tuple[int, int]] = []
+    for first, last in sorted([*spans, *((number, number) for number in numbers)]):
+        if found and first <= found[-1][1] + 1:
+            found[-1] = (found[-1][0], max(found[-1][1], last))
+        else:
+            found.append((first, last))
     return tuple(found)
+
+
+def without(spans: Spans, others: Spans) -> Spans:
+    """What of the spans is in none of the others."""
+    for begin, end in others:
+        parts = (((first, min(last, begin - 1)), (max(first, end + 1), last)) for first, last in spans)
+        spans = tuple((first, last) for pair in parts for first, last in pair if first <= last)
+    return spans

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
-from dpfast.distributed.handed_out import HandedOut, Spans, is_in, joined
+from dpfast.distributed.handed_out import HandedOut, Spans, joined, without
 from dpfast.distributed.secret import SharedSecret
 from dpfast.distributed.wrappers import in_process_group, number_of_ranks
 from dpfast.errors import InputError, StateError
@@ -70,10 +70,9 @@ class PoissonBatches(Sampler[list[int]]):
         try:
             for _ in range(self.steps):
                 step, self._step = self._step, self._step + 1
-                if handed_out not in self._iterations:
-                    self._gather()
-                    self._iterations.append(handed_out)
                 handed_out.note(step, sys._getframe(1))
+                if handed_out not in self._iterations:
+                    self._begin(handed_out)
                 yield self.batch(step)
         finally:
             handed_out.ended = True
@@ -89,8 +88,8 @@ class PoissonBatches(Sampler[list[int]]):
 
     @property
     def draw(self) -> int:
-        """The number of the draw that the last batch is of: the one before ``step``, or an earlier one where workers
-        fetch ahead."""
+        """The number of the draw that the loop's last batch is of: the one before ``step``, or an earlier one where
+        workers fetch ahead; the highest where several were given since the last step."""
         given = self.given
         return given[-1][1] if given else self._step - 1 if self._last is None else self._last
 
@@ -115,7 +114,7 @@ class PoissonBatches(Sampler[list[int]]):
         given, self._last = of_step
         for iteration in self._iterations:
             iteration.take(given)
-        self._left = tuple(span for span in self._left if not all(is_in(given, number) for number in span))
+        self._left = without(self._left, given)
         return of_step
 
     @property
@@ -124,6 +123,12 @@ class PoissonBatches(Sampler[list[int]]):
         self._gather()
         first = (iteration.first for iteration in self._iterations)
         return min((number for number in first if number is not None), default=self._step)
+
+    def _begin(self, iteration: HandedOut) -> None:
+        for other in self._iterations:
+            other.is_over_for(iteration)
+        self._gather()
+        self._iterations.append(iteration)
 
     def _gather(self) -> None:
         """Keeps what iterations that are over were given, and no more of them."""

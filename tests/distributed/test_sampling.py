@@ -3,12 +3,14 @@
 import copy
 import hashlib
 import pickle
+import random
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpfast.distributed import PoissonBatches, SharedSecret
+from dpfast.distributed.handed_out import is_in, joined, without
 from dpfast.errors import InputError, StateError
 
 SECRET = SharedSecret(bytes(range(32)))
@@ -103,3 +105,13 @@ def test_a_run_goes_on_with_the_numbers_that_it_had():
     first, second = (SharedSecret(hashlib.sha256(b"goes on").digest()) for _ in range(2))
     first.go_on_as(1)
     assert first.new_stream() == (0, 1) and second.new_stream() == (0, 0)
+
+
+def test_spans_are_sets_of_numbers():
+    rng = random.Random(0)
+    for _ in range(300):
+        numbers, others, more = ([rng.randrange(12) for _ in range(rng.randrange(7))] for _ in range(3))
+        spans, taken = joined((), numbers), joined((), others)
+        assert joined(spans, more) == joined((), [*more, *numbers])
+        left = without(joined(spans, more), taken)
+        assert [n for n in range(12) if is_in(left, n)] == sorted({*numbers, *more} - {*others})

@@ -180,6 +180,18 @@ def test_left_early_between_its_checkpoints_it_goes_on_where_the_run_does():
         assert before[0] == after[0] and torch.equal(before[2], after[2])
 
 
+def test_persistent_workers_count_anew():
+    """A loop that was left early and the next one have the same iterator of the loader."""
+    run = Run(workers=2, persistent_workers=True)
+    run.steps(run.loader, 2)
+    loop = iter(run.loader)
+    run.steps(loop, 2)
+    state = run.state.state_dict()
+    killed, again = run.steps(loop, 3), resumed(state)
+    for before, after in zip(killed, again.steps(again.loader, 3), strict=True):
+        assert before[0] == after[0] and torch.equal(before[2], after[2])
+
+
 def test_noise_of_another_size_is_other_noise():
     """Or the two would be solved for the sum."""
     state, killed = saved_and_killed(Run(), "behind step()")
