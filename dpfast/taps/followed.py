@@ -18,7 +18,6 @@ from dpfast.errors import UnsupportedModuleError
 from dpfast.factors import Runs
 from dpfast.taps.layout import Mixed, Place, Rows, tokens_in
 from dpfast.taps.packed import in_samples, rows_of, tensors_of_packed
-from dpfast.taps.row_by_row import made_row_by_row
 
 
 class Source:
@@ -203,17 +202,19 @@ class Following(TorchFunctionMode):
         return Picked(torch.where(numbers < 0, numbers[:, :1], numbers), by, found.of, packed=True)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func not in _KEEP and func not in _PUT:
-            made_of, each = made_row_by_row(func, args, kwargs)
-            rows = [self.picked(x) if isinstance(x, Tensor) and x.is_floating_point() else None for x in made_of]
-            sources = [] if each and None in rows else [picked for picked in rows if picked is not None]
-            result = func(*args, **kwargs)
+        if getattr(func, "__name__", "") in _ROW_BY_ROW:
+            sources = [
+                picked
+                for x in args
+                if isinstance(x, Tensor) and x.is_floating_point() and (picked := self.picked(x)) is not None
+            ]
+            result = func(*args, **(kwargs or {}))
             if sources and isinstance(result, Tensor):
-                self._note_row_by_row(result, sources, each)
+                self._note_row_by_row(result, sources)
             return result
-        source = self.picked(args[0]) if args and id(args[0]) in self._seen else None
-        result = func(*args, **kwargs)
+        known = func in _KEEP or func in _PUT
+        source = self.picked(args[0]) if args and known and id(args[0]) in self._seen else None
+        result = func(*args, **(kwargs or {}))
         if source is None or source.numbers is None:
             return result
         if func in _PUT:
@@ -221,7 +222,7 @@ class Following(TorchFunctionMode):
                 self._note(args[0] if result is None else result, source)
             return result
         last = args[0].shape[source.numbers.dim() :]  # none of entries
-        found = _KEEP[func](source.numbers, result, *args[1:], **kwargs) if last or func in _ENTRIES else None
+        found = _KEEP[func](source.numbers, result, *args[1:], **(kwargs or {})) if last or func in _ENTRIES else None
         parts = [(result, found)] if isinstance(result, Tensor) else zip(result, found or (), strict=False)
         for x, numbers in parts:
             if numbers is not None and (*numbers.shape, *last) == x.shape:
@@ -241,17 +242,11 @@ class Following(TorchFunctionMode):
         place = _by_index(to.numbers, rows, index)
         return place is not None and torch.equal(place, put.numbers)
 
-    def _note_row_by_row(self, result: Tensor, sources: list[Picked], each: bool) -> None:
-        """What is made of rows that stand alike has these rows, whatever is broadcast over them.
-
-        Args:
-            each: nothing is, and all of them must stand alike.
-        """
-        lead = result.shape[:-1] if result.dim() else None
+    def _note_row_by_row(self, result: Tensor, sources: list[Picked]) -> None:
+        """What is made of rows that stand alike has these rows, whatever is broadcast over them."""
+        lead = result.shape[:-1]
         whole = [(x.numbers, x) for x in sources if x.numbers is not None and x.numbers.shape == lead]
-        if not whole or (each and len(whole) < len(sources)):
-            return
-        if all(numbers is whole[0][0] or torch.equal(numbers, whole[0][0]) for numbers, _ in whole):
+        if whole and all(numbers is whole[0][0] or torch.equal(numbers, whole[0][0]) for numbers, _ in whole):
             by = next((x.by for _, x in whole if x.by), ())
             self._note(result, Picked(whole[0][0], by, whole[0][1].of))
 
@@ -331,6 +326,11 @@ _KEEP = _PICK | {
     f: _viewed for name in (*_VIEWS, "float", "half", "bfloat16", "double") for f in (getattr(Tensor, name),)
 }
 _KEEP |= dict.fromkeys((torch.reshape, torch.flatten, torch.squeeze, torch.unsqueeze, torch.clone), _viewed)
+_ARITHMETIC = ("add", "sub", "mul", "div", "truediv")
+_ROW_BY_ROW = {
+    *(form for name in _ARITHMETIC for form in (name, f"{name}_", f"__{name}__", f"__r{name}__", f"__i{name}__")),
+    *("relu", "gelu", "silu", "tanh", "sigmoid", "dropout", "leaky_relu", "elu", "softplus"),
+}
 _KEEP |= dict.fromkeys((Tensor.transpose, torch.transpose), _transposed) | {PACK: _packed}
 WHOLE_ROWS = frozenset(_KEEP)
 """Functions that keep rows as they are."""
