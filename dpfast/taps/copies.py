@@ -150,7 +150,7 @@ class OfCopy(Tap):
         picked: the numbers of the rows that it runs on, where they were picked.
     """
 
-    follows = True
+    follows = trial = True
     picked: Tensor | None = None
 
     def run_picked(

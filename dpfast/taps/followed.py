@@ -1,6 +1,6 @@
 """Whose the rows are that a module picks out of what it has: its input, and what layers give within its forward, are
 followed through what keeps rows whole. Picking them by index, parting and repeating them, views that keep the last
-dimension, arithmetic row by row; anything else is not followed.
+dimension, what makes each row of one row (``row_by_row``); anything else is not followed.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dpfast.errors import UnsupportedModuleError
 from dpfast.factors import Runs
 from dpfast.taps.layout import Mixed, Place, Rows, tokens_in
 from dpfast.taps.packed import in_samples, rows_of, tensors_of_packed
+from dpfast.taps.row_by_row import at_places, made_row_by_row
 
 
 class Source:
@@ -136,11 +137,14 @@ class Following(TorchFunctionMode):
     Args:
         layer: the module, as errors name it. inputs: of which the first tensor of numbers, (..., D), is followed, and
             each of whole numbers, entry by entry (tokens, for a table). place: of the samples in one of them; None: it
-            is known once the module's forward has ended.
+            is known once the module's forward has ended. trial: no row's bits may depend on how many others there are.
     """
 
-    def __init__(self, layer: str, inputs: Any, place: Callable[[Tensor], Place] = lambda x: None):
+    def __init__(
+        self, layer: str, inputs: Any, place: Callable[[Tensor], Place] = lambda x: None, *, trial: bool = False
+    ):
         super().__init__()
+        self.trial = trial
         x = next((x for x in inputs if isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 1), None)
         self.source = Source(layer, (0,) if x is None else x.shape[:-1], None if x is None else place(x))
         self._seen: dict[int, tuple[Tensor, int, Picked]] = {}
@@ -202,19 +206,20 @@ class Following(TorchFunctionMode):
         return Picked(torch.where(numbers < 0, numbers[:, :1], numbers), by, found.of, packed=True)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in _ROW_BY_ROW:
-            sources = [
-                picked
-                for x in args
-                if isinstance(x, Tensor) and x.is_floating_point() and (picked := self.picked(x)) is not None
-            ]
-            result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func not in _KEEP and func not in _PUT:
+            made_of, each = made_row_by_row(func, args, kwargs)
+            rows = [self.picked(x) if isinstance(x, Tensor) and x.is_floating_point() else None for x in made_of]
+            sources = [] if each and None in rows else [picked for picked in rows if picked is not None]
+            for picked in sources[:1] if self.trial and not each else ():
+                if picked.by and picked.numbers is not None and picked.of is not None:
+                    func = at_places(func, picked.numbers, picked.of.shape.numel())
+            result = func(*args, **kwargs)
             if sources and isinstance(result, Tensor):
-                self._note_row_by_row(result, sources)
+                self._note_row_by_row(result, sources, each)
             return result
-        known = func in _KEEP or func in _PUT
-        source = self.picked(args[0]) if args and known and id(args[0]) in self._seen else None
-        result = func(*args, **(kwargs or {}))
+        source = self.picked(args[0]) if args and id(args[0]) in self._seen else None
+        result = func(*args, **kwargs)
         if source is None or source.numbers is None:
             return result
         if func in _PUT:
@@ -222,7 +227,7 @@ class Following(TorchFunctionMode):
                 self._note(args[0] if result is None else result, source)
             return result
         last = args[0].shape[source.numbers.dim() :]  # none of entries
-        found = _KEEP[func](source.numbers, result, *args[1:], **(kwargs or {})) if last or func in _ENTRIES else None
+        found = _KEEP[func](source.numbers, result, *args[1:], **kwargs) if last or func in _ENTRIES else None
         parts = [(result, found)] if isinstance(result, Tensor) else zip(result, found or (), strict=False)
         for x, numbers in parts:
             if numbers is not None and (*numbers.shape, *last) == x.shape:
@@ -242,11 +247,17 @@ class Following(TorchFunctionMode):
         place = _by_index(to.numbers, rows, index)
         return place is not None and torch.equal(place, put.numbers)
 
-    def _note_row_by_row(self, result: Tensor, sources: list[Picked]) -> None:
-        """What is made of rows that stand alike has these rows, whatever is broadcast over them."""
-        lead = result.shape[:-1]
+    def _note_row_by_row(self, result: Tensor, sources: list[Picked], each: bool) -> None:
+        """What is made of rows that stand alike has these rows, whatever is broadcast over them.
+
+        Args:
+            each: nothing is, and all of them must stand alike.
+        """
+        lead = result.shape[:-1] if result.dim() else None
         whole = [(x.numbers, x) for x in sources if x.numbers is not None and x.numbers.shape == lead]
-        if whole and all(numbers is whole[0][0] or torch.equal(numbers, whole[0][0]) for numbers, _ in whole):
+        if not whole or (each and len(whole) < len(sources)):
+            return
+        if all(numbers is whole[0][0] or torch.equal(numbers, whole[0][0]) for numbers, _ in whole):
             by = next((x.by for _, x in whole if x.by), ())
             self._note(result, Picked(whole[0][0], by, whole[0][1].of))
 
@@ -326,11 +337,6 @@ _KEEP = _PICK | {
     f: _viewed for name in (*_VIEWS, "float", "half", "bfloat16", "double") for f in (getattr(Tensor, name),)
 }
 _KEEP |= dict.fromkeys((torch.reshape, torch.flatten, torch.squeeze, torch.unsqueeze, torch.clone), _viewed)
-_ARITHMETIC = ("add", "sub", "mul", "div", "truediv")
-_ROW_BY_ROW = {
-    *(form for name in _ARITHMETIC for form in (name, f"{name}_", f"__{name}__", f"__r{name}__", f"__i{name}__")),
-    *("relu", "gelu", "silu", "tanh", "sigmoid", "dropout", "leaky_relu", "elu", "softplus"),
-}
 _KEEP |= dict.fromkeys((Tensor.transpose, torch.transpose), _transposed) | {PACK: _packed}
 WHOLE_ROWS = frozenset(_KEEP)
 """Functions that keep rows as they are."""

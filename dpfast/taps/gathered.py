@@ -45,9 +45,9 @@ _here = _Here()
 
 
 @contextmanager
-def following(layer: str, inputs: Any, place: Callable[[Tensor], Place]) -> Iterator[Following]:
+def following(layer: str, inputs: Any, place: Callable[[Tensor], Place], *, trial: bool) -> Iterator[Following]:
     """Rows are followed within a module's forward; ``place`` says where samples are in an input of it."""
-    with Following(layer, inputs, place) as mode:
+    with Following(layer, inputs, place, trial=trial) as mode:
         _here.following.append(mode)
         try:
             yield mode
@@ -55,11 +55,11 @@ def following(layer: str, inputs: Any, place: Callable[[Tensor], Place]) -> Iter
             _here.following.remove(mode)
 
 
-def follow_model(taps: Any, model: nn.Module, inputs: Any) -> None:
+def follow_model(taps: Any, model: nn.Module, inputs: Any, *, trial: bool = False) -> None:
     """The same in the model's own forward, from its hooks, where that has been seen to pick rows."""
     if taps.picks_rows:
         end_model(taps)
-        mode = _here.models[id(taps)] = Following(type(model).__name__, inputs, lambda _: taps.batch_dim)
+        mode = _here.models[id(taps)] = Following(type(model).__name__, inputs, lambda _: taps.batch_dim, trial=trial)
         mode.__enter__()  # type: ignore[no-untyped-call]  # torch's
         _here.following.append(mode)
 
@@ -75,7 +75,7 @@ def end_model(taps: object) -> None:
 @contextmanager
 def following_model(taps: Any, model: nn.Module, inputs: Any) -> Iterator[None]:
     """The same in a copy's forward, which writes to none of the parameters that it shares."""
-    follow_model(taps, model, inputs)
+    follow_model(taps, model, inputs, trial=True)
     try:
         with Unwritten(taps.shared):
             yield
@@ -134,6 +134,7 @@ class RoutedLayer(TappedLayer):
 
     known: Callable[[Any], Place]
     caught: Callable[..., Any]
+    trial = False  # whether it is that of a copy
 
     @property
     def active(self) -> bool:
@@ -163,7 +164,7 @@ class RoutedLayer(TappedLayer):
         if not self.sends:
             output = self.caught(forward, args, kwargs)
         else:
-            with following(self.layer, (*args, *kwargs.values()), self._place_of_input) as rows:
+            with following(self.layer, (*args, *kwargs.values()), self._place_of_input, trial=self.trial) as rows:
                 output = self.caught(forward, args, kwargs)
                 rows.ended(output, self.known_place, in_expert=bool(_here.picked))
         if _here.following and not _here.picked:
