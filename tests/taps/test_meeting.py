@@ -275,3 +275,58 @@ def test_parameters_that_are_returned(size, how):
         check(Sums(copy.deepcopy(model), uses=False), x)
         if size:  # within a model it goes on to where it meets the samples
             check(Sums(copy.deepcopy(model), uses=True), x)
+
+
+class Pairs(nn.Module):
+    """Gives similarities of all pairs, by a scale that is trained, beside what each sample has of its own (CLIP)."""
+
+    def __init__(self, in_place=False):
+        super().__init__()
+        self.one, self.other, self.in_place = nn.Linear(D, D), nn.Linear(D, D), in_place
+        self.scale, self.bias = nn.Parameter(torch.tensor(0.3)), nn.Parameter(torch.tensor(-0.1))
+
+    def forward(self, x):
+        a, b = self.one(x), self.other(x.cos())
+        pairs = a @ b.t()
+        pairs = pairs.mul_(self.scale.exp()) if self.in_place else pairs * self.scale.exp() + self.bias
+        return pairs, pairs.t(), a, (a * b).sum(1) * self.scale
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("n", [1, 2, D])
+def test_pairs_beside_samples(n, in_place):
+    torch.manual_seed(0)
+    model, x = Pairs(in_place), torch.randn(n, D)
+
+    def loss(m, x):
+        _, _, a, own = m(x)
+        return (own.sin() + a.square().sum(1)).sum()
+
+    exact = loop_over_samples(model, loss, x)
+    samples = GradSampleModule(copy.deepcopy(model), loss_reduction="sum")
+    clipping = GradSampleModuleFastGradientClipping(copy.deepcopy(model), max_grad_norm=C, loss_reduction="sum")
+    for _ in range(2):
+        for wrapped in (samples, clipping):
+            wrapped.zero_grad()
+            loss(wrapped, x).backward()
+    assert relative_error(clipping.get_norm_sample(), norms_of(exact)) <= 1e-5
+    for name in ("scale", "one.weight", "other.weight"):
+        assert relative_error(samples._module.get_parameter(name).grad_sample, exact[name]) <= 1e-5
+
+
+TAKEN = {
+    "all pairs": lambda out: out[0].softmax(1).diagonal(),
+    "a column": lambda out: out[1][:, 0],
+    "own pairs": lambda out: out[0].diagonal(),
+    "beside": lambda out: out[3] + out[0].sum(1),
+}
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("taken", TAKEN)
+@pytest.mark.parametrize("n", [1, D])
+def test_pairs_that_are_taken_are_refused(n, taken, in_place):
+    for mode in (GradSampleModule, lambda m: GradSampleModuleFastGradientClipping(m, max_grad_norm=C)):
+        wrapped = mode(Pairs(in_place))
+        with pytest.raises((EscapedGradientError, InputError, UnsupportedModuleError)):
+            TAKEN[taken](wrapped(torch.randn(n, D))).sum().backward()
