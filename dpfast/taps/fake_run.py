@@ -28,7 +28,7 @@ from dpfast.taps.copies import copy_of
 from dpfast.taps.dependence import Dependence
 from dpfast.taps.detached import detached_parameters
 from dpfast.taps.inputs import tensors_in
-from dpfast.taps.layout import SEVERAL, Call, Rows
+from dpfast.taps.layout import Call, Rows
 from dpfast.taps.left_behind import ONE_AT_A_TIME, LeftBehind, say_what_was_guessed, taking_back
 from dpfast.taps.meeting import Meeting
 from dpfast.taps.owned import owned_modules
@@ -211,13 +211,6 @@ class ShapeTap(Tap):
             if any(x.dtype.itemsize == 2 and not x._is_view() for x in found):
                 _note(operation, fine=False, where=OWN)  # its gradient would be rounded once more; functorch takes fp32
             return operation.wrapped(output, lambda x: x.requires_grad)
-        sources = [source for x in operation.shared for source in x.sources]
-        several = sum(s > 0 and s % self.size == 0 for s in shapes[0]) > 1
-        if several and all(source.tap is self and source.key[0] == OWN for source in sources):
-            # Nobody knows whose that is. All else goes on, where the module's own output is no more any one's.
-            self.fine.update({source.key: self.fine.get(source.key, True) for source in sources})
-            self.fine[(OWN, SEVERAL, operation.way)] = True
-            return output
         _note(operation, fine=follows and self._has_rule(operation, output, shapes))
         return output
 

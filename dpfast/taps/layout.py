@@ -283,7 +283,7 @@ def place_of_result(one: Sequence[Sequence[int]], two: Sequence[Sequence[int]], 
     if not any(found):
         return NO_SAMPLES
     if len(found[0]) != 1:
-        return SEVERAL if found[0] else None
+        return None
     ((dim, times),) = found[0].items()
     return None if times is None else dim if times == 1 else Rows(dim, None)
 

@@ -20,7 +20,7 @@ from dpfast.taps.exchange import told_by_exchange
 from dpfast.taps.fake_run import Values, calls_in_forward, fake_parameters, nothing_left_behind
 from dpfast.taps.in_turns import calls_in_turns, told_apart
 from dpfast.taps.inputs import may_be_given_again, stands_alone
-from dpfast.taps.layout import NO_SAMPLES, SEVERAL, Call, Mixed, Place, Rows, place_of, place_of_result
+from dpfast.taps.layout import NO_SAMPLES, Call, Mixed, Place, Rows, place_of, place_of_result
 from dpfast.taps.random_numbers import same_random_numbers
 from dpfast.taps.seen import said_by
 from dpfast.taps.tap import ALONE, OWN, Tap
@@ -148,7 +148,7 @@ def _untold(why: str) -> Learned:
 def with_own(places: Found) -> Found:
     """Where rows mix, a layer's operations one by one would not show it; nor where an operation meets samples in
     another order, or it is not known whose rows it meets."""
-    wrong = {key for key, place in places.items() if isinstance(place, str) and place not in (NO_SAMPLES, SEVERAL)}
+    wrong = {key for key, place in places.items() if isinstance(place, str) and place != NO_SAMPLES}
     mixed = {key[0] for key in wrong if isinstance(key[1], tuple) or isinstance(places[key], Mixed)}
     unknown = (k for k, place in places.items() if isinstance(place, Rows) and place.together is None)
     mixed |= {number for number, way in unknown if isinstance(way, tuple)}
@@ -293,11 +293,6 @@ def _compared(taps: Sequence[Tap], first: Any, second: Any, sizes: list[int]) ->
                 seen.shapes[i, rank] = f"{one} of {sizes[0]} samples and {two} of {sizes[1]}"
             if seen.places.setdefault((i, rank), place) != place:
                 seen.places[i, rank] = "its samples are in different dimensions at different uses"
-        own = {rank: place for (number, rank), place in seen.places.items() if number == i}
-        of_all = [way[2] for way in own if isinstance(way, tuple) and way[1:2] == (SEVERAL,)]
-        odd = all(place == SEVERAL for rank, place in own.items() if not isinstance(rank, tuple))
-        if of_all and not (odd and all(own.get(way) == SEVERAL for way in of_all)):
-            seen.places[i, (OWN,)] = None
     return seen
 
 
