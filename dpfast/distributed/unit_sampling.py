@@ -114,8 +114,9 @@ def _name(user: Any) -> Any:
         user = user.item()
     if isinstance(user, (tuple, frozenset)):
         return tuple(map(_name, user)) if isinstance(user, tuple) else frozenset(map(_name, user))
-    hashes: Any = type(user).__hash__
-    by_identity = user is not None and hashes in (object.__hash__, Tensor.__hash__, None)
+    kind: Any = type(user)
+    by_identity = kind.__hash__ in (object.__hash__, Tensor.__hash__, None) or kind.__eq__ is object.__eq__
+    by_identity = by_identity and user is not None
     if by_identity or user != user:  # NaN
         raise InputError(
             f"user_of_record has {str(user)[:80]} ({type(user).__name__}), which does not say that two records are of "

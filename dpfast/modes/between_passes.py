@@ -116,21 +116,23 @@ def _of_layer(edge: GradientEdge, whose: Sequence[int]) -> Output:
 
 
 def _meet(taken: GradientEdge, forward: Looked, ends: dict[GradientEdge, Output]) -> bool:
-    """Whether they do wherever samples may be, in what is taken and in what it came of."""
+    """Whether they do, wherever samples may be in what it came of."""
     told = [(edge, output, output.dims) for edge, output in ends.items() if output.dims]
     like: Any = taken.node._input_metadata[taken.output_nr]
     noise = noise_like(torch.empty((), dtype=like.dtype, device=like.device).expand(like.shape), 0)
     pull, looks = _Pull(taken, ends), max((len(dims) for *_, dims in told), default=0)
+    dim = _dim_of(like.shape, forward)
     return looks > 0 and all(
         _meet_in(noise, dim, [(edge, dims[min(look, len(dims) - 1)], x) for edge, x, dims in told], forward, pull)
         for look in range(looks)
-        for dim in _rows(like.shape, forward)
     )
 
 
-def _rows(shape: Sequence[int], forward: Looked) -> list[int | None]:
-    """In which dimension its samples may be; None: in none."""
-    return [dim for dim, size in enumerate(shape) if size == forward.n] or [None]
+def _dim_of(shape: Sequence[int], forward: Looked) -> int | None:
+    """In which dimension the pass has its samples there, not in which they may be by size: keys of all samples for each
+    of them (N, N, D) have their own and others'."""
+    found = [dim for dim, size in enumerate(shape) if size == forward.n]
+    return forward.batch_dim if forward.batch_dim in found else min(found, default=None)
 
 
 class _Pull:

@@ -100,7 +100,7 @@ class Cut:
             made = [g for g, needs in zip(made, node.needs_input_grad, strict=False) if needs]
             edges = [_plain(*x) for x in node.next_functions if x[0] is not None]
         for edge, g in zip(edges, made, strict=True):
-            if g is not None:
+            if g is not None and edge.node is not None:  # some nodes make gradients of what has none
                 like: Any = edge.node._input_metadata[edge.output_nr]  # autograd itself sums where it was broadcast
                 yield edge, g.sum_to_size(like.shape).to(like.dtype)
 

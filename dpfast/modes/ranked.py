@@ -8,7 +8,7 @@ several samples' is seen by what that gives the model's outputs.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,8 +17,10 @@ from torch.autograd.graph import GradientEdge
 
 from dpfast.modes.cut_graph import Cut
 from dpfast.modes.loss_ends import Output
+from dpfast.taps import noise_like
 
-_GROUPS = 4  # of what one operation ranks, so many are asked whose they are
+_GROUPS = 4  # that come of samples, of what one operation ranks with each other, are asked whose they are
+_ASKED = 64  # so many at most
 
 # The dimensions are what they have saved; None: all.
 _ALONG = ("Topk", "Sort", "Kthvalue", "Max", "Min", "Amax", "Amin", "Cummax", "Cummin")
@@ -39,39 +41,68 @@ def ranked_samples(nodes: Iterable[Any], ends: dict[GradientEdge, Output], cut: 
     """
     for node in nodes:
         name = type(node).__name__
-        if name in _RANK and any(_of_several(*group, ends, cut) for group in _ranked(node, _RANK[name])):
-            return name.partition("Backward")[0].lower()
+        if name in _RANK and node.next_functions[0][0] is not None:
+            ranked = _Ranked(node, _RANK[name], ends, cut)
+            if any(map(ranked.are_samples, ranked.dims)) or ranked.are_several():
+                return name.partition("Backward")[0].lower()
     return None
 
 
-def _ranked(node: Any, saved: str | None) -> Iterator[tuple[GradientEdge, Tensor]]:
-    """What it ranks, and some of the entries that are ranked with each other, bool."""
-    made_by, number = node.next_functions[0]
-    if made_by is None:
-        return
-    like = made_by._input_metadata[number]
-    shape = tuple(like.shape)
-    which = getattr(node, f"_saved_{saved}", ()) if saved else ()
-    some = [int(d) for d in (which if isinstance(which, (tuple, list)) else (which,))]
-    dims = {(d - 2**64 if d >= 2**63 else d) % len(shape) for d in some} if shape else set()  # torch loses its sign
-    others = [d for d in range(len(shape)) if dims and d not in dims]
-    groups = math.prod(shape[d] for d in others)
-    if math.prod(shape) <= groups:  # of one entry each
-        return
-    for group in range(0, groups, -(-groups // _GROUPS)):
-        index: list[Any] = [slice(None)] * len(shape)
-        for d in others:
-            group, index[d] = divmod(group, shape[d])
-        entries = torch.zeros(shape, dtype=torch.bool, device=like.device)
-        entries[tuple(index)] = True
-        yield GradientEdge(made_by, number), entries
+class _Ranked:
+    """What an operation ranks.
 
+    Attributes:
+        dims: along which.
+    """
 
-def _of_several(ranked: GradientEdge, entries: Tensor, ends: dict[GradientEdge, Output], cut: Cut) -> bool:
-    """Whether these come of several samples."""
-    like: Any = ranked.node._input_metadata[ranked.output_nr]
-    found: set[int] = set()
-    for g, output in zip(cut.gradients([ranked], [entries.to(like.dtype)], list(ends)), ends.values(), strict=True):
-        if g is not None and output.dims:
-            found.update(output.whose()[(g != 0).movedim(output.dims[0], 0).flatten(1).any(1).cpu()].tolist())
-    return len(found) > 1
+    def __init__(self, node: Any, saved: str | None, ends: dict[GradientEdge, Output], cut: Cut):
+        self._edge, self._ends, self._cut = GradientEdge(*node.next_functions[0]), ends, cut
+        like: Any = self._edge.node._input_metadata[self._edge.output_nr]
+        self._shape = tuple(like.shape)
+        self._noise = noise_like(torch.empty((), dtype=like.dtype, device=like.device).expand(self._shape), 0)
+        which = getattr(node, f"_saved_{saved}", ()) if saved else ()
+        some = [int(d) for d in (which if isinstance(which, (tuple, list)) else (which,))]
+        some = [d - 2**64 if d >= 2**63 else d for d in some]  # torch loses its sign
+        self.dims = sorted({d % len(self._shape) for d in some or range(len(self._shape))}) if self._shape else []
+
+    def are_samples(self, dim: int) -> bool:
+        """Whether either half of the entries along a dimension comes of that half of the samples."""
+        forward = next(iter(self._ends.values())).forward
+        if self._shape[dim] != forward.n:
+            return False
+        half, came = forward.half(), 0
+        for own in (half, ~half):
+            found = self._samples(own.view(-1, *[1] * (len(self._shape) - dim - 1)))
+            others = {number for number, is_own in zip(forward.whose, own.tolist(), strict=True) if not is_own}
+            if found & others:
+                return False
+            came += len(found)
+        return came > 1
+
+    def are_several(self) -> bool:
+        """Whether what is ranked with each other comes of several samples."""
+        others = [d for d in range(len(self._shape)) if d not in self.dims]
+        groups, reached = math.prod(self._shape[d] for d in others), 0
+        if math.prod(self._shape) <= groups:  # of one entry each
+            return False
+        for group in range(0, groups, -(-groups // _ASKED)):
+            index: list[Any] = [slice(None)] * len(self._shape)
+            for d in others:
+                group, index[d] = divmod(group, self._shape[d])
+            entries = torch.zeros(self._shape, dtype=torch.bool)
+            entries[tuple(index)] = True
+            found = self._samples(entries)
+            reached += bool(found)
+            if len(found) > 1 or reached == _GROUPS:
+                return len(found) > 1
+        return False
+
+    def _samples(self, entries: Tensor) -> set[int]:
+        """The numbers of those that entries come of, or of their units."""
+        found: set[int] = set()
+        grads = self._cut.gradients([self._edge], [self._noise * entries.to(self._noise.device)], list(self._ends))
+        for g, output in zip(grads, self._ends.values(), strict=True):
+            if g is not None and output.dims:
+                rows = ((g != 0) & g.isfinite()).movedim(output.dims[0], 0).flatten(1).any(1)
+                found.update(output.whose()[rows.cpu()].tolist())
+        return found

@@ -31,7 +31,7 @@ class Bags(NamedTuple):
 
     def number(self, leaves: Sequence[Any], n: int) -> int:
         """How many samples there are, where the first tensor is n long."""
-        first = next(i for i, x in enumerate(leaves) if isinstance(x, Tensor))
+        first = next((i for i, x in enumerate(leaves) if isinstance(x, Tensor)), -1)  # it may be a packed sequence
         offsets = self.entries.get(first, first)  # its own
         return len(leaves[offsets]) - (offsets in self.ended) if offsets in self.entries.values() else n
 

@@ -80,14 +80,14 @@ class detached_parameters:
         del self._stack[self._before :]
 
 
-def wants_gradients(error: Exception) -> bool:
+def wants_gradients(said: str) -> bool:
     """Whether a forward has failed because there were none that it takes itself (``torch.autograd.grad`` within it)."""
-    return type(error) is RuntimeError and "does not require grad" in str(error)
+    return "does not require grad" in said
 
 
 def say_what_it_wants(layer: str, error: RuntimeError) -> None:
     """Raises UnsupportedModuleError where the layer's forward has failed for these."""
-    if wants_gradients(error):
+    if type(error) is RuntimeError and wants_gradients(str(error)):
         raise UnsupportedModuleError(
             f"{layer}: its forward takes gradients itself ({error}), and its parameters come to it without their "
             "history, as it brings samples together, or not all that it does with them is known by samples. Take them "

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dpfast.taps.bags import NO_BAGS, Bags, OtherBags
+from dpfast.taps.detached import wants_gradients
 from dpfast.taps.exchange import told_by_exchange
 from dpfast.taps.fake_run import Values, calls_in_forward, fake_parameters, nothing_left_behind
 from dpfast.taps.in_turns import calls_in_turns, told_apart
@@ -93,7 +94,7 @@ def learned(
         return _untold(f"a {type(odd).__name__}'s forward is a function that may run the model itself")
     try:
         found = _learned_as(model, taps, Trial(inputs, bags), dims, n)
-        if found.dims:
+        if found.dims or not wants_gradients(found.told.why or ""):
             return found
         other = _learned_as(model, taps, Trial(inputs, bags, with_gradients=True), dims, n)
         return other._replace(with_gradients=True) if other.dims else found

@@ -15,6 +15,9 @@ _ALIASES = ("multiply", "subtract", "divide", "truediv", "floordiv", "floor_divi
 _NOT_TAGGED = frozenset((*_ALIASES, "hardswish", "log_sigmoid", "softsign", "tanhshrink", "dropout"))
 """Those of torch's functions that go entry by entry of which it does not say so."""
 
+_ARITHMETIC = frozenset(form for x in ("add", "sub", "mul", "div", "truediv") for form in (x, f"r{x}", f"i{x}"))
+"""In which rows of several tensors are taken to stand alike."""
+
 _ALONG = frozenset(
     ("softmax", "log_softmax", "softmin", "logsumexp", "normalize", "glu", "sum", "mean", "amax", "amin")
 )
@@ -30,7 +33,13 @@ def made_row_by_row(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         return (), False
     name = getattr(func, "__name__", "")
     if is_pointwise(name):
-        return (*args, *(x for key, x in kwargs.items() if key != "out")), False
+        some = (*args, *(x for key, x in kwargs.items() if key != "out"))
+        several = [x for x in some if isinstance(x, Tensor) and x.is_floating_point() and x.numel() > 1]
+        if len(several) < 2 or name.strip("_") in _ARITHMETIC:
+            return some, False
+        # All must be known: where rows that stand otherwise change places with these, and back, no samples meet that
+        # an exchange would show.
+        return several, True
     if name in _CAT:
         tensors = args[0] if args else kwargs.get("tensors", ())
         ranks = {x.dim() for x in tensors}

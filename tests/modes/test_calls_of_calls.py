@@ -87,6 +87,20 @@ def unrolled(between):
     return run
 
 
+class Keys(nn.Module):
+    """Looks at rows of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Linear(D, D)
+
+    def forward(self, x, keys=None):
+        h = self.encoder(x).tanh()
+        if keys is None:
+            return h
+        return h + ((keys @ h[:, :, None]).softmax(1) * keys).sum(1)
+
+
 MEET = {
     "mixup": (TwoWays, called_twice(lambda h: 0.6 * h + 0.4 * h.flip(0))),
     "other order": (TwoWays, called_twice(lambda h: h.flip(0))),
@@ -94,8 +108,10 @@ MEET = {
     "batch norm": (TwoWays, called_twice(lambda h: F.batch_norm(h, None, None, training=True))),
     "centred": (TwoWays, called_twice(lambda h: h - h.mean(0))),
     "a small share": (TwoWays, called_twice(lambda h: h + 1e-6 * h.roll(1, 0))),
+    "beside data": (lambda: TwoWays(2 * D), called_twice(lambda h: torch.cat([torch.ones_like(h), h.flip(0)], -1))),
     "with rolled negatives": (lambda: TwoWays(2 * D), called_twice(lambda h: torch.cat([h, h.roll(1, 0)], -1))),
     "all pairs": (lambda: TwoWays(), called_twice(lambda h: (h[:, None] * h[None]).flatten(0, 1))),
+    "all for each": (Keys, lambda m, x: m(x, keys=m(x)[None].expand(len(x), -1, -1))),
     "one's rows for all": (TwoWays, called_twice(lambda h: h[:1].expand_as(h))),
     "a context of all": (TwoWays, with_context(lambda h: h.mean(0))),
     "one sample's": (TwoWays, with_context(lambda h: h[0])),
@@ -106,6 +122,7 @@ MEET = {
 }
 APART = {
     "as it is": (TwoWays, called_twice(lambda h: h)),
+    "beside data": (lambda: TwoWays(2 * D), called_twice(lambda h: torch.cat([torch.ones_like(h), h], -1))),
     "row by row": (TwoWays, called_twice(lambda h: F.normalize(h.exp() - h.mean(1, keepdim=True), dim=-1))),
     "a context": (TwoWays, with_context(lambda h: h.mean(1, keepdim=True))),
     "a context without samples": (TwoWays, with_context(lambda h: torch.ones(D).requires_grad_().exp())),
