@@ -257,7 +257,7 @@ class TapFunction(torch.autograd.Function):
         except RuntimeError as error:
             raise StateError(
                 f"{record.tap.layer}: torch.autograd.grad() cannot give the gradients of its parameters; "
-                "loss.backward() leaves the private ones there; for ordinary ones, run the forward pass after "
+                "loss.backward() leaves the private ones in them; for ordinary ones, run the forward pass after "
                 "disable_hooks()"
             ) from error
         for g in grads:

@@ -94,7 +94,7 @@ def test_a_rule_that_is_registered_later_is_seen(plainly):
 def test_a_gradient_that_is_asked_for_alone_is_an_error():
     wrapped = clipping()
     loss = wrapped(torch.randint(0, 11, (N, T))).square().sum()
-    with pytest.raises(StateError, match="leaves them in the parameters"):
+    with pytest.raises(StateError, match="leaves the private ones in them; for ordinary ones"):
         torch.autograd.grad(loss, wrapped._module.up.weight)
 
 
