@@ -76,7 +76,6 @@ def told_by_exchange(
     sizes: Sequence[int],
     *,
     at_once: bool = False,
-    every: bool = False,
 ) -> Told:
     """What comes of exchanging samples.
 
@@ -84,7 +83,6 @@ def told_by_exchange(
         trial: the inputs. dims: of each, that of its samples. places: as shapes tell them.
         sizes: so many samples, or where that does not run so many.
         at_once: three are exchanged in one run, which takes half of the time and does not show what only they share.
-        every: not three are exchanged but all, one after the other.
     """
     if any(hasattr(p, "device_mesh") for p in model.parameters()):
         return NOTHING  # parts of parameters (FSDP2, tensor parallel), with which a copy does not run
@@ -97,7 +95,6 @@ def told_by_exchange(
             try:
                 with same_random_numbers() as again, same_kernels(attention=attention):
                     exchange = _Exchange(model, taps, trial, trial.leaves, dims, places, size, numbers, again)
-                    exchange.every = every
                     told = exchange.all_told(noisy, at_once)
                     if told.is_wrong and exchange.counted:
                         exchange, told = exchange.beside_the_longest(told, noisy, at_once)
@@ -142,7 +139,7 @@ class _Exchange:
         self.leaves = leaves
         self.lengths: set[int | None] = set()
         self.counted: list[list[int]] = []
-        self.stays, self.every = 0, False
+        self.stays = 0
         self.by_lengths: tuple[dict[int | str, str], str | None] | None = None
         self.keeps = False
         self.draws = 0
@@ -178,8 +175,7 @@ class _Exchange:
 
     def told(self, noisy: bool = False, at_once: bool = False) -> Told:
         """What changes with each of the samples, or with several."""
-        all_of_them = range(self.size - self.stays)
-        numbers = tuple(all_of_them if self.every else dict.fromkeys((0, 1, all_of_them[-1])))
+        numbers = tuple(dict.fromkeys((0, 1, self.size - 1 - self.stays)))
         which: Which = [numbers[: self.size - 1]] if at_once else [(j,) for j in numbers]
         base = self._run((), noisy)
         self.lengths |= base.lengths
@@ -293,7 +289,7 @@ class _Exchange:
             *(self.model, self.taps, self.trial, leaves, self.dims, self.ways),
             *(self.size + len(self.counted), self.others, self.again),
         )
-        beside.stays, beside.every = len(self.counted), self.every
+        beside.stays = len(self.counted)
         try:
             again = beside.all_told(noisy, at_once)
             right = not again.is_wrong and again.why in _STILL_TOLD and beside.with_lengths(again).lengths is None

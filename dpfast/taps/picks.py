@@ -191,9 +191,8 @@ class Picks(WithoutGradients):
             rows = int(args[0].shape[0])
             if picked is None:
                 return _Mark(self._running[-1], rows, True)
-            # Sorted, gone through layers and sorted back: all stand where they stood. A mask sorts nothing back, and
-            # may let all through now and fewer another time.
-            if not picked.as_picked and result.shape[:1] == (picked.rows,) and not _by_mask(name, args):
+            # Sorted, gone through layers and sorted back: all stand where they stood.
+            if not picked.as_picked and result.shape[:1] == (picked.rows,):
                 return _WHOLE
         if picked is None:
             return _WHOLE
@@ -259,11 +258,6 @@ class Picks(WithoutGradients):
         if by_data and any(mark is not None for mark in marks):
             return _Mark(self._running[-1], int(sources[0].shape[0]), True)
         return _WHOLE
-
-
-def _by_mask(name: str, args: Any) -> bool:
-    parts = args[1] if name == "__getitem__" and isinstance(args[1], tuple) else args[1:2]
-    return any(isinstance(x, Tensor) and x.dtype == torch.bool for x in parts)
 
 
 def _says_whose(module: nn.Module, args: Any, kwargs: Any) -> bool:

@@ -164,7 +164,7 @@ class Probe:
             return False
         if in_backward() is None and looks is not None and looks.due == 0:
             few = min(n, _SOME_SAMPLES) if looks.forwards == 1 else n
-            why = self._look_again(kind, looks.first, few, looks, at_once=True)
+            why = self._look_again(kind, looks.first, few, at_once=True, looks=looks)
             self._called = like, dims, look, why
             return looks.forwards > 1
         elif in_backward() is None:
@@ -174,6 +174,8 @@ class Probe:
                 return self.look(inputs, leaves, n, trainable)
             if not self._looks and bags is NO_BAGS:
                 warn_of_lists(receiver.model, receiver.batch_dim, inputs, leaves, n, _CALLER)
+            if add_routes(receiver, self._taps, found.told.routes):
+                found = self._learned()
             self._refuse_carried(found.told.carried)
             say_what_is_not_told(receiver.model, found.told)
             if found.told.why is None:
@@ -196,20 +198,20 @@ class Probe:
                 self._called = like, dims, look, self._look_again(kind, found, n)
         return True
 
-    def _look_again(self, kind: Any, first: Learned, n: int, looks: _Looks | None = None, **how: bool) -> str | None:
+    def _look_again(
+        self, kind: Any, first: Learned, n: int, at_once: bool = False, looks: _Looks | None = None
+    ) -> str | None:
         """With up to so many samples, and the numbers of now. What is wrong counts, and nothing else, but that a layer
         has several rows a sample now, of ``looks``. Returns why it could not be run."""
         receiver, (inputs, _, bags, *_) = cast(Any, self._receiver()), cast(Any, self._inputs)
         size = min(max(n, SAMPLES), _MORE_SAMPLES)
         places = {**first.by_shapes, **{key: x for key, x in first.told.places.items() if isinstance(x, Rows)}}
         trial = Trial(inputs, bags, with_gradients=first.with_gradients)
-        told = told_by_exchange(receiver.model, self._taps, trial, list(first.dims), places, (size,), **how)
+        told = told_by_exchange(receiver.model, self._taps, trial, list(first.dims), places, (size,), at_once=at_once)
         buffers.give_back()  # a step takes less
-        if add_routes(receiver, self._taps, told.routes):  # no row of the first samples was picked; and now of which?
-            return self._look_again(kind, first, n, looks, every=True)
         others = [key for key, place in told.places.items() if isinstance(place, OtherRows)]
         if others and looks is not None and self._have_rows(kind, others, looks):
-            return self._look_again(kind, looks.first, n, None, **how)
+            return self._look_again(kind, looks.first, n, at_once)
         self._refuse_carried(told.carried)
         say_what_is_not_told(receiver.model, told)
         self.outputs[kind] = {**self.outputs.get(kind, {}), **told.outputs}
@@ -266,10 +268,12 @@ class Probe:
         """
         kind, receiver = kind_here(self._receiver()), cast(Any, self._receiver())
         seen, where = self._seen[kind], [(self._taps.index(tap), _rank(shape)) for tap, _, shape in new]
-        mixed, before, n = self._mixed(kind), routes_of(receiver, self._taps), cast(Any, self._inputs)[-1]
+        picks, mixed, n = False, self._mixed(kind), cast(Any, self._inputs)[-1]
         with same_random_numbers() as again:
             for _ in range(_MOST_DRAWS):
                 found = self._learned()
+                if add_routes(receiver, self._taps, found.told.routes):
+                    picks, found = True, self._learned()
                 self._refuse_carried(found.told.carried)
                 if found.told.why is None:
                     self._add(kind, found, looks)
@@ -281,7 +285,6 @@ class Probe:
         for key, why in self._mixed(kind).items():
             if key not in mixed and key not in where:  # whose place this forward has taken already
                 raise UnsupportedModuleError(f"{self._taps[key[0]].layer}: {why}")
-        picks = routes_of(receiver, self._taps) != before
         unseen = {key: tap.layer for (tap, _, _), key in zip(new, where, strict=True) if not (picks or key in seen)}
         seen.update(set(where) - unseen.keys())
         for tap, record, shape in new:
@@ -310,12 +313,11 @@ class Probe:
         return {key: place for key, place in of_kind.items() if isinstance(place, Mixed)}
 
     def _learned(self) -> Learned:
-        """Of the forward that runs, or has; anew where rows were picked that nobody has followed."""
+        """Of the forward that runs, or has."""
         assert self._inputs is not None  # while one does
         receiver, (inputs, leaves, bags, dims, n) = cast(Any, self._receiver()), self._inputs
         follow = [receiver.batch_dim if receiver.batch_dim in some else min(some, default=None) for some in dims]
-        found = learned(receiver.model, self._taps, inputs, leaves, follow, n, bags)
-        return self._learned() if add_routes(receiver, self._taps, found.told.routes) else found
+        return learned(receiver.model, self._taps, inputs, leaves, follow, n, bags)
 
     @property
     def is_settled(self) -> bool:

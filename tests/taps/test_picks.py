@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from dpfast import GradSampleModule, GradSampleModuleFastGradientClipping
@@ -277,85 +276,6 @@ class Packed(nn.Module):
         packed = nn.utils.rnn.pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
         states = self.rnn(packed)[1]
         return self.head((states[0] if isinstance(states, tuple) else states)[-1])
-
-
-class Cascade(nn.Module):
-    """Samples leave it where its head is sure."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-        self.heads = nn.ModuleList(nn.Linear(4, 2) for _ in range(3))
-
-    def forward(self, x):
-        out, numbers = x.new_zeros(len(x), 2), torch.arange(len(x))
-        for k, (block, head) in enumerate(zip(self.blocks, self.heads, strict=True)):
-            x = F.silu(block(x))
-            logits = head(x)
-            done = logits.softmax(-1).amax(-1) > (0.6 if k < 2 else 0.0)
-            out = out.index_copy(0, numbers[done], logits[done])
-            x, numbers = x[~done], numbers[~done]
-            if not len(x):
-                break
-        return out
-
-
-def of_cascade(model, x):
-    return model(x).square().sum()
-
-
-# Seeds where none, some and all samples leave at first, in the trials and in the batches.
-@pytest.mark.parametrize("seed", [8, 16, 19, 24, 25, 28, 31, 33])
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2), (5, 1, 7, 3), (8, 8)])
-def test_a_cascade(seed, sizes):
-    torch.manual_seed(seed)
-    model = Cascade()
-    wrapped = GradSampleModule(copy.deepcopy(model), loss_reduction="sum")
-    for n in sizes:
-        x = torch.randn(n, 4)
-        exact = loop_over_samples(model, of_cascade, x)
-        wrapped.zero_grad()
-        of_cascade(wrapped, x).backward()
-        for name, p in wrapped._module.named_parameters():
-            found = torch.zeros_like(exact[name]) if p.grad_sample is None else p.grad_sample
-            assert (found - exact[name]).norm() <= 1e-5 * norms_of(exact).max(), name
-
-
-class Large(nn.Module):
-    """Samples whose first number is large go through a layer more, each alone or beside the others."""
-
-    def __init__(self, mixing):
-        super().__init__()
-        self.first, self.more, self.last = nn.Linear(3, D), nn.Linear(D, D), nn.Linear(D, 2)
-        self.mixing = mixing
-
-    def forward(self, x):
-        h = torch.tanh(self.first(x))
-        large = x[:, 0] > 2.0
-        if large.any():
-            rows = self.more(h[large])
-            h = h.index_put((large,), rows - rows.mean(0) if self.mixing else rows)
-        return self.last(h)
-
-
-@pytest.mark.parametrize("mixing", [False, True])
-def test_picked_in_a_later_trial_alone(mixing):
-    """None of the three samples that are looked at first is picked."""
-    torch.manual_seed(0)
-    model, x = Large(mixing), torch.randn(8, 3).clamp(-1.0, 1.0)
-    x[3:6, 0] = 3.0
-    wrapped = GradSampleModule(copy.deepcopy(model), loss_reduction="sum")
-    if mixing:
-        with pytest.raises(DpfastError):
-            of_cascade(wrapped, x).backward()
-        return
-    for _ in range(2):
-        exact = loop_over_samples(model, of_cascade, x)
-        wrapped.zero_grad()
-        of_cascade(wrapped, x).backward()
-        for name, p in wrapped._module.named_parameters():
-            assert relative_error(p.grad_sample, exact[name]) <= 1e-5, name
-        x = x.flip(0)
 
 
 def squares(model, tokens, lengths):
