@@ -51,7 +51,7 @@ def check_between(ends: Iterable[tuple[Any, Looked]]) -> None:
     Raises:
         UnsupportedModuleError: samples meet between what earlier passes gave and what one of these takes.
     """
-    waiting, seen = deque(ends), set()
+    waiting, seen, taken = deque(ends), set(), set()
     while waiting:
         node, forward = waiting.popleft()
         if node in seen or forward.thread != threading.get_ident():
@@ -62,7 +62,8 @@ def check_between(ends: Iterable[tuple[Any, Looked]]) -> None:
                 continue
             if following._sequence_nr() in forward.nodes:
                 waiting.append((following, forward))
-            elif following.next_functions:  # no parameter
+            elif following.next_functions and (following, number, forward) not in taken:  # no parameter
+                taken.add((following, number, forward))  # by many layers, as keys and values are
                 before = _check(GradientEdge(following, number), forward)
                 waiting.extend((edge.node, x.forward) for edge, x in before.items() if x.forward.nodes)
 

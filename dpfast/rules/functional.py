@@ -73,8 +73,7 @@ def matmul(meeting: Meeting, x: Tensor, y: Tensor) -> Any:
         return torch.matmul(x, y.unsqueeze(-1)).squeeze(-1)
     if isinstance(x, Shared) and x.dim() == 1 and y.dim() > 1:
         return torch.matmul(y.mT, x)
-    is_layer = isinstance(y, Shared) and not isinstance(x, Shared) and y.dim() == 2 and x.dim() > 1
-    if is_layer and not y.is_complex():
+    if isinstance(y, Shared) and not isinstance(x, Shared) and y.dim() == 2 and x.dim() > 1:
 
         def factors(values: Any, activations: Any, backprops: Tensor) -> Any:
             return {values[0]: OuterProduct(backprops, activations[0])}
@@ -103,9 +102,14 @@ def products_and_bias(meeting: Meeting, bias: Tensor, x: Tensor, y: Tensor, *, b
 
 
 def _are_layers(meeting: Meeting, x: Tensor, y: Tensor) -> bool:
-    """Whether samples, or their rows, are the rows of x in ``x @ y``, and each matrix of y (..., D, P) sees all."""
-    shared = isinstance(y, Shared) and not isinstance(x, Shared) and not y.is_complex()
-    return shared and y.dim() > 2 and 1 < x.dim() <= y.dim() and meeting.place == y.dim() - 2
+    """Whether samples are the rows of x in ``x @ y``, and each matrix of y (..., D, P) sees all."""
+    return (
+        isinstance(y, Shared)
+        and not isinstance(x, Shared)
+        and y.dim() > 2
+        and 1 < x.dim() <= y.dim()
+        and meeting.place == y.dim() - 2
+    )
 
 
 def _for_each(x: Tensor, y: Tensor) -> Tensor:

@@ -70,6 +70,13 @@ def test_the_accountant_counts_units():
     assert accountant.get_epsilon(1e-5) > 0
 
 
+class Hashed:
+    """Has a hash, and equals itself alone."""
+
+    def __hash__(self):
+        return 1
+
+
 def by(numbers):
     """As data sets give them, each record's by itself."""
     return [
@@ -94,11 +101,22 @@ def test_users_are_told_apart_by_value(users):
         float("nan"),
         torch.tensor(float("nan")),
         object(),
+        Hashed(),
         [1],
         (1, object()),
         frozenset([float("nan")]),
     ],
-    ids=["vector", "array", "NaN", "NaN in a tensor", "object", "list", "object in a tuple", "NaN in a set"],
+    ids=[
+        "vector",
+        "array",
+        "NaN",
+        "NaN in a tensor",
+        "object",
+        "object with a hash",
+        "list",
+        "object in a tuple",
+        "NaN in a set",
+    ],
 )
 def test_what_names_no_user_is_refused(user):
     with pytest.raises(InputError, match="give numbers or strings"):

@@ -219,6 +219,8 @@ def test_one_models_output_is_anothers_input():
         critic(fake() - fake().mean(0)).sum().backward()
     with pytest.raises(UnsupportedModuleError, match="samples meet between two forward passes"):
         critic(torch.cat([fake()] * 2)).sum().backward()  # two pairs of samples for each
+    with pytest.raises(UnsupportedModuleError, match="samples meet between two forward passes"):
+        critic(generator(torch.randn(6, D), encode=True).view(3, 2, D).mean(1)).sum().backward()  # one of two
     critic(torch.cat([torch.randn(5, D), fake()])).sum().backward()
     assert generator._module.encoder.weight.grad.any() and critic._module.head.weight.grad.any()
 

@@ -5,13 +5,14 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from picked_rows import assert_right, loss
 from torch import Tensor, nn
 
 from dpfast import GradSampleModule, GradSampleModuleFastGradientClipping
 from dpfast.errors import DpfastError
 from dpfast.taps.followed import Following
 from dpfast.taps.row_by_row import is_pointwise
-from dpfast.testing import loop_over_samples, norms_of, relative_error
+from dpfast.testing import loop_over_samples, relative_error
 
 D, T = 6, 5
 VECTOR = torch.linspace(0.5, 1.5, D, dtype=torch.float64)
@@ -57,6 +58,8 @@ WIDER = {
 }
 
 MIXING = {
+    "where, of other rows": lambda x: torch.where(x > 0, x, x.flip(0)),
+    "lerp, to other rows": lambda x: torch.lerp(x, x.flip(0), 0.5),
     "softmax": lambda x: x.softmax(0),
     "log_softmax": lambda x: F.log_softmax(x, dim=0),
     "normalize": lambda x: F.normalize(x, dim=0),
@@ -115,30 +118,6 @@ class Radiance(nn.Module):
         out = points.new_zeros(points.shape[:-1])
         out[inside] = self.last(F.softplus(self.two(h)))[:, 0]
         return out
-
-
-def loss(model, x):
-    return torch.sin(3.0 * model(x)).flatten(1).mean(1).sum()
-
-
-def assert_right(model, *batches):
-    samples = GradSampleModule(copy.deepcopy(model), loss_reduction="sum")
-    for x in batches:
-        exact = loop_over_samples(model, loss, x)
-        norms = norms_of(exact)
-        samples.zero_grad()
-        loss(samples, x).backward()
-        for name, p in samples._module.named_parameters():
-            assert ((p.grad_sample - exact[name]).flatten(1).norm(dim=1) <= 1e-5 * norms.max()).all(), name
-    clipped = GradSampleModuleFastGradientClipping(
-        copy.deepcopy(model), loss_reduction="sum", max_grad_norm=float(norms.median())
-    )
-    loss(clipped, x).backward()
-    assert relative_error(clipped.get_norm_sample(), norms) <= 1e-5
-    factors = clipped.get_clipping_coef().double()
-    for name, p in clipped._module.named_parameters():
-        total = torch.einsum("n,n...->...", factors, exact[name])
-        assert (p.grad - total).norm() <= 1e-5 * norms.max(), name
 
 
 def some(n):
