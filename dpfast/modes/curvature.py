@@ -23,7 +23,8 @@ from dpfast.errors import DpfastWarning, StateError, UnsupportedModuleError
 from dpfast.modes.between_passes import check_between
 from dpfast.modes.cut_graph import Cut
 from dpfast.modes.loss_ends import Looked, Output, dims_of, find_ends, mark, marks, unmark
-from dpfast.modes.ranked import ranked_samples
+from dpfast.modes.ranked import bent_where_samples_meet, ranked_samples
+from dpfast.modes.spread import spread_over_samples
 from dpfast.taps import Shared, is_of_tap, nodes_behind, noise_like, said_by
 
 _MEET = (
@@ -39,10 +40,21 @@ _RANKED = (
     "a gradient there depends on the others (hard examples, the largest loss, a median), and clipping bounds nothing; "
     "take the mean or sum of all samples' losses, or choose by each sample's own (a fixed threshold)"
 )
+_BENT = (
+    "samples meet in the loss, behind the model's outputs: {} takes an entry that comes of several of them (a hinge of "
+    "their difference, the larger of two, the mean loss above a floor), so a sample's gradient there depends on the "
+    "others, and clipping bounds nothing; take the mean or sum of all samples' losses, each made from its own sample"
+)
 _NOT_SEEN = (
     "whether samples meet in the loss, behind the model's outputs, cannot be seen: it has no second derivatives, {}. "
     "That it is a sum or mean of samples' own losses is taken on trust: if it is not so, clipping bounds nothing "
     "(docs/layouts.md)"
+)
+_SPREAD = (
+    "behind the model's outputs, the loss spreads a tensor {} over {}, as long as the batch's {} samples in two of its "
+    "dimensions, beside one without gradients. Outputs (N, 1) and targets (N,) do that, and give each sample's loss "
+    "the targets of all, so clipping bounds nothing: give both one shape, y.squeeze(1) or targets.unsqueeze(1). Where "
+    "what is beside it is as long by accident, and the same for all samples, nothing is wrong"
 )
 _ONCE = ("Error", "CompiledFunctionBackwardBackward")  # torch's classes; what these come from is behind no edge
 _AT_ONCE = 2**20  # numbers of second derivatives
@@ -127,7 +139,9 @@ def _look(
     if not told:
         return
     cut = Cut(list(outputs), by_hand=any(x.tensor is None for x in outputs.values()))
-    _check_ranks(nodes, told, cut)
+    _check_choices(nodes, told, cut)
+    if (shapes := spread_over_samples(nodes, forwards[0].n)) is not None:
+        warnings.warn(_SPREAD.format(*shapes, forwards[0].n), DpfastWarning, stacklevel=_CALLER)
     buffers.give_back()  # what is free between activations is too small for what follows, and would stay beside it
     try:
         with torch.enable_grad():
@@ -143,13 +157,18 @@ def _look(
         raise UnsupportedModuleError(_MEET.format(*met))
 
 
-def _check_ranks(nodes: Sequence[Any], outputs: dict[GradientEdge, Output], cut: Cut) -> None:
+def _check_choices(nodes: Sequence[Any], outputs: dict[GradientEdge, Output], cut: Cut) -> None:
+    """What second derivatives of straight pieces do not show."""
+    ranked = bent = None
     try:
-        name = ranked_samples(nodes, {edge: x for edge, x in outputs.items() if x.dims}, cut)
+        ranked = ranked_samples(nodes, {edge: x for edge, x in outputs.items() if x.dims}, cut)
+        bent = bent_where_samples_meet(nodes, outputs, cut) if ranked is None else None
     except Exception:  # of what has no gradients, the look at second derivatives says why
         return
-    if name is not None:
-        raise UnsupportedModuleError(_RANKED.format(name))
+    if ranked is not None:
+        raise UnsupportedModuleError(_RANKED.format(ranked))
+    if bent is not None:
+        raise UnsupportedModuleError(_BENT.format(bent))
 
 
 @contextmanager
