@@ -76,23 +76,28 @@ def check_counts(loss: Tensor) -> None:
 
 
 def _check_cross_entropy(loss: Tensor, mean: Any) -> None:
-    picks = _picks_before(mean)
     if isinstance(mean._saved_target, FakeTensor) or _is_in_a_graph(loss):
         return
-    shares = _of_targets(mean)
-    if mean._saved_weight is None and picks is None and bool((shares != 0).all()):
+    picks, counted = _picks_before(mean), _counted(mean)
+    if mean._saved_weight is None and picks is None and bool(counted.all()):
         return
-    for taps, n, of_samples in _of_samples(
+    shares = _of_targets(mean, counted)
+    for _, n, of_samples in _of_samples(
         loss, picks or mean, shares, None if picks is None else _Picked(picks, classes=1)
     ):
-        _refuse_different(taps, n, of_samples)
+        _refuse_different(n, of_samples)
 
 
-def _of_targets(mean: Any) -> Tensor:
+def _counted(mean: Any) -> Tensor:
+    """Whether each target is."""
+    target, left_out = mean._saved_target, mean._saved_ignore_index
+    return target != (left_out - 2**64 if left_out >= 2**63 else left_out)  # torch gives it without its sign
+
+
+def _of_targets(mean: Any, counted: Tensor) -> Tensor:
     """What each counts in the divisor of F.cross_entropy's mean."""
-    target, weight, left_out = mean._saved_target, mean._saved_weight, mean._saved_ignore_index
-    counted = target != (left_out - 2**64 if left_out >= 2**63 else left_out)  # torch gives it without its sign
-    return counted.double() if weight is None else weight.double()[target.where(counted, 0)] * counted
+    weight = mean._saved_weight
+    return counted.double() if weight is None else weight.double()[mean._saved_target.where(counted, 0)] * counted
 
 
 def _check_mean(loss: Tensor, mean: Any) -> None:
@@ -100,8 +105,8 @@ def _check_mean(loss: Tensor, mean: Any) -> None:
     picks = _picks_before(mean)
     if picks is None or _is_in_a_graph(loss):
         return
-    for taps, n, of_samples in _of_samples(loss, picks, None, _Picked(picks)):
-        _refuse_different(taps, n, of_samples)
+    for _, n, of_samples in _of_samples(loss, picks, None, _Picked(picks)):
+        _refuse_different(n, of_samples)
 
 
 def _check_quotients(loss: Tensor, quotients: Sequence[Any]) -> None:
@@ -130,16 +135,21 @@ def _divided_by_counts(loss: Tensor, quotient: Any) -> Iterator[tuple[Any, tuple
         return
     shares, picked = (None, found) if isinstance(found, _Picked) else (found(), None)
     divisor = float(by)
+    if shares is not None and not _are_same(divisor, shares.sum(), shares.numel()):  # nearly always, and soon known
+        return
     for taps, n, of_samples in _of_samples(loss, node, shares, picked):
-        total = float(of_samples.sum())
-        some = (total, total / shares.numel()) if shares is not None and shares.numel() else (total,)
         least, most = _least_and_most(of_samples)
-        is_count = any(abs(x - divisor) <= _SAME * abs(x) for x in some)
+        is_count = shares is not None or _are_same(divisor, of_samples.sum())
         if is_count and divisor != n and most - least > _SAME * most:
             yield taps, (divisor, n, least, most)
 
 
-def _refuse_different(taps: Any, n: int, of_samples: Tensor) -> None:
+def _are_same(divisor: float, total: Tensor, entries: int = 1) -> bool:
+    """Whether it is the total, or, of so many entries, their mean."""
+    return any(abs(x - divisor) <= _SAME * abs(x) for x in (float(total), float(total) / max(entries, 1)))
+
+
+def _refuse_different(n: int, of_samples: Tensor) -> None:
     least, most = _least_and_most(of_samples)
     if most - least > 1e-6 * most:
         raise UnsupportedModuleError(_DIFFER.format(n, least, most))
@@ -214,7 +224,7 @@ def _masked(node: Any) -> Any:
     if name in _PICKS:
         return _Picked(node)
     if name in _CROSS_ENTROPY and node._saved_reduction == 2:
-        return lambda: _of_targets(node)
+        return lambda: _of_targets(node, _counted(node))
     if name == "MulBackward0" and sum(has) == 1 and shape:
         mask = node._saved_other if has[0] else node._saved_self
         return (lambda: mask.detach().double().expand(shape)) if mask.numel() > 1 else None
@@ -265,7 +275,10 @@ class _Picked:
 
 def _picks_before(mean: Any) -> Any:
     """The node of the operation that picked the rows of which there is a mean, if each is gone on with by itself."""
-    for node in _in_front_of(mean):
+    in_front = [*_in_front_of(mean)]
+    if not any(type(node).__name__ in _PICKS for node in in_front):  # nearly always; shapes take longer
+        return None
+    for node in in_front:
         name = type(node).__name__
         if name in _PICKS:
             return node
