@@ -116,7 +116,8 @@ def _check_quotients(loss: Tensor, quotients: Sequence[Any]) -> None:
         found |= dict(_divided_by_counts(loss, quotient))
     before = {taps: _divided.pop(taps, None) for taps in {r.tap.taps for r in behind_losses([loss])[0]}}
     for taps, (divisor, n, least, most) in found.items():
-        _divided[taps], known = divisor, before[taps]
+        known = before[taps]
+        _divided[taps] = divisor if known is None else known  # whoever tries again what was refused is told again
         if known is None:
             warnings.warn(_MAY_DIFFER.format(divisor, n, least, most), DpfastWarning, stacklevel=_CALLER)
         elif known != divisor:
@@ -183,7 +184,7 @@ def _of_samples(
             continue
         whose = None if picked is None else picked.whose(n, taps.batch_dim)
         if whose is not None and (shares is None or whose.numel() == shares.numel()):
-            some = torch.ones(whose.shape, dtype=torch.float64, device=whose.device) if shares is None else shares
+            some = torch.ones(whose.shape, device=whose.device) if shares is None else shares
             of_samples = some.new_zeros(n).index_add(0, whose.flatten(), some.flatten())
         elif shares is None or shares.numel() % n:
             continue
@@ -227,11 +228,11 @@ def _masked(node: Any) -> Any:
         return lambda: _of_targets(node, _counted(node))
     if name == "MulBackward0" and sum(has) == 1 and shape:
         mask = node._saved_other if has[0] else node._saved_self
-        return (lambda: mask.detach().double().expand(shape)) if mask.numel() > 1 else None
+        return (lambda: mask.detach().float().expand(shape)) if mask.numel() > 1 else None
     if name == "MaskedFillBackward0" and shape:
-        return lambda: (~node._saved_mask).double().expand(shape)
+        return lambda: (~node._saved_mask).float().expand(shape)
     if name == "WhereBackward0" and sum(has) == 1 and shape:
-        return lambda: (node._saved_condition == has[0]).double().expand(shape)
+        return lambda: (node._saved_condition == has[0]).float().expand(shape)
     return None
 
 
