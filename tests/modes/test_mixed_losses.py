@@ -7,7 +7,7 @@ from torch import nn
 
 import dpfast
 from dpfast.errors import StateError, UnsupportedModuleError
-from dpfast.modes import mixed_losses
+from dpfast.modes import counts
 
 D, T = 4, 5
 
@@ -63,8 +63,11 @@ def test_a_mean_of_cross_entropies_is_not_captured(monkeypatch):
     """Whether it leaves targets out is read, of each batch that a replay may have."""
     wrapped = dpfast.GradSampleModuleFastGradientClipping(nn.Linear(5, 3), max_grad_norm=1.0)
     x, y = torch.randn(4, 5), torch.tensor([0, 1, 2, 0])
-    monkeypatch.setattr(mixed_losses, "in_cuda_graph", lambda: True)
+    monkeypatch.setattr(counts, "in_cuda_graph", lambda: True)
     with pytest.raises(StateError, match=r"captured in a CUDA graph.*reduction='none'"):
         F.cross_entropy(wrapped(x), y).backward()
     F.cross_entropy(wrapped(x), y, reduction="none").mean().backward()
+    ((wrapped(x) * torch.eye(4, 3)).sum() / 3).backward()  # a number of Python's
+    with pytest.raises(StateError, match="captured in a CUDA graph"):
+        wrapped(x)[y > 0].mean().backward()
     F.cross_entropy(nn.Linear(5, 3)(x), y).backward()  # an ordinary one
