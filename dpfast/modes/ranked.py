@@ -93,7 +93,7 @@ def _taken(node: Any) -> list[GradientEdge]:
     name = type(node).__name__
     if name in _DISTANCES:
         return [GradientEdge(node, 0)]
-    if name not in _BENT or (name == _NORM and math.isinf(node._saved_ord)):
+    if name not in _BENT:
         return []
     taken = [GradientEdge(x, i) for x, i in node.next_functions if x is not None and x.next_functions]
     return taken if name != "WhereBackward0" or len(taken) > 1 else []  # one is multiplied by zeros and ones

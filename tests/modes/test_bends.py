@@ -28,6 +28,7 @@ PAIRS = {
     "clampmin, of ranks": lambda y: F.margin_ranking_loss(y[:-1, 0], y[1:, 0], torch.ones(N - 1)),
     "abs, of all pairs": lambda y: (y[:, None] - y).abs().sum(),
     "abs, of pairs apart": lambda y: (y[:2] - y[3:]).abs().sum(),
+    "abs, of one with another": lambda y: torch.cat([own(y)[:1] + own(y)[1:2], own(y)[1:]]).abs().sum(),
     "abs, of the mean loss above a floor": lambda y: (own(y).mean() - 0.1).abs() + 0.1,
     "clamp, of the mean loss": lambda y: own(y).mean().clamp(max=1e3),
     "clampmin, of a batch's mean (free bits)": lambda y: y.square().mean(0).clamp_min(0.1).sum(),
@@ -142,3 +143,8 @@ def test_targets_of_all_samples_beside_each_output_are_said(name):
 @pytest.mark.parametrize("shape", [(N, 1), (), (3,), (1, 7)], ids=str)
 def test_nothing_is_said_of_other_shapes(shape):
     (wrapped(network(1))(torch.randn(N, D)) - torch.randn(shape)).square().sum().backward()
+
+
+@pytest.mark.filterwarnings("error")
+def test_nothing_is_said_of_a_sum_over_samples():
+    (wrapped(network(3))(torch.randn(N, D)).sum(0) * torch.ones(N, 3)).sum().backward()

@@ -63,6 +63,12 @@ DIVIDED = {
 EACH = {
     "each one's own mean": lambda y, mask: ((own(y) * mask).sum(1) / mask.sum(1)).mean(),
     "each one's own mean, one by one": lambda y, mask: sum(own(y)[i][mask[i]].mean() for i in range(len(y))) / len(y),
+    "each one's own mean, by number": lambda y, mask: (
+        sum(own(y)[torch.tensor([i])].flatten()[mask[i]].mean() for i in range(len(y))) / len(y)
+    ),
+    "a sum of what was picked": lambda y, mask: (
+        F.mse_loss(y[mask], torch.zeros(int(mask.sum()), C), reduction="sum") / len(y)
+    ),
     "each one's own mean, by division": lambda y, mask: (
         sum((x * m).sum() / m.sum() for x, m in zip(own(y).unbind(), mask, strict=True)) / len(y)
     ),
