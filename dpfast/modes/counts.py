@@ -136,18 +136,19 @@ def _divided_by_counts(loss: Tensor, quotient: Any) -> Iterator[tuple[Any, tuple
         return
     shares, picked = (None, found) if isinstance(found, _Picked) else (found(), None)
     divisor = float(by)
-    if shares is not None and not _are_same(divisor, shares.sum(), shares.numel()):  # nearly always, and soon known
+    if shares is not None and not _are_same(by, shares.sum(), shares.numel()):  # nearly always, and soon known
         return
     for taps, n, of_samples in _of_samples(loss, node, shares, picked):
         least, most = _least_and_most(of_samples)
-        is_count = shares is not None or _are_same(divisor, of_samples.sum())
+        is_count = shares is not None or _are_same(by, of_samples.sum())
         if is_count and divisor != n and most - least > _SAME * most:
             yield taps, (divisor, n, least, most)
 
 
-def _are_same(divisor: float, total: Tensor, entries: int = 1) -> bool:
-    """Whether it is the total, or, of so many entries, their mean."""
-    return any(abs(x - divisor) <= _SAME * abs(x) for x in (float(total), float(total) / max(entries, 1)))
+def _are_same(by: Tensor, total: Tensor, entries: int = 1) -> bool:
+    """Whether it is the total, or, of so many entries, their mean, as its dtype rounds it."""
+    same = max(_SAME, torch.finfo(by.dtype).eps if by.dtype.is_floating_point else 0.0)
+    return any(abs(x - float(by)) <= same * abs(x) for x in (float(total), float(total) / max(entries, 1)))
 
 
 def _refuse_different(n: int, of_samples: Tensor) -> None:

@@ -58,14 +58,14 @@ class Looked(NamedTuple):
         return len(self.whose)
 
     def half(self) -> Tensor:
-        """The samples (N,) whose number has an odd number of ones in its binary digits (the Thue-Morse sequence), which
-        parts neighbours, those half a batch apart, and the first from the last."""
-        number = torch.tensor(self.whose)
-        odd = torch.zeros(self.n, dtype=torch.bool)
-        while bool(number.any()):
-            odd ^= (number & 1).bool()
-            number = number >> 1
-        return odd
+        """Half of the samples (N,), by their numbers alone, as forward passes of fewer have the same ones.
+
+        A hash of the number: of what samples are mixed by in practice (neighbours, another half of the batch, the
+        batch in reverse order, each rotation), none keeps it as it is, but of three samples the reverse order.
+        """
+        mixed = (torch.tensor(self.whose) + 2) * 0x1E3779B97F4A7C15  # int64 wraps
+        mixed = (mixed ^ (mixed >> 29)) * 0x3F58476D1CE4E5B9
+        return (mixed >> 37) & 1 == 1
 
 
 class Output(NamedTuple):

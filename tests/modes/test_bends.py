@@ -148,3 +148,26 @@ def test_nothing_is_said_of_other_shapes(shape):
 @pytest.mark.filterwarnings("error")
 def test_nothing_is_said_of_a_sum_over_samples():
     (wrapped(network(3))(torch.randn(N, D)).sum(0) * torch.ones(N, 3)).sum().backward()
+
+
+ORDERS = {
+    "reverse": lambda i: i.flip(0),
+    "neighbours": lambda i: i.roll(1),
+    "in pairs": lambda i: i.view(-1, 2).flip(1).flatten(),
+    "other half": lambda i: i.roll(len(i) // 2),
+    "reverse halves": lambda i: i.view(2, -1).flip(1).flatten(),
+}
+
+
+@pytest.mark.parametrize("n", [4, 6, 8, 16, 32, 64, 256])
+@pytest.mark.parametrize("order", ORDERS)
+def test_samples_are_seen_to_meet_in_every_usual_order(order, n):
+    """A half of the batch that an order keeps would show nothing of it: the Thue-Morse sequence is its own reverse at
+    4, 16, 64 and 256."""
+    others = ORDERS[order](torch.arange(n))
+    for loss in (
+        lambda y: (own(y) * own(y)[others]).sum(),
+        lambda y: F.relu(own(y) - own(y)[others]).sum(),
+    ):
+        with pytest.raises(UnsupportedModuleError, match="samples meet in the loss"):
+            loss(wrapped(network(3))(torch.randn(n, D))).backward()

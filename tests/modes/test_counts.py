@@ -139,3 +139,12 @@ def test_a_divisor_that_stays_is_no_count():
     for mask in (UNEVEN, UNEVEN & (torch.arange(T) > 0), EVEN, UNEVEN):
         private.zero_grad()
         ((own(private(x)) * mask).sum() / 10).backward()
+
+
+def test_a_count_that_16_bits_round_is_a_count():
+    lengths = torch.tensor([300, 201, 7, 1])
+    private, x = wrapped(), torch.randn(N, 300, D)
+    mask = (torch.arange(300) < lengths[:, None]).bfloat16()
+    assert float(mask.sum()) != float(lengths.sum())
+    with pytest.warns(DpfastWarning, match="as much as a mask leaves"):
+        ((own(private(x)) * mask).sum() / mask.sum()).backward()
