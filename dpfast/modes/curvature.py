@@ -209,37 +209,38 @@ def _met(
             raise NotImplementedError("a function is differentiable once (once_differentiable, torch.compile)")
     by_sample = {edge: x for edge, x in used.items() if x.output.dims}
     numbers = {edge: x for edge, x in used.items() if not x.output.dims}
-    found = _met_in(numbers, 0, cut)
+    found = _met_in(numbers, 0, 0, cut)
     looks = max((len(x.output.dims or ()) for x in by_sample.values()), default=0)
-    for look in range(looks if found is None else 0):
-        found = _met_in(by_sample, look, cut)
-        if found is None:  # where an output is as long as the batch in two dimensions, it may be either
-            break
+    for which in range(2):
+        for look in range(looks if found is None else 0):
+            found = _met_in(by_sample, which, look, cut)
+            if found is None:  # where an output is as long as the batch in two dimensions, it may be either
+                break
     return found
 
 
-def _met_in(used: dict[GradientEdge, _First], look: int, cut: Cut) -> tuple[str, tuple[int, ...]] | None:
+def _met_in(used: dict[GradientEdge, _First], which: int, look: int, cut: Cut) -> tuple[str, tuple[int, ...]] | None:
     seconds: Sequence[Tensor | None] = ()
     if used:
         grads = [x.at for x in used.values() if x.at]
         if len(grads) < len(used):
             raise NotImplementedError("a gradient is no function of the one that it was made of")
-        noise = [_noise(x, look) for x in used.values()]
+        noise = [_noise(x, which, look) for x in used.values()]
         seconds = cut.gradients(grads, noise, list(used))
         del noise
     for second, (_, like, output) in zip(seconds, used.values(), strict=True):
-        if second is not None and _is_anything(second, output, look):
+        if second is not None and _is_anything(second, output, which, look):
             return output.name, tuple(like.shape)
     return None
 
 
-def _is_anything(second: Tensor, output: Output, look: int) -> bool:
+def _is_anything(second: Tensor, output: Output, which: int, look: int) -> bool:
     """Whether any of the samples without noise has a number that is none of zero, inf and NaN; some at a time, as the
     whole forward pass is still held."""
     if not output.dims:
         return bool(((second != 0) & second.isfinite()).any())
     rows = second.movedim(output.dims[min(look, len(output.dims) - 1)], 0)
-    others = (~output.half()).nonzero().flatten().to(second.device)
+    others = (~output.half(which)).nonzero().flatten().to(second.device)
     for some in others.split(max(1, _AT_ONCE * len(rows) // max(1, rows.numel()))):
         part = rows.index_select(0, some)
         if bool(((part != 0) & part.isfinite()).any()):
@@ -247,10 +248,10 @@ def _is_anything(second: Tensor, output: Output, look: int) -> bool:
     return False
 
 
-def _noise(first: _First, look: int) -> Tensor:
+def _noise(first: _First, which: int, look: int) -> Tensor:
     """At half of the samples; at an output of one number one."""
     _, like, output = first
     if not output.dims:
         return torch.ones_like(like, memory_format=torch.contiguous_format)
     dim = output.dims[min(look, len(output.dims) - 1)]
-    return noise_like(like, 0).mul_(output.half().to(like).view(-1, *[1] * (like.dim() - dim - 1)))
+    return noise_like(like, 0).mul_(output.half(which).to(like).view(-1, *[1] * (like.dim() - dim - 1)))

@@ -57,15 +57,21 @@ class Looked(NamedTuple):
     def n(self) -> int:
         return len(self.whose)
 
-    def half(self) -> Tensor:
-        """Half of the samples (N,), by their numbers alone, as forward passes of fewer have the same ones.
+    def halves(self) -> tuple[Tensor, Tensor]:
+        """Two halves of the samples (N,), by their numbers alone, as forward passes of fewer have the same ones.
 
-        A hash of the number: of what samples are mixed by in practice (neighbours, another half of the batch, the
-        batch in reverse order, each rotation), none keeps it as it is, but of three samples the reverse order.
+        What mixes samples in a way that keeps one half as it is does not show there. The first are those whose number
+        has an odd number of ones in its binary digits (the Thue-Morse sequence), which parts neighbours and those half
+        a batch apart, but is its own reverse at 4, 16, 64 and 256 samples; the second is a hash, which is not.
         """
-        mixed = (torch.tensor(self.whose) + 2) * 0x1E3779B97F4A7C15  # int64 wraps
+        number = torch.tensor(self.whose)
+        mixed = (number + 2) * 0x1E3779B97F4A7C15  # int64 wraps
         mixed = (mixed ^ (mixed >> 29)) * 0x3F58476D1CE4E5B9
-        return (mixed >> 37) & 1 == 1
+        odd = torch.zeros(self.n, dtype=torch.bool)
+        while bool(number.any()):
+            odd ^= (number & 1).bool()
+            number = number >> 1
+        return odd, (mixed >> 37) & 1 == 1
 
 
 class Output(NamedTuple):
@@ -89,9 +95,9 @@ class Output(NamedTuple):
     def n(self) -> int:
         return self.forward.n
 
-    def half(self) -> Tensor:
-        """Of its rows, those of the forward pass's half."""
-        return self.of_rows(self.forward.half())
+    def half(self, which: int) -> Tensor:
+        """Of its rows, those of one of the forward pass's halves."""
+        return self.of_rows(self.forward.halves()[which])
 
     def whose(self) -> Tensor:
         """The number of each row's sample, or of its unit."""
@@ -279,7 +285,7 @@ def _mixed_before(kept: dict[GradientEdge, Output], marked: dict[Any, dict[int, 
 
 def _stays_apart(kept: dict[GradientEdge, int], ends: dict[GradientEdge, int], forward: Looked) -> bool | None:
     """Whether half of the entries in these dimensions comes of that half of the samples alone; None: not known."""
-    half, noise = forward.half(), []
+    half, noise = forward.halves()[0], []
     for edge, dim in kept.items():
         like: Any = edge.node._input_metadata[edge.output_nr]
         mask = half.view(-1, *[1] * (len(like.shape) - dim - 1)).to(like.device)

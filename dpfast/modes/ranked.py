@@ -76,7 +76,7 @@ def bent_where_samples_meet(nodes: Iterable[Any], ends: dict[GradientEdge, Outpu
         return None
     forward = next(iter(ends.values())).forward
     with_samples = [x for _, x in bent if forward.n in x.shape]
-    if all(_stay_apart(with_samples, own, ends, cut) for own in (forward.half(), ~forward.half())):
+    if all(_stay_apart(with_samples, own, ends, cut) for half in forward.halves() for own in (half, ~half)):
         bent = [(name, x) for name, x in bent if forward.n not in x.shape]
     return next((name for name, x in bent if not x.is_apart() and x.are_several(())), None)
 
@@ -149,15 +149,16 @@ class _Chosen:
 
     def _came(self, dim: int) -> int:
         """Of how many samples; -1: not of that half."""
-        forward, came = next(iter(self._ends.values())).forward, 0
+        forward = next(iter(self._ends.values())).forward
+        came: set[int] = set()
         if self.shape[dim] != forward.n:
             return -1
-        for own in (forward.half(), ~forward.half()):
+        for own in (own for half in forward.halves() for own in (half, ~half)):
             found = self._samples(self.along(dim, own))
             if found & _numbers(forward.whose, ~own):
                 return -1
-            came += len(found)
-        return came
+            came |= found
+        return len(came)
 
     def are_several(self, dims: Sequence[int]) -> bool:
         """Whether what is chosen among comes of several samples: entries along these dimensions."""
