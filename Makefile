@@ -11,7 +11,7 @@ demo: $(READY)
 	$(BIN)/python examples/digits.py
 
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 # The site, in build/site.
 docs: $(READY)
@@ -32,7 +32,7 @@ test-opacus-oldest: $(READY) build/torchvision build/opacus-1.5.4
 # reason, and torch out of their folder.
 WRITE ?=
 test-models: $(READY) build/models/.ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 tests/models --packages=build/models $(WRITE)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadgroup tests/models --packages=build/models $(WRITE)
 
 build/models/.ready: $(READY) tests/models/packages.txt
 	rm -rf build/models
@@ -135,7 +135,7 @@ SLOW := tests/arithmetic/test_bounds.py::test_the_kernels_bounds_hold_too \
 	tests/test_packaging.py::test_wheel_holds_every_source_file
 
 check: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --hypothesis-profile=check $(SLOW:%=--deselect=%)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadgroup --hypothesis-profile=check $(SLOW:%=--deselect=%)
 
 # The tests that are not slow, in an environment of its own with another Python or another torch. Some gigabytes each where
 # torch comes with its libraries for a GPU; `make clean` removes them.

@@ -31,6 +31,19 @@ settings.register_profile("fuzz", max_examples=10_000, **every_run)
 settings.load_profile("test")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """Tests that share what their module makes once (processes, a site) run on one of xdist's workers, with `--dist
+    loadgroup`: otherwise each worker makes it, at the same time."""
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
+    for item in items:
+        fixtures = item._fixtureinfo.name2fixturedefs.items() if hasattr(item, "_fixtureinfo") else ()
+        shared = [name for name, made_by in fixtures if made_by[-1].scope == "module"]
+        if shared:
+            item.add_marker(pytest.mark.xdist_group(f"{item.path.stem} {' '.join(sorted(shared))}"))
+
+
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
