@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(config, items):
         fixtures = item._fixtureinfo.name2fixturedefs.items() if hasattr(item, "_fixtureinfo") else ()
         shared = [name for name, made_by in fixtures if made_by[-1].scope == "module"]
         if shared:
-            item.add_marker(pytest.mark.xdist_group(f"{item.path.stem} {' '.join(sorted(shared))}"))
+            item.add_marker(pytest.mark.xdist_group(f"{item.location[0]} {' '.join(sorted(shared))}"))
 
 
 @pytest.fixture(autouse=True)
