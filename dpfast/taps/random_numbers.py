@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 from collections.abc import Iterator
@@ -50,7 +51,7 @@ class RandomNumbers:
         """Whether any have been drawn since they started."""
         (of_torch, of_python, of_numpy), (now, of_python_now, of_numpy_now) = self._start, self._next()
         same = all(map(torch.equal, of_torch, now)) and of_python == of_python_now
-        return not (same and str(of_numpy) == str(of_numpy_now))
+        return not (same and pickle.dumps(of_numpy) == pickle.dumps(of_numpy_now))  # arrays, in tuples or dicts
 
     def _next(self) -> tuple[list[Tensor], Any, Any]:
         of_torch = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._devices)]
