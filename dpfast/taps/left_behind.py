@@ -94,7 +94,9 @@ class LeftBehind:
         if not any(made() is not None for made in self._made):
             return
         young = set(map(id, gc.get_objects(generation=0)))
-        gc.collect()  # the copy, which holds itself
+        gc.collect(0)  # the copy, which holds itself; all of it is young
+        if any(made() is not None for made in self._made):
+            gc.collect()  # rarely, as it goes through all of the process: what is older, and gone, holds some
         level: list[Any] = list({id(x): x for made in self._made for x in [made()] if x is not None}.values())
         if level:
             young &= set(map(id, gc.get_objects()))  # of what is no more, others may have the numbers
