@@ -35,7 +35,8 @@ CASES = {
 def test_it_is_right(name):
     make, shape = CASES[name]
     assert find_forward(make()) is not None
-    check_rule(make(), torch.randn(5, *shape))
+    # Standardised weights make outputs of 9 here, through whose sine the layer's own gradients are 1e-5 off in fp32.
+    check_rule(make(), 0.1 * torch.randn(5, *shape))
 
 
 @pytest.mark.parametrize("name", CASES)
