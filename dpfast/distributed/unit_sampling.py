@@ -75,10 +75,10 @@ class UnitPoissonSampler(PoissonBatches):
         """This rank's records of one step's draw, unit by unit, as indices into the data set."""
         found: list[int] = []
         order, offsets = self._runs.order, self._runs.offsets
-        generator = self._secret.generator("records", step)
         for unit in super().batch(step):
             records = order[offsets[unit] : offsets[unit + 1]]
             if self.records_a_unit is not None and len(records) > self.records_a_unit:
+                generator = self._secret.generator("records", step, unit)  # on whichever rank the unit is
                 some = torch.randperm(len(records), generator=generator)[: self.records_a_unit]
                 records = records[some.sort().values]
             found += records.tolist()

@@ -15,6 +15,7 @@ from dpfast.distributed import Wrapper, find_wrapper, not_in
 from dpfast.errors import DpfastWarning, InputError, StateError, UnsupportedModuleError
 from dpfast.factors import Dense, Factor
 from dpfast.modes.accumulation import check_same_parameters, wait_for_noise
+from dpfast.modes.blocks import VALID
 from dpfast.modes.gathered import ordinary
 from dpfast.modes.hooks import Hooks
 from dpfast.modes.nonfinite_samples import DroppedSamples
@@ -165,14 +166,13 @@ class GradSampleModule(nn.Module):
 
         Raises:
             InputError: it is no tensor; from the forward pass, where it is not bool or not as long as the batch.
+            StateError: no hooks; from a forward pass in another thread, outside of it.
         """
         check_mask(mask)
-        assert self._tapped is not None
-        before, self._tapped.valid = self._tapped.valid, mask
-        try:
+        if self._tapped is None:
+            raise StateError("valid(...) needs hooks: call add_hooks() first")
+        with VALID.within(self, mask):
             yield
-        finally:
-            self._tapped.valid = before
 
     def enable_hooks(self) -> None:
         """Undoes :meth:`disable_hooks`."""

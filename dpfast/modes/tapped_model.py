@@ -19,6 +19,7 @@ from dpfast.distributed import in_process_group
 from dpfast.errors import InputError, StateError
 from dpfast.factors import Factor
 from dpfast.modes.answers import check_answer
+from dpfast.modes.blocks import UNITS, VALID
 from dpfast.modes.deferred import Deferred
 from dpfast.modes.escaped_gradients import Guards
 from dpfast.modes.mixed_losses import begin_forward, note_forward, refuse_mixed
@@ -27,7 +28,7 @@ from dpfast.modes.scalar_loss import check_losses
 from dpfast.modes.second_pass import FirstPass, Output, SecondPass, check_ordinary
 from dpfast.modes.steps import Mode, Step, Steps, check_same_mask, check_valid, own_copy
 from dpfast.modes.swapped import SwappedParameters
-from dpfast.modes.units import Units, check_same, factors_of, may_run, units_here, units_of_forward
+from dpfast.modes.units import Units, check_same, factors_of
 from dpfast.rules import experts, functorch
 from dpfast.taps import (
     Activations,
@@ -71,7 +72,6 @@ class TappedModel:
     """
 
     picks_rows = False  # whether its own forward picks rows of all samples, as has been seen
-    valid: Tensor | None = None  # (N,) bool, of the batch that comes: which samples are no padding
 
     def __init__(
         self,
@@ -190,15 +190,15 @@ class TappedModel:
         trainable = self.guard_parameters()
         size = num_samples(leaves, self.batch_dim)
         is_new = self.probe.look((args, kwargs), leaves, size, trainable)
-        units = units_of_forward(self)
+        units, valid = UNITS.of_forward(self.mode), VALID.of_forward(self.mode)
         if units is not None and self.enabled and torch.is_grad_enabled():
             units.look(self._documents, (args, kwargs))
         begin_forward(self, tensors, is_new=is_new)
         running.note_inputs(tensors)
-        running.push(self, size, units_here(self), own_copy(self.valid), self._steps.graph())
+        running.push(self, size, units, own_copy(valid), self._steps.graph())
         follow_model(self, self.model, leaves)
-        if self.valid is not None and size is not None:
-            check_valid(self.valid, size)
+        if valid is not None and size is not None:
+            check_valid(valid, size)
 
     @never_compiled
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -210,7 +210,7 @@ class TappedModel:
         self.probe.forward_ended(output)
         if ended is None or not (self.enabled and torch.is_grad_enabled()) or in_backward() is not None:
             return
-        units, mixed, leaves = units_here(self), self.probe.mixed_outputs(), results_in(output)
+        units, mixed, leaves = ended.units, self.probe.mixed_outputs(), results_in(output)
         if units is not None:
             mixed = {**mixed, **units.start(ended.size, ended.valid, leaves)}
         refuse_mixed(self.model, leaves, mixed)
@@ -236,7 +236,7 @@ class TappedModel:
         step, here = None if in_backward() is None else self._steps.repeating(in_backward()), running.here(self)
         if step is not None:
             return step.units, step.valid
-        return units_here(self), None if here is None else here.valid
+        return (UNITS.here(self.mode), None) if here is None else (here.units, here.valid)
 
     def is_input(self, x: Tensor, *, whole: bool = False) -> bool:
         """Whether ``x`` is a tensor that the model was last called with in this thread, or a view if not ``whole``."""
@@ -360,7 +360,7 @@ class TappedModel:
         if step is None or record.units is not step.units or record.valid is not step.valid:
             return False
         step.goes_through(record.graph, self.mode.has_left)
-        return may_run(self, None) and step.defers(record, activations, backprops)
+        return UNITS.are_of(self.mode, None) and step.defers(record, activations, backprops)
 
     def receive(self, record: Record, activations: Activations, backprops: Any) -> Mapping[nn.Parameter, Tensor]:
         """Hands a module's factors to the mode; returns the ordinary gradients that it wants beside."""

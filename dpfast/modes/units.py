@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -16,6 +14,7 @@ from dpfast.distributed import part_of
 from dpfast.errors import DpfastError, InputError, StateError, UnsupportedModuleError
 from dpfast.factors import Factor, Runs, RunsInGraph, by_unit, folded
 from dpfast.modes.answers import answer_of
+from dpfast.modes.blocks import UNITS
 from dpfast.modes.unit_rows import as_tokens
 from dpfast.rules import functorch
 from dpfast.taps import (
@@ -26,7 +25,6 @@ from dpfast.taps import (
     Source,
     Told,
     batch_in_front,
-    in_backward,
     taps_suspended,
     unfolded,
 )
@@ -202,47 +200,10 @@ def _check(ids: Any, num_units: Any, per_unit: str) -> None:
         raise InputError(f"per_unit={per_unit!r} must be 'sum' (of a unit's gradients) or 'mean'")
 
 
-class _Here(threading.local):
-    """The units that each wrapped model's forwards in this thread are of."""
-
-    def __init__(self) -> None:
-        self.of: dict[int, Units] = {}
-
-
-_here = _Here()
-
-
-_blocks: defaultdict[int, list[Units]] = defaultdict(list)
-"""Those of the blocks ``units(...)`` of each wrapped model that threads are within. A GPU's backward pass runs in a
-thread of its own, which is within none."""
-
-
-def units_of_forward(taps: Any) -> Units | None:
-    """Those of a forward pass that begins in this thread. Raises StateError where another thread is in their block."""
-    found = units_here(taps)
-    if found is None and not may_run(taps, None) and in_backward() is None:
-        raise StateError(
-            "another thread is within units(...) of this model, and this forward pass is outside of it, so its samples "
-            "would be clipped one by one: enter units(...) in the thread that calls the model"
-        )
-    return found
-
-
-def units_here(taps: Any) -> Units | None:
-    """Those of a tapped model's forward that runs in this thread now."""
-    return _here.of.get(id(taps.mode))
-
-
-def may_run(taps: Any, units: Units | None) -> bool:
-    """Whether a backward pass of such a forward may run: no thread is within a block, or one is in that of these."""
-    blocks = _blocks.get(id(taps.mode))
-    return not blocks or units in blocks
-
-
 def check_same(taps: Any, units: Units | None, of_step: Units | None) -> None:
     """Raises StateError where a forward pass had other units than the step, or than the block that its backward pass
     runs in."""
-    if units is not of_step or not may_run(taps, units):
+    if units is not of_step or not UNITS.are_of(taps.mode, units):
         raise StateError(
             "this backward pass goes through a forward pass with other units: call model and loss.backward() within "
             "one units(...), and each backward pass for one alone"
@@ -303,24 +264,13 @@ class PerUnit(nn.Module):
             raise StateError("units(...) needs passes=1; losses (N,) cannot be weighted by units in a second pass")
         if self._tapped is None:
             raise StateError("units(...) needs hooks: call add_hooks() first")
-        if units_here(self._tapped) is not None:
+        if UNITS.here(self) is not None:
             raise StateError("units(...) within units(...): one batch has one division into units")
         given = Units(ids, num_units, per_unit, self._tapped.batch_dim)
-        with self._within(given):
+        with UNITS.within(self, given):
             yield given
         if not given.used:
             raise StateError("no forward pass of the model ran within units(...): call the model in it, through hooks")
-
-    @contextmanager
-    def _within(self, given: Units) -> Iterator[None]:
-        number = id(self)  # not of its taps, which may be taken off and put on again within
-        _here.of[number] = given
-        _blocks[number].append(given)
-        try:
-            yield
-        finally:
-            _blocks[number].remove(given)  # an empty list stays: another thread may be about to add to it
-            del _here.of[number]
 
     def _scale(self, step: Any) -> Any:
         """What gradients are multiplied with: a number, or one for each unit."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -30,7 +31,8 @@ AbstractGradSampleModule.register(GradSampleModule)
 
 LEFT_TO_OPACUS: tuple[type[nn.Module], ...] = (nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)
 """Opacus's hooks hand a sampler the positional inputs and the gradient of the first output. These layers have
-other inputs or outputs that count, and Opacus's validator refuses them."""
+other inputs or outputs that count, and Opacus's validator refuses them. So may classes of others, known by name, that
+take more than one input."""
 
 _ABSENT = object()
 
@@ -113,13 +115,14 @@ def install(output_dtype: OutputDtype = "backprops") -> None:
     owners: dict[str, str] = {}
     with _lock:
         backward.install()
-        for key, rule in list(registry.RULES.items()):
-            cls = _imported(key) if isinstance(key, str) else key
-            if cls is None or issubclass(cls, LEFT_TO_OPACUS):
+        for cls, rule, of_grads, of_norms in _all_rules():
+            if _is_left_to_opacus(cls):
                 continue
+            # A Linear's weight and bias come from one kernel.
+            of_grads = compute_linear_grad_sample if rule is linear.linear else of_grads
             for registered, sampler in (
-                (_GRAD_SAMPLERS, _rounded(_grad_sampler(key, rule), output_dtype)),
-                (_NORM_SAMPLERS, _norm_sampler(key, rule)),
+                (_GRAD_SAMPLERS, _rounded(of_grads, output_dtype)),
+                (_NORM_SAMPLERS, _norm_sampler(rule, of_norms)),
             ):
                 owner = registered.put(cls, sampler)
                 if owner:
@@ -146,20 +149,26 @@ def uninstall() -> None:
         backward.uninstall()
 
 
-def _imported(name: str) -> type[nn.Module] | None:
-    """The class of that full name, where its package has been imported."""
-    module, _, cls = name.rpartition(".")
-    return getattr(sys.modules.get(module), cls, None)
+def _all_rules() -> Iterator[tuple[type[nn.Module], Rule, Sampler, Sampler]]:
+    """Classes, their rules, grad samplers and norm samplers; those known by name where their package is imported."""
+    for cls, rule in list(registry.RULES.items()):
+        yield cls, rule, registry.GRAD_SAMPLERS[cls], registry.NORM_SAMPLERS[cls]
+    for name, rule in list(registry.RULES_BY_NAME.items()):
+        module, _, attribute = name.rpartition(".")
+        found = getattr(sys.modules.get(module), attribute, None)
+        if found is not None and found not in registry.RULES:
+            norms = registry.NORM_SAMPLERS.get(name) or registry.norm_sampler(rule)
+            yield found, rule, registry.grad_sampler(rule), norms
 
 
-def _grad_sampler(key: type[nn.Module], rule: Rule) -> Sampler:
-    # A Linear's weight and bias come from one kernel.
-    return compute_linear_grad_sample if rule is linear.linear else registry.GRAD_SAMPLERS[key]
+def _is_left_to_opacus(cls: type[nn.Module]) -> bool:
+    takes = list(inspect.signature(cls.forward).parameters.values())[1:]
+    may_take_others = len(takes) > 1 or any(x.kind is not x.POSITIONAL_OR_KEYWORD for x in takes)
+    return issubclass(cls, LEFT_TO_OPACUS) or (may_take_others and cls not in registry.RULES)
 
 
-def _norm_sampler(key: type[nn.Module], rule: Rule) -> Sampler:
+def _norm_sampler(rule: Rule, own: Sampler) -> Sampler:
     """Upper ends of the norms from the rule, or the sampler that a user has registered for norms alone."""
-    own = registry.NORM_SAMPLERS[key]
     if own.__module__ != registry.__name__:
         return own
 

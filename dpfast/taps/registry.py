@@ -35,7 +35,7 @@ RULES: dict[type[nn.Module], Rule] = {}
 GRAD_SAMPLERS: dict[type[nn.Module], GradSampler] = {}
 NORM_SAMPLERS: dict[ModuleClass, GradSampler] = {}
 
-_RULES_BY_NAME: dict[str, Rule] = {}
+RULES_BY_NAME: dict[str, Rule] = {}
 _WHOLE: set[Rule] = set()
 _FRESH: set[Rule] = set()
 _ALIKE: dict[Rule, Callable[[Any], Hashable]] = {}
@@ -77,11 +77,11 @@ def _set_rule(cls: ModuleClass, rule: Rule, grad_sampler: GradSampler) -> None:
     _registrations[0] += 1
     note_methods(cls)
     if isinstance(cls, str):
-        _RULES_BY_NAME[cls] = rule
+        RULES_BY_NAME[cls] = rule
         return
     RULES[cls] = rule
     GRAD_SAMPLERS[cls] = grad_sampler
-    NORM_SAMPLERS[cls] = _sampler(rule, lambda factor: factor.sq_norm().value.sqrt().float())
+    NORM_SAMPLERS[cls] = norm_sampler(rule)
 
 
 # --- for users ---
@@ -138,7 +138,7 @@ def register_rule(
             _ALIKE[rule] = alike
         _WITHOUT_INPUT[rule] = frozenset(without_input)
         for cls in classes:
-            _set_rule(cls, rule, _sampler(rule, lambda factor: factor.materialize()))
+            _set_rule(cls, rule, grad_sampler(rule))
         return rule
 
     return decorate
@@ -191,6 +191,14 @@ def _sampler(rule: Rule, verb: Callable[[Factor], Tensor]) -> GradSampler:
         return {p: verb(factor) for p, factor in rule(layer, Activations(activations), backprops).items()}
 
     return sampler
+
+
+def grad_sampler(rule: Rule) -> GradSampler:
+    return _sampler(rule, lambda factor: factor.materialize())
+
+
+def norm_sampler(rule: Rule) -> GradSampler:
+    return _sampler(rule, lambda factor: factor.sq_norm().value.sqrt().float())
 
 
 # --- for the families in rules/ ---
@@ -296,7 +304,7 @@ def _find(module: nn.Module, *tables: Mapping[Any, T]) -> T | None:
 
 def find_rule(module: nn.Module) -> Rule | None:
     """The rule of the module's class, or of a base class whose forward it has not changed."""
-    return _find(module, RULES, _RULES_BY_NAME)
+    return _find(module, RULES, RULES_BY_NAME)
 
 
 def plain_rule(module: nn.Module) -> Rule | None:

@@ -41,10 +41,19 @@ def test_no_more_records_of_a_unit_than_were_asked_for():
     }
 
 
+def test_units_of_one_size_draw_each_for_itself():
+    sampler = UnitPoissonSampler([0, 1] * 4, 1.0, records_a_unit=1, secret=SECRET, steps=60)
+    places = torch.tensor([[i // 2 for i in batch] for batch in sampler], dtype=torch.float64)
+    assert places.shape == (60, 2) and torch.corrcoef(places.T)[0, 1].abs() < 0.4
+
+
+@pytest.mark.parametrize("records_a_unit", [None, 1])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_a_unit_goes_to_one_rank_whole(ranks):
-    one = UnitPoissonSampler(USERS, 0.6, secret=SECRET, steps=50)
-    parts = [UnitPoissonSampler(USERS, 0.6, secret=SECRET, steps=50, rank=r, ranks=ranks) for r in range(ranks)]
+def test_a_unit_goes_to_one_rank_whole(ranks, records_a_unit):
+    """Also where some of its records are drawn: ranks drew them from one stream, each from its beginning."""
+    options = {"records_a_unit": records_a_unit, "secret": SECRET, "steps": 50}
+    one = UnitPoissonSampler(USERS, 0.6, **options)
+    parts = [UnitPoissonSampler(USERS, 0.6, **options, rank=r, ranks=ranks) for r in range(ranks)]
     assert len({part.must_agree() for part in parts}) == 1
     for whole, *of_step in zip(one, *parts, strict=True):
         assert sorted(i for part in of_step for i in part) == sorted(whole)

@@ -1,6 +1,7 @@
 """Padded batches: a sample that is not valid adds exactly nothing, has no norm and is in no count."""
 
 import copy
+import threading
 import warnings
 
 import pytest
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import dpfast
-from dpfast.errors import DpfastWarning, InputError
+from dpfast.errors import DpfastWarning, InputError, StateError
 
 VALID = torch.tensor([True, False, True, True, False])
 
@@ -141,3 +142,62 @@ def test_a_mask_that_is_no_tensor(mask):
     )
     with pytest.raises(InputError, match=f"valid is a {type(mask).__name__}; it must be a tensor, bool"):
         compiled(torch.randn(5, 2), valid=mask)
+
+
+def in_another_thread(run):
+    """Its result, or its error."""
+    found = []
+
+    def noted():
+        try:
+            found.append(run())
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=noted)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def test_a_mask_is_of_its_thread():
+    """A forward pass of another thread took it for its own: samples that were there got norm 0."""
+    model, other = (dpfast.GradSampleModuleFastGradientClipping(Sequence()) for _ in range(2))
+    with model.valid(VALID):
+        refused = in_another_thread(lambda: step(model, *batch(1.0)))
+        assert isinstance(refused, StateError) and r"another thread is within valid(...)" in str(refused)
+        assert in_another_thread(lambda: step(model, *batch(1.0), valid=~VALID)) is None
+        assert ((model.get_norm_sample() > 0) == ~VALID).all()
+        assert in_another_thread(lambda: step(other, *batch(1.0))) is None
+        assert (other.get_norm_sample() > 0).all()
+        model.zero_grad()
+        step(model, *batch(1.0))
+        assert ((model.get_norm_sample() > 0) == VALID).all()
+    model.zero_grad()
+    assert in_another_thread(lambda: step(model, *batch(1.0))) is None
+    assert (model.get_norm_sample() > 0).all()
+
+
+def test_masks_within_masks_and_copies_made_within():
+    model = dpfast.GradSampleModuleFastGradientClipping(Sequence())
+    with model.valid(VALID):
+        with model.valid(~VALID):
+            step(model, *batch(1.0))
+            assert ((model.get_norm_sample() > 0) == ~VALID).all()
+            model.zero_grad()
+        step(model, *batch(1.0))
+        assert ((model.get_norm_sample() > 0) == VALID).all()
+        copied = copy.deepcopy(model)
+        model.zero_grad()
+        model.remove_hooks()
+        with (
+            pytest.raises(StateError, match=r"valid\(\.\.\.\) needs hooks: call add_hooks\(\) first"),
+            model.valid(VALID),
+        ):
+            pass
+        model.add_hooks()
+        step(model, *batch(1.0))
+        assert ((model.get_norm_sample() > 0) == VALID).all()
+    copied.zero_grad()
+    step(copied, *batch(1.0))
+    assert (copied.get_norm_sample() > 0).all()

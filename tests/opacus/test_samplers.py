@@ -231,6 +231,34 @@ def test_rules_and_samplers_of_users():
     assert Scale not in GRAD and Scale not in NORM
 
 
+def test_layers_that_are_known_by_name():
+    """Of packages that are imported. None of them was registered."""
+    pytorch_utils = pytest.importorskip("transformers.pytorch_utils")
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    opt = pytest.importorskip("transformers.models.opt.modeling_opt")
+    classes = pytorch_utils.Conv1D, llama.LlamaRMSNorm
+    before = [(GRAD.get(cls), NORM.get(cls)) for cls in classes]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(7, 6), pytorch_utils.Conv1D(4, 6), llama.LlamaRMSNorm(4), nn.Linear(4, 3))
+    tokens, y = torch.randint(7, (5, 8)), torch.randint(3, (5, 8))
+
+    def loss(model, tokens, y):
+        return nn.functional.cross_entropy(model(tokens).flatten(0, 1), y.flatten(), reduction="sum")
+
+    exact = loop_over_samples(model, loss, tokens, y)
+    dpfast.opacus.install()
+    assert all(cls in GRAD and cls in NORM for cls in classes)
+    assert opt.OPTLearnedPositionalEmbedding not in GRAD  # it has other inputs, which Opacus's hooks do not hand on
+    wrapped = GradSampleModule(model, loss_reduction="sum")
+    loss(wrapped, tokens, y).backward()
+    for key, p in model.named_parameters():
+        assert relative_error(p.grad_sample, exact[key]) <= 1e-5, key
+    of_norm = NORM[llama.LlamaRMSNorm](model[2], [torch.randn(5, 8, 4)], torch.randn(5, 8, 4))
+    assert of_norm[model[2].weight].shape == (5,)
+    dpfast.opacus.uninstall()
+    assert [(GRAD.get(cls), NORM.get(cls)) for cls in classes] == before
+
+
 # --- Opacus that is missing, or unknown ---
 
 
