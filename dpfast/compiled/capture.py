@@ -270,7 +270,8 @@ def _check_losses(losses: object, n: int) -> None:
     )
 
 
-_IN_HERE = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
+_IN_HERE = tuple(os.path.join(os.path.dirname(path), "") for path in (torch.__file__, os.path.dirname(__file__)))
+"""Folders, to the separator: torchvision's begins as torch's does."""
 
 
 def _refusal(error: Exception) -> UnsupportedModuleError:

@@ -20,11 +20,11 @@ from dpfast.factors.pinned import pin
 from dpfast.factors.ragged import Ragged, by_unit
 from dpfast.factors.recipe import Recipe
 from dpfast.factors.remembered import Remembered
-from dpfast.factors.reshaped import Blocks, Reshaped
+from dpfast.factors.reshaped import Blocks, Reshaped, parts_of
 from dpfast.factors.runs import Runs
 from dpfast.factors.runs_in_graph import RunsInGraph
 from dpfast.factors.stacked import added_up, norms_of_kinds, norms_or_unfinished, sq_norms, total_sq_norm
-from dpfast.factors.standardised import is_standardised, standardised
+from dpfast.factors.standardised import Standardised, is_standardised, standardised
 from dpfast.factors.waiting import Waiting, wait_as_factors
 
 __all__ = [
@@ -46,6 +46,7 @@ __all__ = [
     "Reshaped",
     "Runs",
     "RunsInGraph",
+    "Standardised",
     "Waiting",
     "added_up",
     "by_unit",
@@ -56,6 +57,7 @@ __all__ = [
     "merge",
     "norms_of_kinds",
     "norms_or_unfinished",
+    "parts_of",
     "pin",
     "row_sum",
     "row_sum_in_blocks",

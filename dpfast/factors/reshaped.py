@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dpfast.arithmetic import SquaredNorm
 from dpfast.factors.dense import Dense, Factor
+from dpfast.factors.patch_product import PatchProduct
 
 
 class Reshaped:
@@ -78,3 +79,13 @@ class Blocks:
 
     def kept(self) -> Factor:
         return Blocks([f.kept() for f in self.factors])
+
+
+def parts_of(factor: Factor) -> list[Factor]:
+    """What it is made of: of another shape, of a weight before it was standardised, block by block."""
+    inner = getattr(factor, "factor", None)
+    if isinstance(factor, Reshaped) or isinstance(inner, PatchProduct):
+        return parts_of(inner)  # type: ignore[arg-type]  # there is one
+    if isinstance(factor, Blocks):
+        return [part for block in factor.factors for part in parts_of(block)]
+    return [factor]

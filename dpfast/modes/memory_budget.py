@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dpfast.arithmetic import accumulating_dtype, cost, ops
 from dpfast.errors import InputError
-from dpfast.factors import Blocks, Dense, Factor, OuterProduct, PatchProduct, Ragged, Reshaped
+from dpfast.factors import Dense, Factor, OuterProduct, PatchProduct, Ragged, parts_of
 
 _ONE_SIZE = "memory_budget plans samples of one size, not units, nor rows that the data picks; leave it out"
 
@@ -68,7 +68,7 @@ class MemoryBudget:
             raise InputError(_ONE_SIZE)
         if only_use:
             self._only_uses.add(place)
-        for i, part in enumerate(_parts(factor)):
+        for i, part in enumerate(parts_of(factor)):
             size = size_of(part)
             key: Key = (place, i, size.t, size.gradient, size.inputs)
             while key in self._seen:  # the parameter is used again
@@ -161,12 +161,3 @@ def held_one_by_one(uses: Iterable[tuple[Hashable, cost.Size, bool]]) -> int:
         else:
             waiting += size.inputs
     return waiting + max(alone.values(), default=0)
-
-
-def _parts(factor: Factor) -> list[Factor]:
-    inner = getattr(factor, "factor", None)  # of another shape, or standardised
-    if isinstance(factor, Reshaped) or isinstance(inner, PatchProduct):
-        return _parts(inner)  # type: ignore[arg-type]  # there is one
-    if isinstance(factor, Blocks):
-        return [part for block in factor.factors for part in _parts(block)]
-    return [factor]

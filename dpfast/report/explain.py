@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dpfast.arithmetic import cost
-from dpfast.factors import Blocks, Factor, Lookup, OuterProduct, PatchProduct, Reshaped
+from dpfast.factors import Factor, Lookup, OuterProduct, PatchProduct, parts_of
 from dpfast.modes import GradSampleModule, TappedModel
 from dpfast.report.measure import Loss, Measured, Run, sum_of
 from dpfast.report.page import Fallback, page
@@ -185,7 +185,7 @@ def _explained(tapped: TappedModel, model: nn.Module, batch: tuple[Any, ...], in
         sizes.add(factor.num_samples)
         turns.see(parameter, factor)
         places.append(len(uses))
-        found = [_use(record.tap.layer, names.get(parameter, "?"), rule, part) for part in _parts(factor)]
+        found = [_use(record.tap.layer, names.get(parameter, "?"), rule, part) for part in parts_of(factor)]
         uses.extend(replace(use, samples=record.where()) for use in found)
 
     before = tapped.mode, tapped.enabled, tapped.observe
@@ -215,14 +215,6 @@ def _rule_name(tapped: TappedModel, record: Record) -> str:
         return maker.__name__
     rule = None if tapped.force_functorch else record.rule
     return FALLBACK if rule is None else rule.__name__
-
-
-def _parts(factor: Factor) -> list[Factor]:
-    if isinstance(factor, Reshaped):
-        return _parts(factor.factor)
-    if isinstance(factor, Blocks):
-        return [part for block in factor.factors for part in _parts(block)]
-    return [factor]
 
 
 def _use(layer: str, parameter: str, rule: str, factor: Factor) -> Use:

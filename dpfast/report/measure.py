@@ -195,9 +195,9 @@ class Run:
         gradients = [p.grad for p in self.parameters]
         buffers = [(b, b.clone()) for b in self.model.buffers()]
         tapped = None if self._wrapped is None else self._wrapped._tapped
+        self._clear()  # first: gradients that are there when taps go are nobody's from then on
         if tapped is not None:
             tapped.remove()
-        self._clear()
         try:
             with torch.random.fork_rng(), torch.enable_grad():
                 yield

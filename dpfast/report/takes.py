@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dpfast.arithmetic import cost, finished, ops
-from dpfast.factors import Blocks, Factor, InTurn, OuterProduct, PatchProduct, Reshaped, merge
+from dpfast.factors import Blocks, Factor, InTurn, OuterProduct, PatchProduct, Reshaped, Standardised, merge
 from dpfast.modes import Step, may_be_taken_in_turn, size_of, waits_for_its_turn, way_unwritten
 from dpfast.report.memory import storages
 from dpfast.taps import Record
@@ -76,7 +76,7 @@ class Turns:
 
 def way_of(factor: Factor) -> str:
     """The one that is taken: of ``cost``, "lookup", or "dense" for gradients as they are."""
-    if isinstance(factor, Reshaped):
+    if isinstance(factor, (Reshaped, Standardised)):
         return way_of(factor.factor)
     if isinstance(factor, Blocks):
         return " and ".join(dict.fromkeys(map(way_of, factor.factors)))
@@ -115,7 +115,7 @@ def take_norm(factor: Factor, way: str) -> Factor:
 
 def planned(factor: Factor) -> tuple[cost.Size, str]:
     """What a ``memory_budget`` knows of it, and its way where its gradients are not written."""
-    if isinstance(factor, Reshaped):
+    if isinstance(factor, (Reshaped, Standardised)):
         return planned(factor.factor)
     if isinstance(factor, (OuterProduct, PatchProduct)):
         return size_of(factor), way_unwritten(factor)

@@ -6,6 +6,7 @@ import difflib
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -76,10 +77,10 @@ class Layout(NamedTuple):
 
 
 class _Here(threading.local):
-    """The kind of input that each model was last called with in this thread."""
+    """The kind of input that each tapped model was last called with in this thread."""
 
     def __init__(self) -> None:
-        self.kinds: dict[int, Any] = {}
+        self.kinds: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
 _here = _Here()
@@ -87,12 +88,12 @@ _here = _Here()
 
 def note_kind(taps: object, kind: Any) -> None:
     """The tapped model is being called with such inputs."""
-    _here.kinds[id(taps)] = kind
+    _here.kinds[taps] = kind
 
 
 def kind_here(taps: object) -> Any:
     """The kind of input that the tapped model was last called with in this thread."""
-    return _here.kinds.get(id(taps))
+    return _here.kinds.get(taps)
 
 
 def layouts(model: nn.Module, batch_dim: int) -> list[tuple[str, nn.Module, Layout]]:

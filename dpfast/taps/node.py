@@ -172,7 +172,7 @@ class Record:
 
     def where(self) -> str:
         """The samples' place, in words."""
-        place = self.place
+        place = 0 if self.as_is else self.place
         if isinstance(place, Rows):
             return f"{place.dim}: {'N*k' if place.together else 'k*N'}"
         return str(place) if isinstance(place, int) else f"{self.tap.batch_dim}?"
