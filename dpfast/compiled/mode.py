@@ -75,7 +75,7 @@ class GraphMode(GradSampleModuleFastGradientClipping):
     def drop_guards(self) -> None:
         """Lets other gradients than those of taps reach the parameters."""
         assert self._tapped is not None
-        self._tapped.drop_guards()
+        self._tapped.guards.drop()
 
     num_units: int | None = None
     """Of the steps that a graph is captured for; None: samples are clipped."""

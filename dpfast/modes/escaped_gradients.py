@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import chain, compress
@@ -14,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dpfast.errors import EscapedGradientError, UnsupportedModuleError
 from dpfast.modes.accumulation import note_ordinary, note_unwatched
-from dpfast.taps import has_hooks, in_backward, owned_modules
+from dpfast.taps import has_hooks, in_backward, owned_modules, trained_beside
 
 
 class Trainable:
@@ -60,6 +61,7 @@ class Guards:
         self._hooks = hooks
         self._is_fine = is_fine
         self._handles: dict[int, tuple[nn.Parameter, RemovableHandle]] = {}  # by id, which the parameter itself keeps
+        self._beside: dict[str, tuple[weakref.ref[Tensor], RemovableHandle]] = {}
         self._ordinary: tuple[int | None, list[tuple[nn.Parameter, Tensor | None, int]]] = (None, [])
         self._seen: list[int] = []
         self._trainable = b""
@@ -89,6 +91,23 @@ class Guards:
         """One that is not the model's own, but stands in for one while a pass runs."""
         self._handles[id(parameter)] = parameter, _register_first(parameter, partial(self._refuse, parameter))
 
+    def set_beside(self, inputs: Iterable[Any], clips: Callable[[], bool]) -> None:
+        """On what the model's modules hold and train beside its parameters.
+
+        Args:
+            inputs: of the call; they may be kept from one before, and their gradients are the caller's.
+            clips: whether the backward pass that runs goes through the model, and taps catch what comes by.
+        """
+        given = set(map(id, inputs))
+        for name, x in trained_beside(self._model).items():
+            if id(x) in given:
+                continue
+            before, handle = self._beside.get(name, (None, None))
+            if before is None or before() is not x:
+                if handle is not None:
+                    handle.remove()
+                self._beside[name] = weakref.ref(x), x.register_hook(partial(_refuse_beside, clips, name))
+
     def drop(self) -> None:
         """Lets ordinary gradients reach the parameters."""
         for _, handle in self._handles.values():
@@ -99,6 +118,9 @@ class Guards:
         """The same for good: what has been left in ``p.grad`` is watched no more."""
         note_unwatched(p for p, _ in self._handles.values())
         self.drop()
+        for _, handle in self._beside.values():
+            handle.remove()
+        self._beside.clear()
 
     def _expect_ordinary(self, parameter: nn.Parameter) -> None:
         """At the end of this pass a note stands on the gradient, so that no optimizer takes it for a clipped sum."""
@@ -129,6 +151,15 @@ class Guards:
             "samples: it is used outside its own module's forward (functionally by another module, in a penalty on the "
             "weights, or by another wrapped model). Call the module instead, register a rule for the module that uses "
             "it, or freeze it; weight decay belongs in the optimizer"
+        )
+
+
+def _refuse_beside(clips: Callable[[], bool], name: str, grad: Tensor) -> None:
+    if clips():
+        raise EscapedGradientError(
+            f"a gradient reached {name} {tuple(grad.shape)} without being clipped, or parted by samples: a module of "
+            "the model holds it, and it is no parameter of the model (a tensor in an attribute, a module in a list). "
+            "Make it an nn.Parameter, register the module (nn.ModuleList), or freeze it (requires_grad_(False))"
         )
 
 

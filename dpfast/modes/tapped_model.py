@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from dpfast.arithmetic import exact_arithmetic
+from dpfast.arithmetic import exact_arithmetic, is_traced
 from dpfast.distributed import in_process_group
 from dpfast.errors import InputError, StateError
 from dpfast.factors import Factor
@@ -56,7 +56,7 @@ from dpfast.taps import (
     suspended,
 )
 
-_OF_THIS_PROCESS = ("_guards", "_steps", "probe", "_documents", "_swapped")
+_OF_THIS_PROCESS = ("guards", "_steps", "probe", "_documents", "_swapped")
 """Attributes of a tapped model that copies and pickles leave out."""
 
 
@@ -96,8 +96,8 @@ class TappedModel:
         self._for_this_process()
 
     def _for_this_process(self) -> None:
-        self._guards = Guards(self.model, self._is_fine, hooks=self.mode.gives_gradients)
-        self._swapped = SwappedParameters(self._guards.guard)
+        self.guards = Guards(self.model, self._is_fine, hooks=self.mode.gives_gradients)
+        self._swapped = SwappedParameters(self.guards.guard)
         self._steps = Steps()
         self.probe = Probe(self, self._taps)
         self._documents = Documents(self, self._taps)
@@ -166,7 +166,7 @@ class TappedModel:
         for handle in self._root_handles:
             handle.remove()
         self._root_handles.clear()
-        self._guards.remove()
+        self.guards.remove()
         forget_compiled_code()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -190,6 +190,8 @@ class TappedModel:
         trainable = self.guard_parameters()
         size = num_samples(leaves, self.batch_dim)
         is_new = self.probe.look((args, kwargs), leaves, size, trainable)
+        if is_new and not is_traced():
+            self.guards.set_beside(tensors, lambda: self.active and self._steps.repeating(in_backward()) is not None)
         units, valid = UNITS.of_forward(self.mode), VALID.of_forward(self.mode)
         if units is not None and self.enabled and torch.is_grad_enabled():
             units.look(self._documents, (args, kwargs))
@@ -253,7 +255,7 @@ class TappedModel:
 
     def guard_parameters(self) -> bytes:
         """Gradients may reach parameters through taps alone; any other is an error. Returns which are trainable."""
-        return self._guards.set()
+        return self.guards.set()
 
     def _is_fine(self, parameter: nn.Parameter, grad: Tensor) -> bool | None:
         """Whether a gradient that reaches a parameter comes from taps; None: hooks are off."""
@@ -261,10 +263,6 @@ class TappedModel:
             return None
         step = self._steps.repeating(in_backward())
         return step is not None and step.came_as_given(parameter, grad)
-
-    def drop_guards(self) -> None:
-        """Lets ordinary gradients reach the parameters."""
-        self._guards.drop()
 
     # --- steps ---
 
@@ -285,7 +283,7 @@ class TappedModel:
 
     def trainable(self) -> list[nn.Parameter]:
         """The model's own that are trained now, one that is there twice twice."""
-        return self._swapped.own_all(self._guards.trainable())
+        return self._swapped.own_all(self.guards.trainable())
 
     def has_stand_ins(self) -> bool:
         """Whether parameters are parted, or others stand in for them."""

@@ -195,7 +195,7 @@ def _explained(tapped: TappedModel, model: nn.Module, batch: tuple[Any, ...], in
             sum_of(model(*batch, **inputs)).backward(inputs=_trainable(tapped.model))
     finally:
         tapped.mode, tapped.enabled, tapped.observe = before
-        tapped.drop_guards()  # the next forward pass sets those again that its mode needs
+        tapped.guards.drop()  # the next forward pass sets those again that its mode needs
     for i in turns.taken:
         use = uses[places[i]]
         t, d, p = use.shape

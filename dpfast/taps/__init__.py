@@ -18,6 +18,7 @@ from dpfast.taps.gathered import end_model, experts_of, follow_model
 from dpfast.taps.gave import Gave, runs_again
 from dpfast.taps.held import Held
 from dpfast.taps.inputs import keys_of, leaves_of, results_in
+from dpfast.taps.kept import trained_beside
 from dpfast.taps.layout import (
     Mixed,
     Rows,
@@ -142,6 +143,7 @@ __all__ = [
     "tapped_again",
     "taps_suspended",
     "tokens_in",
+    "trained_beside",
     "unfolded",
     "without_graphs",
 ]

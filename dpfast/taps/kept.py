@@ -64,6 +64,30 @@ def _parts(path: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple[
         yield from _parts(name, x, seen, depth - 1)
 
 
+def trained_beside(model: nn.Module) -> dict[str, Tensor]:
+    """Leaves with a gradient that its modules hold and that are none of its parameters, by names: tensors in attributes
+    and buffers, and parameters of modules that are none of its children (kept in a list)."""
+    own, modules, found = set(map(id, model.parameters())), set(map(id, model.modules())), dict[str, Tensor]()
+
+    def walk(path: str, value: Any, depth: int) -> None:
+        if isinstance(value, Tensor):
+            if value.is_leaf and value.requires_grad and id(value) not in own:
+                found[path] = value
+        elif isinstance(value, nn.Module):
+            if id(value) not in modules:
+                for name, x in (*value.named_parameters(), *value.named_buffers()):
+                    walk(f"{path}.{name}", x, 0)
+        elif depth and isinstance(value, (list, tuple, dict)):
+            for key, x in value.items() if isinstance(value, dict) else enumerate(value):
+                walk(f"{path}[{key!r}]", x, depth - 1)
+
+    for name, module in model.named_modules():
+        for attribute, value in (*module._buffers.items(), *vars(module).items()):
+            if attribute not in ("_parameters", "_buffers", "_modules"):
+                walk(f"{name}.{attribute}" if name else attribute, value, _DEPTH)
+    return found
+
+
 def differentiable(model: nn.Module, outputs: Sequence[Any]) -> dict[str, Tensor]:
     """What a forward pass has left in attributes of its modules beside its outputs, and a loss may be made of, by their
     names."""

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_SMALL = 16  # whole numbers below it may be of branches; of counters there are soon too many to look at each
+
 
 def kind_of(inputs: Any, leaves: Sequence[Any], trainable: bytes, modes: bytes) -> tuple[Any, ...]:
     """Of what a model is called with.
@@ -31,10 +33,11 @@ def _autocasts() -> tuple[bool, bool]:
 
 
 def _modes_named(arguments: Sequence[Any]) -> Iterator[Any]:
-    """By which a forward may go its ways: texts that are arguments, numbers that are a weight of nothing or all, and in
-    dicts these and the keys."""
+    """By which a forward may go its ways: texts that are arguments, small whole numbers, weights of nothing or all, and
+    in dicts these and the keys."""
     for x in arguments:
-        if isinstance(x, (str, enum.Enum)) or (isinstance(x, (int, float)) and x in (0, 1)):
+        number = (isinstance(x, int) and abs(x) < _SMALL) or (isinstance(x, float) and x in (0, 1))
+        if number or isinstance(x, (str, enum.Enum)):
             yield type(x), x
         elif isinstance(x, Mapping):
             yield from x

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from dpfast import GradSampleModule, GradSampleModuleFastGradientClipping
 from dpfast.errors import DpfastWarning, EscapedGradientError, InputError, StateError, UnsupportedModuleError
+from dpfast.testing import loop_over_samples, norms_of, relative_error
 
 MASK = torch.tensor([True, True, False, False])
+
 C = 0.1
 
 
@@ -208,6 +210,40 @@ def test_what_changes_the_forward_later_is_looked_at_again(what):
     model._module.second.train(what == "a child's mode")
     with pytest.raises(UnsupportedModuleError, match="second"):
         model(torch.randn(6, 4), "main" if what == "a name" else "warm").square().sum().backward()
+
+
+class Folds(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 3)
+
+    def forward(self, x, way):
+        n, t, _ = x.shape
+        if way == 2:
+            return self.lin(x.reshape(n * t, 4)).view(n, t, 3)
+        return self.lin(x.transpose(0, 1).reshape(n * t, 4)).view(t, n, 3).transpose(0, 1)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_small_number_that_chooses_where_samples_are(by_name):
+    """Steps with another one than the first had were clipped by the first one's rows: a sample moved the sum by 2.7·C,
+    until the next look."""
+    torch.manual_seed(0)
+    model, x, plain = clipping(net := Folds()), 10.0 * torch.randn(5, 6, 4), Folds()
+    plain.load_state_dict(net.state_dict())
+    for way in (2, 2, 2, 3, 3, 2):
+        model.zero_grad()
+        loss = (model(x, way=way) if by_name else model(x, way)).square()
+        loss.sum().backward()
+        exact = loop_over_samples(plain, lambda m, x, way=way: m(x, way).square().sum(), x)
+        assert relative_error(model.get_norm_sample(), norms_of(exact)) <= 1e-5
+
+
+def test_numbers_that_go_on_are_no_kinds_of_their_own():
+    model = clipping(Folds())
+    for i in range(40):
+        model(torch.randn(2, 3, 4), i)
+    assert len(model._tapped.probe._looks) == 17
 
 
 def test_texts_of_a_batch_are_no_kind_of_their_own():
