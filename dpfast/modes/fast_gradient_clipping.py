@@ -149,7 +149,8 @@ class GradSampleModuleFastGradientClipping(LeavesSums, LastNorms, PerUnit, GradS
 
     @property
     def sensitivity(self) -> float:
-        """The most that adding or removing one sample can move the clipped sum, in L2 norm."""
+        """The most that adding or removing one sample can move the clipped sum, in L2 norm; for what rounding it to 16
+        bits makes of this, see docs/bounds.md, "Parameters of 16 bits"."""
         return self._clipper().sensitivity
 
     def _clipper(self) -> NormClipper:

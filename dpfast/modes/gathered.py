@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dpfast.arithmetic import SquaredNorm, is_traced, ops, towards_zero
-from dpfast.errors import StateError
+from dpfast.errors import DpfastWarning, StateError
 from dpfast.factors import (
     Alike,
     Dense,
@@ -243,6 +244,20 @@ def rounding(parameter: nn.Parameter) -> float:
 
 
 _OF_BF16 = torch.finfo(torch.bfloat16).eps / 2
+
+
+def warn_of_16_bits(model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
+    """Where trained parameters have 16 bits, what rounding makes of a sum is no one sample's to be clipped for."""
+    dtype = next((p.dtype for p in parameters if p.dtype.itemsize == 2), None)
+    if dtype is not None:
+        warnings.warn(
+            f"{type(model).__name__} trains parameters in {dtype}, and so are the clipped sums in p.grad: one sample "
+            f"may move that of N by N · {torch.finfo(dtype).eps:.1g} times max_grad_norm more, because all are rounded "
+            "together, and noise below its last place is lost. Train parameters in fp32, and compute in 16 bits under "
+            "torch.autocast (docs/bounds.md#parameters-of-16-bits)",
+            DpfastWarning,
+            stacklevel=2,
+        )
 
 
 _READ_AT_ONCE = 2**17

@@ -30,7 +30,7 @@ from dpfast.modes.accumulation import (
     wait_for_noise,
 )
 from dpfast.modes.clippers import NormClipper
-from dpfast.modes.gathered import Gathered, added
+from dpfast.modes.gathered import Gathered, added, warn_of_16_bits
 from dpfast.modes.steps import Step
 
 NOT_CLIPPED = (
@@ -66,6 +66,7 @@ class LeavesSums(nn.Module):
     _keys: Sequence[str] = ()  # of the batch that the model was last called with
     _clipper: Callable[[], NormClipper]
     check_accumulation: Callable[[], None]
+    _told_of_16_bits = False
 
     def _leave_sums(self, total: Callable[[nn.Parameter], Tensor | None]) -> None:
         """``p.grad += Σ_n c_n g_n`` for every trainable parameter, over the samples of all ranks where there are some.
@@ -73,6 +74,9 @@ class LeavesSums(nn.Module):
         Args:
             total: the sum over this rank's samples, None where the step has not used the parameter; asked once.
         """
+        if not self._told_of_16_bits:
+            self._told_of_16_bits = True
+            warn_of_16_bits(self._module, self._places)
         if self._is_alone and nothing_left(self._places):
             self._leave_alone(total)
             return

@@ -13,7 +13,7 @@ from dpfast.errors import StateError
 from dpfast.factors import Dense
 from dpfast.modes.clipped import clip
 from dpfast.modes.clippers import NormClipper
-from dpfast.modes.gathered import added, rounding
+from dpfast.modes.gathered import added, rounding, warn_of_16_bits
 from dpfast.modes.grad_sample_module import GradSampleModule
 from dpfast.modes.steps import Step
 
@@ -44,6 +44,8 @@ class PerSampleGradientClipper:
     >>> samples, thresholds.tolist(), layer.weight.grad.norm().round(decimals=3).item()
     (8, [1.0], 1.0)
     """
+
+    _told_of_16_bits = False
 
     def __init__(
         self,
@@ -153,6 +155,9 @@ class PerSampleGradientClipper:
                     "None, or freeze it behind clip_and_accumulate()"
                 )
         samples = self._samples
+        if not self._told_of_16_bits:
+            self._told_of_16_bits = True
+            warn_of_16_bits(self.module, self._sums)
         for p, total in self._sums.items():
             p.grad = self._averaged(total, samples, p.dtype)
         dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)  # noise is scaled to them
