@@ -250,7 +250,8 @@ def check_same_parameters(named: Iterable[tuple[str, nn.Parameter]], used: Colle
         raise StateError(
             "this backward pass and the earlier ones, whose grad_sample is still there, do not use the same parameters "
             f"({others[0]} is used in some alone), so rows of one sample would not stand in one place: clip, or "
-            "zero_grad(), after each pass; add up the losses of one batch before backward(); or take "
+            "zero_grad(), after each pass (the model's: an optimizer clears its own parameters alone, and what it does "
+            "not train is better frozen); add up the losses of one batch before backward(); or take "
             "GradSampleModuleFastGradientClipping, which clips each pass by itself and gives unused parameters zeros"
         )
 

@@ -24,7 +24,7 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.nn.modules._functions import BackwardHookFunction
 
 from dpfast.arithmetic import towards_zero
-from dpfast.errors import InputError, StateError
+from dpfast.errors import EscapedGradientError, InputError, StateError
 from dpfast.factors import Factor
 from dpfast.modes import GradSampleModule
 from dpfast.opacus.clip_factors import get_adapted_clipping_coef, get_clipping_coef, get_norm_sample
@@ -102,6 +102,7 @@ def _clip(self: DPTensorFastGradientClipping, factors_of: Callable[[], Tensor]) 
     if graph is None:
         two_passes(self, factors_of)
         return
+    _check_caught(graph, module._module)
     parameters = _all_from_rules(graph, module, losses)
     with _keeping(parameters or ()) as kept:
         torch.autograd.grad(loss, graph.lowest, retain_graph=parameters is None)
@@ -170,6 +171,41 @@ def _survey(root: Node, parameters: set[nn.Parameter]) -> _Graph | None:
 def _is_hook(node: Node) -> bool:
     """The identity that torch puts before and behind a module with a full backward hook."""
     return isinstance(node, BackwardCFunction) and type(node)._forward_cls is BackwardHookFunction
+
+
+def _check_caught(graph: _Graph, model: nn.Module) -> None:
+    """Raises EscapedGradientError where a parameter's gradient, or a part of it, goes past Opacus's hooks: norms would
+    be without it, and the second pass would add it."""
+    owners = {p: m for m in model.modules() for p in m.parameters(recurse=False)}
+    for leaf in graph.leaves:
+        p = leaf.variable  # type: ignore[attr-defined]  # AccumulateGrad has it
+        if not getattr(owners[p], "activations", None):
+            why = "its module has none of Opacus's hooks: it was frozen, or not there, when the model was wrapped"
+        elif _goes_past_hooks(leaf, graph):
+            why = "the loss takes it, or something that a forward hook has kept of its module, past them"
+        else:
+            continue
+        name = next(name for name, x in model.named_parameters() if x is p)
+        raise EscapedGradientError(
+            f"parameter {name} {tuple(p.shape)} has a gradient that Opacus's ghost clipping does not measure, and "
+            f"would add unclipped; {why}. Wrap the model as it is trained, let it return what the loss is of, or take "
+            "dpfast.opacus.PrivacyEngine with grad_sample_mode='dpfast'"
+        )
+
+
+def _goes_past_hooks(leaf: Node, graph: _Graph) -> bool:
+    """Whether a way leads from the leaf to the loss through no module hook."""
+    ways, seen = [leaf], {leaf}
+    while ways:
+        node = ways.pop()
+        if _is_hook(node):
+            continue
+        above = graph.parents[node]
+        if not above:
+            return True
+        ways += [x for x in above if x not in seen]
+        seen.update(above)
+    return False
 
 
 def _all_from_rules(graph: _Graph, module: Any, losses: Tensor) -> list[nn.Parameter] | None:

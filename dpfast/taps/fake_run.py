@@ -10,6 +10,7 @@ import functools
 import gc
 import logging
 import random
+import re
 import sys
 import warnings
 from collections import OrderedDict
@@ -45,8 +46,13 @@ _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 @functools.lru_cache(maxsize=1)
 def _remembering(modules: int) -> list[Any]:
-    """Functions that remember results (``functools.cache``); found again when more modules are imported."""
-    return [f for f in gc.get_objects() if type(f) is functools._lru_cache_wrapper]
+    """Functions that remember results (``functools.cache``) and may be a model's; found again when more modules are
+    imported. What torch's own remember, but for layers, are no tensors."""
+    found = [f for f in gc.get_objects() if type(f) is functools._lru_cache_wrapper]
+    return [f for f in found if not _OF_NO_MODEL.match(getattr(f, "__module__", None) or "")]
+
+
+_OF_NO_MODEL = re.compile(r"(torch(?!\.nn\b)|importlib|typing|_operator|operator|re|sympy|triton)(\.|$)")
 
 
 def fake_parameters(model: nn.Module, mode: FakeTensorMode) -> dict[int, Tensor]:
@@ -294,7 +300,8 @@ def nothing_left_behind() -> Iterator[None]:
             if collects:
                 gc.enable()
             _LOG.disabled = logged
-            random.setstate(before)
+            if random.getstate() != before:
+                random.setstate(before)
             if numpy_random is not None:
                 numpy_random.set_state(of_numpy)
             for f, misses in missed:  # a fake tensor that one remembered would turn up in the model's own forward
