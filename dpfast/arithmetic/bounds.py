@@ -52,6 +52,16 @@ class SquaredNorm(NamedTuple):
     upper: Tensor
 
 
+def fp64_slop(added: int, more: int = 4) -> float:
+    """What a sum of so many upper bounds is multiplied with, added in fp64 one after another: a rounding takes at most
+    2⁻⁵³ of it away.
+
+    Args:
+        more: roundings beside these, with one for what all of them make together (their second-order terms).
+    """
+    return 1.0 + (added + more) * 2.0**-53
+
+
 def gamma(terms: float, dtype: torch.dtype) -> float:
     """γ(n): relative error bound of a sum of ``terms`` products, relative to the sum of their magnitudes."""
     error = terms * unit_roundoff(dtype)

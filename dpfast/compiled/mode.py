@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpfast.arithmetic import SquaredNorm, pinned
+from dpfast.arithmetic import SquaredNorm, bounds, pinned
 from dpfast.errors import UnsupportedModuleError
-from dpfast.factors import OuterProduct
+from dpfast.factors import OuterProduct, added_up
 from dpfast.modes import (
     Clipped,
     GradSampleModuleFastGradientClipping,
@@ -107,8 +107,7 @@ class GraphMode(GradSampleModuleFastGradientClipping):
     ) -> list[Tensor]:
         """As an eager step of this mode, of norms (P, N) and of the outer products that are taken in turn: what
         ``modes.Clipped`` holds, and the sums."""
-        slop = 1.0 + (len(upper) + 4) * 2.0**-53
-        norms = [SquaredNorm(value.cumsum(0)[-1], upper.cumsum(0)[-1] * slop)] if len(value) else []
+        norms = [added_up(value, upper)] if len(value) else []
         products = [OuterProduct.of_rows(a, b) for a, b in zip(activations, backprops, strict=True)]
         clipped, totals = super()._clip_in_turn(products, norms, 1.0, valid)
         return [*clipped, *totals]
@@ -181,7 +180,7 @@ def _stacked(norms: Sequence[SquaredNorm | None], valid: Tensor) -> tuple[Tensor
 def _total(norms: Sequence[SquaredNorm]) -> SquaredNorm:
     """‖·‖² over all of them, as ``factors.total_sq_norm``: one after the other, in a loop that the compiler makes."""
     value, upper = (reduce(torch.add, of) for of in zip(*norms, strict=True))
-    return SquaredNorm(value, upper * (1.0 + (len(norms) + 4) * 2.0**-53))
+    return SquaredNorm(value, upper * bounds.fp64_slop(len(norms)))
 
 
 def learner(model: nn.Module, options: dict[str, Any]) -> GraphMode:

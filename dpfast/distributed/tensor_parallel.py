@@ -256,7 +256,7 @@ class TensorParallel:
         else:
             total = parts[:, : together.numel()].view(self.number, *together.shape).sum(0)
         value, upper = total.masked_fill(differ.any(), torch.nan).unbind(1)
-        upper = upper * (1.0 + (len(mine) + self.number + 2) * 2.0**-53)
+        upper = upper * bounds.fp64_slop(len(mine) + self.number, 2)
         return [SquaredNorm(v, u) for v, u in zip(value, upper, strict=True)]
 
     def _gathered(self, message: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpfast.arithmetic import SquaredNorm, norm_terms, reference, sum_error_columns, sum_errors
+from dpfast.arithmetic import SquaredNorm, bounds, norm_terms, reference, sum_error_columns, sum_errors
 from dpfast.factors.alike import Alike, Numbers, sums_of_all_inputs
 
 _MOST_ENTRIES = 2**20
@@ -37,7 +37,7 @@ class Remembered:
         self._relative: Any
         self._least: Any
         self._relative, self._least, self._slop = norm_terms([norms[i] for i in order], layers)
-        self._last_slop = 1.0 + (len(stands) + 4) * 2.0**-53
+        self._last_slop = bounds.fp64_slop(len(stands))
         self._errors: list[tuple[list[int], int, Any]] = []  # which, how many norms each, columns
         for kind in dict.fromkeys(norms[i].kind for i in order):
             which = [i for i in order if norms[i].kind == kind]

@@ -14,6 +14,7 @@ from dpfast.arithmetic import (
     SquaredNorm,
     Unfinished,
     UnfinishedStandardised,
+    bounds,
     finish,
     finished,
     is_traced,
@@ -147,7 +148,7 @@ def total_sq_norm(norms: Sequence[AnyNorm], n: int, places: Sequence[Sequence[in
 def added_up(value: Tensor, upper: Tensor) -> SquaredNorm:
     """Over all of these, (F, n) each, in this order."""
     # That of sum(0) depends on n.
-    return SquaredNorm(value.cumsum(0)[-1], upper.cumsum(0)[-1] * (1.0 + (len(upper) + 4) * 2.0**-53))
+    return SquaredNorm(value.cumsum(0)[-1], upper.cumsum(0)[-1] * bounds.fp64_slop(len(upper)))
 
 
 def _kind(norm: AnyNorm) -> tuple[str, tuple[int, int]]:

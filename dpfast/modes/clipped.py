@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dpfast.arithmetic import SquaredNorm, towards_zero
+from dpfast.arithmetic import SquaredNorm, bounds, towards_zero
 from dpfast.modes.clippers import NormClipper, clip_factors, constant_factors
 
 
@@ -65,7 +65,7 @@ def clip(
         return _valid(summed, valid) * (scale**2 * slop)
 
     value = total([n.value for n in found], 1.0)
-    upper = total([n.upper for n in found], 1.0 + (len(found) + 8) * 2.0**-53)
+    upper = total([n.upper for n in found], bounds.fp64_slop(len(found), 8))
     if clipper.is_per_layer:
         unused = torch.zeros_like(upper)
         measured = [
@@ -110,7 +110,7 @@ def clip_to(
     """
     value, upper = _valid(norm.value, valid), _valid(norm.upper, valid)
     as_they_are = isinstance(scale, float) and scale == 1.0
-    upper = upper * (scale**2 * (1.0 + (added + 8) * 2.0**-53))
+    upper = upper * (scale**2 * bounds.fp64_slop(added, 8))
     measured = upper.sqrt()
     if excess:
         measured = measured * (1.0 + excess)

@@ -46,7 +46,7 @@ def carried(
     def passes(first: Sequence[Any]) -> tuple[dict[str, Any], list[Any]] | None:
         leaves_here = leaves_of_copy(model) if trial.with_gradients else {}
         copy, own = copied(model, taps, leaves_here | stand_ins)
-        witnesses = [Witness.of(tap, i, Run.begun(), places, size) for i, tap in enumerate(own)]
+        witnesses = [Witness.of(tap, i, Run(), places, size) for i, tap in enumerate(own)]
 
         def forward(some: Sequence[Any]) -> list[Any]:
             again()

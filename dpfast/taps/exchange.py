@@ -244,7 +244,7 @@ class _Exchange:
         named = {i if i < own else base.held[i - own]: message for i, message in outputs.items()}
         why = None
         if not (wrong or outputs or met):
-            why = _NO_BACKWARD.format(base.failed[0]) if base.failed else _GRADIENTS_DIFFER if differ else None
+            why = _NO_BACKWARD.format(base.failed) if base.failed else _GRADIENTS_DIFFER if differ else None
         of_samples = {i: dims for i, dims in parted.items() if dims and i < own}
         return Told(
             found,
@@ -324,9 +324,9 @@ class _Exchange:
         witnesses: dict[str, Any] = {"noisy": noisy, "exchanged": others, "whole": whole, "ways": self.ways}
         run, _ = run_on(self.model, self.taps, self.trial, leaves, self.places, size, self.others, **witnesses)
         buffers.give_back()  # or each run would leave other pieces than the next one fills
-        self.routes = self.routes | run.routes[0]
+        self.routes = self.routes | run.routes
         self.reordered |= run.reordered
-        self.keeps = self.keeps or bool(run.keeps)
+        self.keeps = self.keeps or run.keeps
         return run
 
     def _batch(self, others: tuple[int, ...], size: int) -> list[Any]:

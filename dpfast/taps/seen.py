@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from dpfast.taps.layout import Rows
 from dpfast.taps.lengths import Counts
 from dpfast.taps.nodes import ends_among, nodes_behind
 from dpfast.taps.passes import in_backward
-from dpfast.taps.picks import Routes
+from dpfast.taps.picks import NO_ROUTES, Routes
 
 Key = tuple[int, Any]
 """The number of a tap and the rank of its output; None: of pieces."""
@@ -51,7 +52,20 @@ class Caught(NamedTuple):
 Grads = dict[Key | Beside, list[Tensor]]
 
 
-class Run(NamedTuple):
+@dataclass(eq=False)
+class _Backward:
+    """What has come in the pass that runs.
+
+    Attributes:
+        given: by the number of what was caught and its key. arrived: by its key.
+    """
+
+    given: dict[tuple[int, Key | Beside], Tensor] = field(default_factory=dict)
+    arrived: Grads = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Run:
     """What one forward pass shows.
 
     Attributes:
@@ -65,40 +79,30 @@ class Run(NamedTuple):
             its modules keep in attributes (``held``, by their names).
         met: where operations on what has no samples, by their ways, have those that it meets.
         beside: fingerprints of outputs beside the first, along dimensions that may be the samples'.
-        routes: where rows were picked.
+        routes: where rows were picked. keeps: whether it has changed what modules hold.
+        counted: how long samples may be (:class:`~dpfast.taps.lengths.Counts`).
         grads: as calls, of the gradients at the taps' outputs in a backward pass, those beside the first and those of
             operations (``met``) too; empty where none ran. losses: the same of each output that has no samples, by the
-            output's number. caught: the taps' outputs, until then.
-            running: not empty while these passes run. given, arrived: what has come in the pass of now, by the number
-            of what was caught and its key, and by its key. failed: why no backward pass ran.
-        keeps: not empty where it has changed what modules hold.
-        counted: how long samples may be (:class:`~dpfast.taps.lengths.Counts`).
+            output's number. failed: why no backward pass ran.
     """
 
-    calls: dict[Key, list[Any]]
-    order: dict[Key, int]
-    outputs: list[dict[int, Tensor]]
-    lengths: set[int | None]
-    packed: list[str]
-    reordered: set[Key]
-    met: dict[Key, int | Rows]
-    beside: dict[Beside, Tensor]
-    routes: list[Routes]
-    grads: Grads
-    losses: dict[int, Grads]
-    caught: list[Caught]
-    running: list[bool]
-    given: dict[tuple[int, Key | Beside], Tensor]
-    arrived: Grads
-    held: list[str]
-    failed: list[str]
-    keeps: list[bool]
-    counted: list[Counts]
-
-    @classmethod
-    def begun(cls) -> Run:
-        """Nothing is noted yet."""
-        return cls({}, {}, [], set(), [], set(), {}, {}, [], {}, {}, [], [], {}, {}, [], [], [], [])
+    calls: dict[Key, list[Any]] = field(default_factory=dict)
+    order: dict[Key, int] = field(default_factory=dict)
+    outputs: list[dict[int, Tensor]] = field(default_factory=list)
+    lengths: set[int | None] = field(default_factory=set)
+    packed: list[str] = field(default_factory=list)
+    reordered: set[Key] = field(default_factory=set)
+    met: dict[Key, int | Rows] = field(default_factory=dict)
+    beside: dict[Beside, Tensor] = field(default_factory=dict)
+    routes: Routes = NO_ROUTES
+    keeps: bool = False
+    held: list[str] = field(default_factory=list)
+    counted: list[Counts] = field(default_factory=list)
+    grads: Grads = field(default_factory=dict)
+    losses: dict[int, Grads] = field(default_factory=dict)
+    failed: str | None = None
+    _caught: list[Caught] = field(default_factory=list)  # the taps' outputs, until gradients have come to them
+    _backward: _Backward | None = None  # while one runs
 
     def catch(self, prints: Mapping[Key | Beside, Prints], x: Tensor) -> None:
         """A tap's output as the tap alone has it, to which gradients are to come: behind all hooks of the model's own
@@ -106,62 +110,59 @@ class Run(NamedTuple):
         if in_backward() is not None:  # repeated in a checkpoint, where a pass of its own may follow
             x.register_hook(functools.partial(self._note_repeated, prints))
             return
-        handle = x.register_hook(functools.partial(self._note_given, len(self.caught), prints))
-        self.caught.append(Caught(list(prints), get_gradient_edge(x), handle))
+        handle = x.register_hook(functools.partial(self._note_given, len(self._caught), prints))
+        self._caught.append(Caught(list(prints), get_gradient_edge(x), handle))
 
     def _note_repeated(self, prints: Mapping[Key | Beside, Prints], grad: Tensor | None) -> None:
-        if grad is not None:  # see :meth:`_note_given`
+        if self._backward is not None and grad is not None:  # see :meth:`_note_given`
             for key, some in prints.items():
-                self.arrived.setdefault(key, []).append(some.of_gradient(grad))
+                self._backward.arrived.setdefault(key, []).append(some.of_gradient(grad))
 
     def _note_given(self, number: int, prints: Mapping[Key | Beside, Prints], grad: Tensor | None) -> None:
         """Of an operation with several outputs (cuDNN's recurrent layers, a chunk) autograd calls the hooks of all when
         a gradient comes to one: those of the others with None, as where a function behind gives none."""
-        if self.running and grad is not None:  # and no pass of the model's own, within its forward
+        if self._backward is not None and grad is not None:  # and no pass of the model's own, within its forward
             for key, some in prints.items():
-                self.given[number, key] = some.of_gradient(grad)
-                self.arrived.setdefault(key, []).append(self.given[number, key])
+                self._backward.given[number, key] = some.of_gradient(grad)
+                self._backward.arrived.setdefault(key, []).append(self._backward.given[number, key])
 
+    def take_backwards(self, outputs: Sequence[Tensor], losses: dict[int, Tensor], to_leaves: bool) -> None:
+        """Backward passes: from what the model returns by samples, where it returns that, of a loss whose gradient at
+        each entry depends on that entry alone; and from each output that has no samples, of the sum of its entries:
+        what becomes of one does not depend on how many there are, as of rows that were picked.
 
-def backwards(run: Run, outputs: Sequence[Tensor], losses: dict[int, Tensor], to_leaves: bool) -> None:
-    """Backward passes: from what the model returns by samples, where it returns that, of a loss whose gradient at each
-    entry depends on that entry alone; and from each output that has no samples, of the sum of its entries: what becomes
-    of one does not depend on how many there are, as of rows that were picked.
-
-    Args:
-        to_leaves: gradients may come to the copy's parameters.
-    """
-    # The cosine, and nothing where there is none.
-    own = [x.detach().cos().nan_to_num_(0.0) for x in outputs]
-    with torch.enable_grad():  # something is behind them, as a loss is: else torch's multi_grad_hooks would not run
-        passes: list[tuple[int | None, Any, Any]] = [(None, list(map(_behind, outputs)), own)] if outputs else []
-        passes += [(i, [_behind(x)], [torch.ones_like(x)]) for i, x in losses.items()]
-    leaves_some = to_leaves and _in_reentrant_checkpoint([*outputs, *losses.values()])
-    # Of these alone are gradients asked for: others are on the way to them, and would all be held until the end.
-    ends = ends_among([x.edge for x in run.caught])
-    run.running.append(True)
-    try:
-        for i, some, grads in passes if ends or leaves_some else ():
-            again = i != passes[-1][0]
-            run.arrived.clear()
-            run.given.clear()
-            if leaves_some:
-                torch.autograd.backward(some, grads, retain_graph=again)
-                found = dict(run.arrived)
-            else:
-                torch.autograd.grad(some, ends, grads, allow_unused=True, retain_graph=again)
-                found = {}
-                for number, key in ((i, key) for i, x in enumerate(run.caught) for key in x.keys):
-                    found.setdefault(key, []).append(run.given.get((number, key), torch.zeros(0)))
-            (run.grads if i is None else run.losses.setdefault(i, {})).update(found)
-    except Exception as error:  # whatever somebody's functions raise
-        run.failed.append(said_by(error))
-        run.grads.clear()
-        run.losses.clear()
-    for x in run.caught:  # it may be somebody's own
-        x.handle.remove()
-    for noted in (run.caught, run.running, run.given, run.arrived):
-        noted.clear()
+        Args:
+            to_leaves: gradients may come to the copy's parameters.
+        """
+        # The cosine, and nothing where there is none.
+        own = [x.detach().cos().nan_to_num_(0.0) for x in outputs]
+        with torch.enable_grad():  # something is behind them, as a loss is: else torch's multi_grad_hooks would not run
+            passes: list[tuple[int | None, Any, Any]] = [(None, list(map(_behind, outputs)), own)] if outputs else []
+            passes += [(i, [_behind(x)], [torch.ones_like(x)]) for i, x in losses.items()]
+        leaves_some = to_leaves and _in_reentrant_checkpoint([*outputs, *losses.values()])
+        # Of these alone are gradients asked for: others are on the way to them, and would all be held until the end.
+        ends = ends_among([x.edge for x in self._caught])
+        try:
+            for i, some, grads in passes if ends or leaves_some else ():
+                here, again = _Backward(), i != passes[-1][0]
+                self._backward = here
+                if leaves_some:
+                    torch.autograd.backward(some, grads, retain_graph=again)
+                    found = here.arrived
+                else:
+                    torch.autograd.grad(some, ends, grads, allow_unused=True, retain_graph=again)
+                    found = {}
+                    for number, key in ((i, key) for i, x in enumerate(self._caught) for key in x.keys):
+                        found.setdefault(key, []).append(here.given.get((number, key), torch.zeros(0)))
+                (self.grads if i is None else self.losses.setdefault(i, {})).update(found)
+        except Exception as error:  # whatever somebody's functions raise
+            self.failed = said_by(error)
+            self.grads.clear()
+            self.losses.clear()
+        for x in self._caught:  # it may be somebody's own
+            x.handle.remove()
+        self._caught.clear()
+        self._backward = None
 
 
 def said_by(error: Exception) -> str:

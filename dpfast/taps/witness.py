@@ -29,7 +29,7 @@ from dpfast.taps.owned import owned_modules
 from dpfast.taps.packed import packed_in, rows_of, shapes_taken, with_data
 from dpfast.taps.picks import Picks
 from dpfast.taps.registry import find_by_row, find_forward, find_rule
-from dpfast.taps.seen import Beside, Key, Run, backwards
+from dpfast.taps.seen import Beside, Key, Run
 from dpfast.taps.shared import Operation, Shared
 from dpfast.taps.tap import Tap
 from dpfast.taps.trial import Trial
@@ -250,7 +250,7 @@ def run_on(
     leaves_here = leaves_of_copy(model) if noisy or trial.with_gradients else {}
     to_leaves = all(leaves_here.get(id(p)) is not p for p in model.parameters() if p.requires_grad)
     model, copies = copied(model, taps, leaves_here | stand_ins)
-    run = Run.begun()
+    run = Run()
     witnesses = [Witness.of(tap, i, run, places, size, noisy=noisy, **of_witnesses) for i, tap in enumerate(copies)]
     leaves = trial.as_called([x.clone() if isinstance(x, Tensor) else x for x in leaves])
     for witness in witnesses:
@@ -264,11 +264,10 @@ def run_on(
         torch.set_grad_enabled(noisy or trial.with_gradients or bool(of_witnesses.get("ways"))),
     ):
         outputs = results_in(model(*args, **kwargs))
-    run.routes.append(picks.routes())
+    run.routes = picks.routes()
     run.lengths.update(lengths.found)
     run.counted.extend(lengths.counted)
-    if not kept.are_same(before, kept.held(model)):
-        run.keeps.append(True)
+    run.keeps = not kept.are_same(before, kept.held(model))
     left = kept.differentiable(model, outputs) if noisy else {}
     run.held.extend(left)
     outputs = [torch.view_as_real(x) if _is_complex(x) else x for x in (*outputs, *left.values())]
@@ -278,7 +277,7 @@ def run_on(
     if noisy:
         by_sample = [x for x, prints in zip(outputs, run.outputs, strict=True) if prints and x.requires_grad]
         losses = {i: x for i, x in enumerate(outputs) if kept.is_differentiable(x) and not run.outputs[i]}
-        backwards(run, by_sample, losses, to_leaves)
+        run.take_backwards(by_sample, losses, to_leaves)
     return run, witnesses
 
 
