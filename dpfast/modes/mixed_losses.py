@@ -21,6 +21,9 @@ from dpfast.taps import Record
 
 _KEEP_GRAPHS = 4  # forward passes; who keeps each one's graph has no last loss
 
+_COLLECTIVES = "torch.distributed.nn.functional"
+"""Of the collectives that gradients go through."""
+
 _expected: weakref.WeakSet[Any] = weakref.WeakSet()  # tapped models whose next loss is to be looked at
 _goes_on: weakref.WeakSet[Any] = weakref.WeakSet()  # those whose loss was, and that another may be made of as well
 _gone_on: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # in so many forward passes before
@@ -82,9 +85,17 @@ def _check_for_pairs(losses: Sequence[Tensor]) -> Sequence[Record]:
 
     Raises:
         UnsupportedModuleError: one is made from a product (N, D) @ (D, N) of two tensors that come from tapped layers,
-            behind these: similarities of all pairs of samples.
+            behind these: similarities of all pairs of samples; or by a collective, from what other ranks have.
     """
     taps, between = behind_losses(losses)
+    for node in between:
+        function: Any = getattr(type(node), "_forward_cls", None)
+        if getattr(function, "__module__", None) == _COLLECTIVES and any(r.tap.taps in _expected for r in taps):
+            raise UnsupportedModuleError(
+                f"the loss goes through a collective ({function.__name__} of {_COLLECTIVES}), which brings together "
+                "what several ranks have: a sample's gradient depends on those of other ranks, and clipping bounds "
+                "nothing; make each sample's loss from that sample alone"
+            )
     products = [shape for node in between for shape in _product(node)]
     for record in taps:
         if record.tap.taps not in _expected:

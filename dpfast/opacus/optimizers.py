@@ -44,7 +44,7 @@ from dpfast.opacus.checks import (
     parameters_of,
 )
 from dpfast.opacus.noise import add_noise_by_blocks, add_noise_to_all, are_worth_blocks, digest, new_secret
-from dpfast.opacus.thresholds import clip_to
+from dpfast.opacus.thresholds import set_sensitivity
 
 _ROUNDING = 1e-6
 """How far, relatively, two ways of computing one sensitivity may be apart."""
@@ -317,7 +317,7 @@ class _BoundToModule(DPOptimizerFast):
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float) -> None:
-        clip_to(self.module, value)
+        set_sensitivity(self.module, value)
         self._noise_for = float(value)
 
     def accumulate(self) -> None:

@@ -68,7 +68,7 @@ def per_layer_clipper(
     return ConstantPerLayerClipper([by_parameter[p] for p in module.parameters() if p.requires_grad])
 
 
-def clip_to(module: GradSampleModuleFastGradientClipping, sensitivity: float) -> None:
+def set_sensitivity(module: GradSampleModuleFastGradientClipping, sensitivity: float) -> None:
     """Has the module clip to that sensitivity from the next backward pass on; per-layer thresholds keep their ratios.
 
     Raises:

@@ -289,7 +289,7 @@ class Tap(RoutedLayer):
         if _transforms():
             raise UnsupportedModuleError(
                 f"{self.layer} runs within torch.func (vmap, grad, jvp), where its samples cannot be told; call it on "
-                "the whole batch"
+                "the whole batch, and for functions of your own take copy.deepcopy(wrapped).to_standard_module()"
             )
         if fresh and type(output) is Tensor and output.is_floating_point() and not (self.alone and not as_is):
             # Nearly all layers. What else may come takes as long as the layer.
