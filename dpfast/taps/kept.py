@@ -14,6 +14,7 @@ from dpfast.taps.tap import Tap, TappedForward
 
 _DEPTH = 4  # of objects in objects
 _FUNCTIONS = (types.ModuleType, types.FunctionType, types.MethodType, TappedForward)
+_CONTAINERS = {dict, list, set, tuple, collections.OrderedDict}
 _HOLD_NOTHING = (Tap, type, str, bytes, *_FUNCTIONS)
 
 Held = dict[str, tuple[Any, int]]
@@ -26,7 +27,8 @@ def held(model: nn.Module) -> Held:
     seen, found = set(map(id, model.modules())), Held()
     for name, module in model.named_modules():
         for attribute, value in (*module._buffers.items(), *vars(module).items()):
-            if attribute not in ("_parameters", "_buffers", "_modules"):
+            empty = type(value) in _CONTAINERS and not value  # hooks of a module's, mostly
+            if not empty and attribute not in ("_parameters", "_buffers", "_modules"):
                 parts = _parts(f"{name}.{attribute}" if name else attribute, value, seen, _DEPTH)
                 found.update({path: (x, x._version if isinstance(x, Tensor) else 0) for path, x in parts})
     return found
