@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from dpfast.errors import EscapedGradientError, UnsupportedModuleError
 from dpfast.modes.accumulation import note_ordinary, note_unwatched
@@ -106,7 +106,8 @@ class Guards:
             if before is None or before() is not x:
                 if handle is not None:
                     handle.remove()
-                self._beside[name] = weakref.ref(x), x.register_hook(partial(_refuse_beside, clips, name))
+                hook: Any = unserializable_hook(partial(_refuse_beside, clips, name))  # a pickle leaves it out
+                self._beside[name] = weakref.ref(x), x.register_hook(hook)
 
     def drop(self) -> None:
         """Lets ordinary gradients reach the parameters."""

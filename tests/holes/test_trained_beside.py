@@ -1,6 +1,8 @@
 """What a model trains beside its parameters is clipped by nobody: a gradient that reaches it is an error."""
 
 import copy
+import pickle
+import warnings
 
 import pytest
 import torch
@@ -76,7 +78,10 @@ def test_a_gradient_that_reaches_it_is_refused(kind, mode):
     x = 100.0 * torch.randn(5, 4)
     with pytest.raises(EscapedGradientError, match=r"a gradient reached beside.* without being clipped"):
         model(x).square().sum(1).mean().backward()
-    copied = copy.deepcopy(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        copied = copy.deepcopy(model)
+        pickle.dumps(model._module.trained())
     with pytest.raises(EscapedGradientError, match=r"a gradient reached beside.* without being clipped"):
         copied(x).square().sum(1).mean().backward()
 
