@@ -252,7 +252,7 @@ def warn_of_16_bits(model: nn.Module, parameters: Iterable[nn.Parameter]) -> Non
     if dtype is not None:
         warnings.warn(
             f"{type(model).__name__} trains parameters in {dtype}, and so are the clipped sums in p.grad: one sample "
-            f"may move that of N by N · {torch.finfo(dtype).eps:.1g} times max_grad_norm more, because all are rounded "
+            f"may move that of N samples by {torch.finfo(dtype).eps:.1g} · N · max_grad_norm more, as all are rounded "
             "together, and noise below its last place is lost. Train parameters in fp32, and compute in 16 bits under "
             "torch.autocast (docs/bounds.md#parameters-of-16-bits)",
             DpfastWarning,
