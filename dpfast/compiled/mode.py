@@ -22,6 +22,7 @@ from dpfast.arithmetic import SquaredNorm, bounds, pinned
 from dpfast.errors import UnsupportedModuleError
 from dpfast.factors import OuterProduct, added_up
 from dpfast.modes import (
+    UNITS,
     Clipped,
     GradSampleModuleFastGradientClipping,
     Hooks,
@@ -91,7 +92,7 @@ class GraphMode(GradSampleModuleFastGradientClipping):
             with self.valid(whose):
                 yield
         else:
-            with self._within(UnitsInGraph(whose, self.num_units)):
+            with UNITS.within(self, UnitsInGraph(whose, self.num_units)):
                 yield
 
     def own_clip(self, norms: Sequence[SquaredNorm | None], valid: Tensor) -> Clipped:

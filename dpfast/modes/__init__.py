@@ -17,6 +17,7 @@ from dpfast.modes.accumulation import (
     wait_for_noise,
 )
 from dpfast.modes.answers import answer_of
+from dpfast.modes.blocks import UNITS
 from dpfast.modes.clipped import Clipped, clip_to
 from dpfast.modes.clippers import (
     AutomaticClipper,
@@ -43,6 +44,7 @@ from dpfast.modes.tapped_model import TappedModel
 from dpfast.modes.units import Units, UnitsInGraph
 
 __all__ = [
+    "UNITS",
     "AutomaticClipper",
     "ClipFactors",
     "Clipped",
