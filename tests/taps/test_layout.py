@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import gc
 import pickle
 import random
 
@@ -14,8 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 import dpfast
 from dpfast.errors import InputError, UnsupportedModuleError
-from dpfast.modes import blocks
-from dpfast.taps import layout
 from dpfast.taps.fake_run import ShapeTap
 from dpfast.testing import clipped_sum, loop_over_samples, norms_of, relative_error
 
@@ -395,19 +392,3 @@ def test_what_functions_remember_is_no_fake_tensor():
     model = dpfast.GradSampleModule(Remembers())
     assert type(model(torch.randn(3, T, D))) is torch.Tensor
     assert type(remembered(T)) is torch.Tensor
-
-
-def test_nothing_is_kept_of_models_that_are_gone():
-    """A later model at the same place in memory was of their kind."""
-    gc.collect()
-    before = len(layout._here.kinds)
-    model = dpfast.GradSampleModuleFastGradientClipping(nn.Linear(3, 2))
-    with model.units(torch.arange(4), 4):
-        model(torch.randn(4, 3)).sum(1).mean().backward()
-    with model.valid(torch.ones(4, dtype=torch.bool)):
-        model(torch.randn(4, 3))
-    assert len(layout._here.kinds) == before + 1
-    assert not blocks.UNITS._of and not blocks.VALID._of
-    del model
-    gc.collect()
-    assert len(layout._here.kinds) == before
