@@ -156,7 +156,7 @@ def test_what_is_worth_most_comes_first_and_is_not_measured_again(monkeypatch, t
     tiny = workloads.gpt("llama-1b", n=4, t=8, d=16, blocks=1, vocabulary=20, check=4, dtype=BF16)
     monkeypatch.setattr(step, "WORKLOADS", {"llama-1b": tiny, "other": replace(tiny, name="other")})
     monkeypatch.setattr(layers, "LAYERS", TINY)
-    assert gpu.run("first-kernels", tmp_path, "cpu", 600.0) == gpu.run("first-steps", tmp_path, "cpu", 100.0) == 0
+    assert gpu.run("first-kernels", tmp_path, "cpu", 600.0) == gpu.run("first-steps", tmp_path, "cpu", 600.0) == 0
     kernels, steps = (rows.read(tmp_path / f"{name}.jsonl") for name in ("kernels", "step"))
     assert {(row["layer"], row["contender"]) for row in kernels} == {
         *((layer.name, name) for layer in TINY[:2] for name in ("dpfast", "cuBLAS")),
@@ -167,7 +167,7 @@ def test_what_is_worth_most_comes_first_and_is_not_measured_again(monkeypatch, t
             assert row["compared_with"]["torch" if row["verb"] == "lookup norm" else "cuBLAS"] > 0
     assert [(row["workload"], row["leg"]) for row in steps] == [("llama-1b", leg) for leg in gpu.FIRST_LEGS]
 
-    assert gpu.run("kernels", tmp_path, "cpu", 600.0) == gpu.run("steps", tmp_path, "cpu", 100.0) == 0
+    assert gpu.run("kernels", tmp_path, "cpu", 600.0) == gpu.run("steps", tmp_path, "cpu", 600.0) == 0
     cells = [(row["layer"], row["verb"], row["contender"]) for row in rows.read(tmp_path / "kernels.jsonl")]
     assert len(set(cells)) == len(cells) == sum(len(list(kernel_table.cells(layer))) for layer in TINY)
     own = [row["leg"] for row in rows.read(tmp_path / "step.jsonl") if row["workload"] == "llama-1b"]

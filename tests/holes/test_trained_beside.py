@@ -62,15 +62,6 @@ MODES = {
 }
 
 
-def step(model, x):
-    losses = model(x).square().sum(1)
-    if getattr(model, "passes", 1) == 2:
-        criterion = dpfast.DPLossFastGradientClipping(model, lambda found, _: found)
-        criterion(losses, x).backward()
-    else:
-        losses.mean().backward()
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", [Attribute, Buffer, InList, InDict])
 def test_a_gradient_that_reaches_it_is_refused(kind, mode):
