@@ -16,6 +16,7 @@ from dpfast.arithmetic import exact_arithmetic, exact_convolutions
 from dpfast.compiled.pins import leave_pins_to_inductor
 from dpfast.compiled.replay import Replay
 from dpfast.errors import BackendError, StateError
+from dpfast.modes import is_taken_unrounded
 from dpfast.taps import looks_again_at
 
 if TYPE_CHECKING:
@@ -109,8 +110,7 @@ class Graph:
         self._runs = 0  # on batches of several, since then
         self._looks = 3  # batches that are asked once more
         self.of, self.counts = captured.of, captured.counts
-        # As ``modes.added`` rounds: to fp16 towards zero, which no copy does.
-        self._dtypes = [p.dtype if p.dtype is torch.bfloat16 else None for p in captured.of]
+        self._in_bf16 = any(p.dtype is torch.bfloat16 for p in captured.of)
         self._others = captured.others
         self._others_were = list(map(_looks, self._others))
         self._backend = backend
@@ -164,10 +164,14 @@ class Graph:
         # are operations in it, and would be taken again, of norms and sums too.
         with exact_convolutions(), exact_arithmetic():
             if self._replay is not None:
-                return self._replay(state, inputs, self._dtypes if alone else ())
+                return self._replay(state, inputs, self._rounded() if alone and self._in_bf16 else ())
             if self._compiled is not None:
                 return self._compiled(*state, *inputs)
             return self._compiled_for([*state, *inputs])(*state, *inputs)
+
+    def _rounded(self) -> list[torch.dtype | None]:
+        """What sums may be rounded to where they are copied: to fp16 they are towards zero, which no copy does."""
+        return [p.dtype if p.dtype is torch.bfloat16 and not is_taken_unrounded(p) else None for p in self.of]
 
     def _compiled_for(self, inputs: list[Tensor]) -> Callable[..., Sequence[Tensor]]:
         """What the backend makes of it, asked as torch.compile asks it. Without torch.compile, which would trace the

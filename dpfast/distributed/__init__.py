@@ -2,7 +2,7 @@
 
 from dpfast.distributed.agreement import refuse_disagreement
 from dpfast.distributed.noise import add_noise
-from dpfast.distributed.placements import is_parted, is_shard, local
+from dpfast.distributed.placements import is_parted, is_shard, local, placed
 from dpfast.distributed.sampling import PoissonBatches
 from dpfast.distributed.secret import SharedSecret
 from dpfast.distributed.sums import Sums, part_of, parts_of, sums_of, told_to_all
@@ -32,6 +32,7 @@ __all__ = [
     "number_of_ranks",
     "part_of",
     "parts_of",
+    "placed",
     "ranks_of",
     "refuse_disagreement",
     "sums_of",

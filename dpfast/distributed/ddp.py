@@ -190,9 +190,8 @@ class DDPSums:
             for p, view, place in zip(bucket, views, places, strict=True):
                 if p not in wanted:
                     continue
-                grad = settled(p, view)
                 # Nobody waits for a GPU: what disagrees becomes NaN.
-                grads[p] = place.copy_(grad if on_cpu else grad.masked_fill(disagree, torch.nan))
+                grads[p] = place.copy_(settled(p, view if on_cpu else view.masked_fill(disagree, torch.nan)))
         for bucket, future in promised:
             future.set_result(bucket.buffer())
 

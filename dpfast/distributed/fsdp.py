@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dpfast.distributed.agreement import DISAGREEMENT, agreement, ranks_agree
-from dpfast.distributed.placements import extents, ranks_sharing, sharding_axes
+from dpfast.distributed.placements import extents, placed, ranks_sharing, sharding_axes
 from dpfast.errors import StateError, UnsupportedModuleError
 from dpfast.taps import in_backward
 
@@ -161,12 +161,9 @@ class ShardedSums:
             if p not in wanted:
                 continue
             self._held.pop(p, None)  # where it was given up
-            local = settled(p, own)
             if agree is not None and agree.device.type != "cpu":
-                local = local.masked_fill(~agree.to(local.device), torch.nan)
-            p.grad = DTensor.from_local(
-                local, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-            )
+                own = own.masked_fill(~agree.to(own.device), torch.nan)
+            p.grad = placed(p, settled(p, own))
         then()
 
 

@@ -39,6 +39,16 @@ def local(x: Any) -> Any:
     return x if type(x) is Tensor or not is_shard(x) else x.to_local()
 
 
+def placed(p: Any, part: Tensor) -> Tensor:
+    """This rank's part of a gradient as the parameter is: a DTensor where that is one."""
+    if type(p) in _PLAIN or not is_shard(p):
+        return part
+    of_whole: Tensor = type(p.data).from_local(
+        part, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+    )
+    return of_whole
+
+
 def is_parted(p: Any, axes: slice = slice(None)) -> bool:
     """Whether this rank has a part of it alone, on these axes of its mesh."""
     return is_shard(p) and not all(place.is_replicate() for place in p.placements[axes])

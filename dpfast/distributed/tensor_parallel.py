@@ -197,13 +197,6 @@ class TensorParallel:
         """Whether its gradients are parts of a sum over ranks, of which no norm can be taken."""
         return isinstance(factor, PartOfSum)
 
-    def placed(self, parameter: nn.Parameter, total: Tensor) -> Tensor:
-        """A clipped sum as ``p.grad`` has it: a DTensor where the parameter is one."""
-        p: Any = parameter
-        if not isinstance(p, DTensor):
-            return total
-        return DTensor.from_local(total, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
-
     def _is_parted(self, p: nn.Parameter) -> bool:
         """Whether this rank has a part of its gradients alone."""
         axis = self._axis(p)

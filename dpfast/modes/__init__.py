@@ -30,7 +30,6 @@ from dpfast.modes.clippers import (
 )
 from dpfast.modes.escaped_gradients import Guards, check_parameters
 from dpfast.modes.fast_gradient_clipping import GradSampleModuleFastGradientClipping
-from dpfast.modes.gathered import rounding
 from dpfast.modes.grad_sample_module import GradSampleModule, check_loss_reduction
 from dpfast.modes.hooks import Hooks
 from dpfast.modes.in_turn import clips_one_by_one, may_be_taken_in_turn, waits_for_its_turn
@@ -39,6 +38,7 @@ from dpfast.modes.mixed_losses import expect_loss
 from dpfast.modes.nonfinite_samples import DroppedSamples
 from dpfast.modes.norm_samples import create_norm_sample
 from dpfast.modes.per_sample_gradient_clipper import PerSampleGradientClipper
+from dpfast.modes.rounding import Unrounded, is_taken_unrounded, rounding, takes_unrounded, unrounded
 from dpfast.modes.steps import Step, check_valid
 from dpfast.modes.tapped_model import TappedModel
 from dpfast.modes.units import Units, UnitsInGraph
@@ -62,6 +62,7 @@ __all__ = [
     "TappedModel",
     "Units",
     "UnitsInGraph",
+    "Unrounded",
     "answer_of",
     "autograd_grad_sample",
     "check_loss_reduction",
@@ -74,6 +75,7 @@ __all__ = [
     "expect_loss",
     "held_by",
     "held_one_by_one",
+    "is_taken_unrounded",
     "left_in",
     "may_be_taken_in_turn",
     "not_noted",
@@ -84,6 +86,8 @@ __all__ = [
     "safe_factors",
     "shares_noise",
     "size_of",
+    "takes_unrounded",
+    "unrounded",
     "wait_for_noise",
     "waits_for_its_turn",
     "way_unwritten",

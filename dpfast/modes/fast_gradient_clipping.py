@@ -22,7 +22,7 @@ from dpfast.modes.clippers import (
     check_clipper,
     check_threshold,
 )
-from dpfast.modes.gathered import Gathered, check_unwritten, clipped_totals, rounding, take_norms, used_again
+from dpfast.modes.gathered import Gathered, check_unwritten, clipped_totals, take_norms, used_again
 from dpfast.modes.grad_sample_module import GradSampleModule
 from dpfast.modes.in_turn import clip_in_turn, clips_one_by_one, find_in_turn, waits_for_its_turn
 from dpfast.modes.last_norms import LastNorms
@@ -30,6 +30,7 @@ from dpfast.modes.leave_sums import Found, LeavesSums
 from dpfast.modes.memory_budget import MemoryBudget
 from dpfast.modes.nonfinite_samples import DroppedSamples
 from dpfast.modes.norm_samples import leave_norm_samples
+from dpfast.modes.rounding import rounding
 from dpfast.modes.second_pass import FirstPass, SecondPass
 from dpfast.modes.steps import Step, check_own
 from dpfast.modes.units import PerUnit

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -10,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpfast.arithmetic import SquaredNorm, is_traced, ops, towards_zero
-from dpfast.errors import DpfastWarning, StateError
+from dpfast.arithmetic import SquaredNorm, is_traced, ops
+from dpfast.errors import StateError
 from dpfast.factors import (
     Alike,
     Dense,
@@ -28,6 +27,7 @@ from dpfast.factors import (
 )
 from dpfast.modes.clipped import Clipped
 from dpfast.modes.clippers import safe_factors
+from dpfast.modes.rounding import added, is_taken_unrounded
 
 
 class Gathered:
@@ -184,8 +184,9 @@ def clipped_totals(
 
     for parameters, factors, coefficients in _small(places, entries, clipped):
         # Rounded before it is taken apart: one by one, rounding takes as many calls as there are parameters.
-        rounds = alone and all(p.grad is None for p in parameters)
-        rounded = partial(added, None, dtype=parameters[0].dtype) if rounds else None
+        dtype = parameters[0].dtype
+        rounds = alone and dtype.itemsize == 2 and all(p.grad is None and not is_taken_unrounded(p) for p in parameters)
+        rounded = partial(added, None, dtype=dtype) if rounds else None
         sums.update(zip(map(id, parameters), weighted_together(factors, coefficients, rounded), strict=True))
 
     def total(p: nn.Parameter) -> Tensor | None:
@@ -194,7 +195,7 @@ def clipped_totals(
             return found
         entry = of.pop(id(p))
         if entry is not None and entry.total is None:
-            rounds = alone and p.dtype is torch.bfloat16 and p.grad is None
+            rounds = alone and p.dtype is torch.bfloat16 and p.grad is None and not is_taken_unrounded(p)
             entry.clip(entry.factors.pop(), clipped.coefficients(places[p], p.dtype), p.dtype if rounds else None)
         return None if entry is None else entry.total
 
@@ -225,39 +226,6 @@ def _small(
 
 _SMALL = 2**12
 """Entries of a sample up to which they are copied beside others, which takes less time than a product's calls."""
-
-
-def added(before: Tensor | None, total: Tensor, dtype: torch.dtype) -> Tensor:
-    """Their sum, rounded once: to fp16 towards zero, because gradients below its normal numbers are common and there
-    nothing bounds what rounding to nearest adds; otherwise to nearest. Written into ``before`` where it can be."""
-    if dtype is torch.float16:
-        return towards_zero(total if before is None else total + before, dtype)
-    if before is None:
-        return total if total.dtype is dtype else total.to(dtype)
-    before += total
-    return before
-
-
-def rounding(parameter: nn.Parameter) -> float:
-    """By how much, relatively, :func:`added` may make a clipped sum larger, where that counts: in bf16."""
-    return _OF_BF16 if parameter.dtype is torch.bfloat16 else 0.0
-
-
-_OF_BF16 = torch.finfo(torch.bfloat16).eps / 2
-
-
-def warn_of_16_bits(model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
-    """Where trained parameters have 16 bits, what rounding makes of a sum is no one sample's to be clipped for."""
-    dtype = next((p.dtype for p in parameters if p.dtype.itemsize == 2), None)
-    if dtype is not None:
-        warnings.warn(
-            f"{type(model).__name__} trains parameters in {dtype}, and so are the clipped sums in p.grad: one sample "
-            f"may move that of N samples by {torch.finfo(dtype).eps:.1g} · N · max_grad_norm more, as all are rounded "
-            "together, and noise below its last place is lost. Train parameters in fp32, and compute in 16 bits under "
-            "torch.autocast (docs/bounds.md#parameters-of-16-bits)",
-            DpfastWarning,
-            stacklevel=2,
-        )
 
 
 _READ_AT_ONCE = 2**17

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dpfast.distributed import local, told_to_all
+from dpfast.distributed import local, placed, told_to_all
 from dpfast.errors import StateError
 from dpfast.modes.accumulation import (
     Left,
@@ -30,7 +30,8 @@ from dpfast.modes.accumulation import (
     wait_for_noise,
 )
 from dpfast.modes.clippers import NormClipper
-from dpfast.modes.gathered import Gathered, added, warn_of_16_bits
+from dpfast.modes.gathered import Gathered
+from dpfast.modes.rounding import Unrounded, kept_beside, warn_of_16_bits
 from dpfast.modes.steps import Step
 
 NOT_CLIPPED = (
@@ -47,11 +48,13 @@ class Found(NamedTuple):
 
     Attributes:
         left: what the notes say of all gradients. notes: those of each. others: gradients that no note tells of.
+        unrounded: what they were before they were rounded.
     """
 
     left: Left | None = None
     notes: dict[nn.Parameter, Left] = {}  # noqa: RUF012  # never written to
     others: dict[nn.Parameter, Tensor] = {}  # noqa: RUF012
+    unrounded: Unrounded = Unrounded()  # never written to
 
 
 class LeavesSums(nn.Module):
@@ -89,38 +92,48 @@ class LeavesSums(nn.Module):
         passes = None
         if before is not None:
             passes = passes_in(self._places) if ranks is None else {p: left.passes for p, left in notes.items()}
+        unrounded, kept = Unrounded(), Unrounded.of(self._places) if ranks is None else self._found.unrounded
         if ranks is None or not ranks.crosses:
             # All of them first, so that none is half done; rounded where nothing is added: they may be as large again.
             alone = self._is_alone
-            totals = {p: _rounded(p, total(p), alone) for p in self._places}
+            totals = {
+                p: _rounded(p, total(p), unrounded) if alone and p.grad is None else total(p) for p in self._places
+            }
             held = ranks is not None and ranks.hold(totals)
             for p, own in () if held else totals.items():
-                if own is not None and self._parts is not None:
-                    p.grad = self._parts.placed(p, added(local(p.grad), own, p.dtype))
-                elif own is not None:
-                    p.grad = own if alone and p.grad is None else added(p.grad, own, p.dtype)
+                if own is not None:
+                    p.grad = placed(p, unrounded.settled(p, kept.get(p, local(p.grad)), own))
                 elif p.grad is None and p.requires_grad:
                     p.grad = torch.zeros_like(p)
             self._note(before, passes, of_rank=ranks is not None, ranks=self._number_of_ranks())
+            unrounded.keep()
             return
         uncrossed = {p for p, left in notes.items() if left.of_rank}  # their sums cross with those of this pass
-        of_all = {p: local(p.grad).clone() for p in self._places if p.grad is not None and p not in uncrossed}
+        others = [p for p in self._places if p.grad is not None and p not in uncrossed]
+        of_all = {p: kept[p] if p in kept else local(p.grad).clone() for p in others}
 
         def of_rank(p: nn.Parameter) -> Tensor | None:
-            some = [x for x in (ranks.held(p) if p in uncrossed else None, total(p)) if x is not None]
+            held = ranks.held(p) if p in uncrossed else None
+            held = kept.get(p, held) if held is p.grad else held
+            some = [x for x in (held, total(p)) if x is not None]
             return some[0] + some[1] if len(some) == 2 else some[0] if some else None
+
+        def settled() -> None:
+            self._note(before, passes, ranks=self._number_of_ranks())
+            unrounded.keep()
 
         ranks.reduce(
             list(self._places),
             of_rank,
-            lambda p, over_ranks: added(of_all.get(p), over_ranks, p.dtype),
-            lambda: self._note(before, passes, ranks=self._number_of_ranks()),
+            lambda p, over_ranks: unrounded.settled(p, of_all.get(p), over_ranks),
+            settled,
             *self._settings(before),
         )
 
     def _leave_alone(self, total: Callable[[nn.Parameter], Tensor | None]) -> None:
         """:meth:`_leave_sums` where no ranks are and no parameter has a gradient: there is nothing to look at."""
-        totals = {p: _rounded(p, total(p), True) for p in self._places}
+        unrounded = Unrounded()
+        totals = {p: _rounded(p, total(p), unrounded) for p in self._places}
         left: list[Tensor] = []
         for p, own in totals.items():
             if own is None and p.requires_grad:
@@ -129,6 +142,7 @@ class LeavesSums(nn.Module):
                 p.grad = own
                 left.append(own)
         note_alike(left, self._with_one_more(Left(0, 0.0)))
+        unrounded.keep()
 
     @property
     def _is_alone(self) -> bool:
@@ -183,19 +197,22 @@ class LeavesSums(nn.Module):
         """What earlier passes have left, where there are other ranks."""
         left = left_in(self._places)
         notes = {} if left is None else notes_on(self._places)
-        self._found = Found(left, notes, {p: _gradient(p) for p in not_noted_here(self._places)})
+        others = {p: _gradient(p) for p in not_noted_here(self._places)}
+        self._found = Found(left, notes, others, Unrounded.of(self._places))
 
     def _follow_moved(self) -> None:
         """DDP makes its buckets anew once, and what was in ``p.grad`` goes on in views of these: they have the notes of
         the gradients that they were made of."""
         if self._over_ranks is None:
             return
-        left, notes, others = self._found
-        stood = {p: note_on(before) for p, before in self._over_ranks.put_anew(others).items()}
-        moved = {p: note for p, note in stood.items() if note is not None}
+        left, notes, others, unrounded = self._found
+        stood = self._over_ranks.put_anew(others)
+        moved = {p: note for p, before in stood.items() if (note := note_on(before)) is not None}
         if moved:
             left = together([*moved.values(), *([] if left is None else [left])])
-            self._found = Found(left, notes | moved, {p: others[p] for p in others.keys() - moved.keys()})
+            kept = {p: total for p in moved if (total := kept_beside(stood[p])) is not None}
+            others = {p: others[p] for p in others.keys() - moved.keys()}
+            self._found = Found(left, notes | moved, others, Unrounded(unrounded | kept))
 
     def _check_nothing_else(self) -> None:
         """Raises StateError where a gradient is there that no private pass has left."""
@@ -248,13 +265,12 @@ class LeavesSums(nn.Module):
         for p, left in self._found.notes.items():
             if p.grad is not None:
                 note(p.grad, left)
+        self._found.unrounded.keep()
 
 
-def _rounded(p: nn.Parameter, total: Tensor | None, alone: bool) -> Tensor | None:
+def _rounded(p: nn.Parameter, total: Tensor | None, unrounded: Unrounded) -> Tensor | None:
     """The sum in the parameter's dtype, where it is all that its gradient will be."""
-    if not alone or total is None or total.dtype is p.dtype:
-        return total
-    return added(None, total, p.dtype) if p.grad is None else total
+    return total if total is None or total.dtype is p.dtype else unrounded.settled(p, None, total)
 
 
 def _gradient(p: nn.Parameter) -> Tensor:

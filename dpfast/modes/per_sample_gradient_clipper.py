@@ -13,8 +13,8 @@ from dpfast.errors import StateError
 from dpfast.factors import Dense
 from dpfast.modes.clipped import clip
 from dpfast.modes.clippers import NormClipper
-from dpfast.modes.gathered import added, rounding, warn_of_16_bits
 from dpfast.modes.grad_sample_module import GradSampleModule
+from dpfast.modes.rounding import added, rounding, warn_of_16_bits
 from dpfast.modes.steps import Step
 
 

@@ -11,10 +11,11 @@ Or one line other, and clipping takes one backward pass:
 """
 
 from dpfast.opacus import _supported  # noqa: F401  first: says what to install where Opacus is missing
+from dpfast.opacus.bound_optimizers import OnePassOptimizer, TwoPassOptimizer
 from dpfast.opacus.checkpoint import PrivateState
 from dpfast.opacus.engine import PrivacyEngine
 from dpfast.opacus.losses import ClippedLoss, ClippedLossTensor
-from dpfast.opacus.optimizers import DPOptimizerFast, OnePassOptimizer, TwoPassOptimizer
+from dpfast.opacus.optimizers import DPOptimizerFast
 from dpfast.opacus.samplers import install, uninstall
 
 __all__ = [

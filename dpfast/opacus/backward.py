@@ -26,7 +26,7 @@ from torch.nn.modules._functions import BackwardHookFunction
 from dpfast.arithmetic import towards_zero
 from dpfast.errors import EscapedGradientError, InputError, StateError
 from dpfast.factors import Factor
-from dpfast.modes import GradSampleModule
+from dpfast.modes import GradSampleModule, Unrounded, is_taken_unrounded
 from dpfast.opacus.clip_factors import get_adapted_clipping_coef, get_clipping_coef, get_norm_sample
 from dpfast.opacus.two_passes import one_a_sample, reduced, second_pass, two_passes
 
@@ -268,9 +268,15 @@ def _check_complete(module: Any, kept: dict[nn.Parameter, list[Factor]]) -> None
 @torch.no_grad()
 def _leave_sums(kept: dict[nn.Parameter, list[Factor]], factors: Tensor) -> None:
     """``p.grad += Σ_n c_n g_n``; what is kept is freed parameter by parameter."""
+    unrounded, before = Unrounded(), Unrounded.of(kept)
     for p, of_p in kept.items():
-        total = towards_zero(of_p.pop().weighted_sum(factors.to(p.device, torch.float64)), p.dtype)
+        total = of_p.pop().weighted_sum(factors.to(p.device, torch.float64))
+        if is_taken_unrounded(p):
+            p.grad = unrounded.settled(p, before.get(p, p.grad), total)
+            continue
+        total = towards_zero(total, p.dtype)
         p.grad = total if p.grad is None else p.grad.add_(total)
+    unrounded.keep()
 
 
 class _Place:

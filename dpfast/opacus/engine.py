@@ -26,15 +26,15 @@ from dpfast.distributed import (
 from dpfast.errors import InputError, StateError
 from dpfast.errors import UnsupportedModuleError as OurError
 from dpfast.modes import ConstantPerLayerClipper, GradSampleModule, GradSampleModuleFastGradientClipping
-from dpfast.opacus.checks import check_before_steps, check_noise, check_units, keep_what_is_counted, warn_of_another
-from dpfast.opacus.compiled import graph_size, losses_of, padded_loader
-from dpfast.opacus.losses import ClippedLoss
-from dpfast.opacus.optimizers import (
+from dpfast.opacus.bound_optimizers import (
     DistributedOnePassOptimizer,
     DistributedTwoPassOptimizer,
     OnePassOptimizer,
     TwoPassOptimizer,
 )
+from dpfast.opacus.checks import check_before_steps, check_noise, check_units, keep_what_is_counted, warn_of_another
+from dpfast.opacus.compiled import graph_size, losses_of, padded_loader
+from dpfast.opacus.losses import ClippedLoss
 from dpfast.opacus.thresholds import check_clipping, check_number, per_layer_clipper
 from dpfast.taps import find_forward, find_rule
 

@@ -1,4 +1,4 @@
-"""Optimizers that add noise to clipped sums: Opacus's for any of them, faster, and those bound to a dpfast module."""
+"""An optimizer that adds noise to clipped sums: Opacus's, faster, for those of any module."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from opacus.optimizers import DPOptimizerFastGradientClipping
-from opacus.optimizers.ddpoptimizer_fast_gradient_clipping import DistributedDPOptimizerFastGradientClipping
 from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processed
 from torch import Tensor, optim
 
@@ -20,16 +19,16 @@ from dpfast.distributed import (
     add_noise,
     is_parted,
     local,
-    refuse_disagreement,
 )
 from dpfast.errors import InputError, StateError
 from dpfast.modes import (
-    GradSampleModuleFastGradientClipping,
     Left,
     check_threshold,
     held_by,
     note_zeros,
     shares_noise,
+    takes_unrounded,
+    unrounded,
 )
 from dpfast.opacus.checks import (
     NO_COPIES,
@@ -44,7 +43,6 @@ from dpfast.opacus.checks import (
     parameters_of,
 )
 from dpfast.opacus.noise import add_noise_by_blocks, add_noise_to_all, are_worth_blocks, digest, new_secret
-from dpfast.opacus.thresholds import set_sensitivity
 
 _ROUNDING = 1e-6
 """How far, relatively, two ways of computing one sensitivity may be apart."""
@@ -96,6 +94,7 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
     _modules: frozenset[int] = frozenset()  # whose sums this step has taken
     takes = False  # whether this step has begun to take gradients
     _divides = _divided = False  # whether adding noise may divide, too, and whether it has
+    _takes_unrounded = True  # sums of parameters of 16 bits, as they were before they were rounded
     _draw: Any = None  # of the batches, as ranks have agreed on it in this step's last backward pass
     _numbers: tuple[Any, ...] = ()  # that the noise of this step follows from
     _past = ""  # a hash of those of all steps before
@@ -116,6 +115,8 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
             check_threshold(expected, "expected_batch_size")
         super().__init__(optimizer, **options)
         check_before_steps(self)
+        if self._takes_unrounded:
+            takes_unrounded(self.params, self)
         if secret is not None:
             self._stream = secret.new_stream()
             shares_noise(self.params, self)
@@ -186,12 +187,18 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
             self._taken = max(self._taken, left.sensitivity)
         self._check_taken()
         goes_on = self._check_skip_next_step(pop_next=False)
+        as_they_were = [unrounded(p) if self._takes_unrounded else None for p in params]  # it may warn
         self.takes = True
-        for p in params:
-            grad = torch.zeros_like(p) if p.grad is None else _own(p.grad, stays=goes_on)
+        if self._takes_unrounded:
+            takes_unrounded(params, self)  # what is trainable may have changed
+        for p, grad in zip(params, as_they_were, strict=True):
+            if grad is None:
+                grad = torch.zeros_like(p) if p.grad is None else _own(p.grad, stays=goes_on)
             p.grad = None
             summed = getattr(p, "summed_grad", None)  # none of a new group's
-            p.summed_grad = grad if summed is None else summed.add_(grad)
+            if summed is not None:
+                grad = summed.add_(grad) if summed.dtype.itemsize >= grad.dtype.itemsize else grad.add_(summed)
+            p.summed_grad = grad
 
     def _check_sensitivity(self, left: Left) -> None:
         if not left.sensitivity <= self.max_grad_norm * (1.0 + _ROUNDING):
@@ -221,17 +228,22 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
                 add_noise(p.summed_grad, std, partial(of_part, number))
             else:
                 whole.append(local(p.summed_grad))
-        divides = self._divides and self.loss_reduction == "mean" and len(whole) == len(self.params)
-        divisor = self._divisor if divides else 1.0
+        divides = self._divides and self.loss_reduction == "mean"
+        on_the_way = divides and len(whole) == len(self.params)
+        divisor = self._divisor if on_the_way else 1.0
         if not self._numbers_are_given and std != 0 and are_worth_blocks(whole):
             secret = self._secret or new_secret()
             step = ("noise",) if self._secret is None else self._numbers
             add_noise_by_blocks(whole, std, lambda block: secret.generator(*step, "blocks", block), divisor=divisor)
         else:
             how: dict[str, Any] = {"generator": self.generator, "secure_mode": self.secure_mode, "divisor": divisor}
-            divides &= add_noise_to_all(whole, std, in_order=self._numbers_are_given, **how)
+            on_the_way &= add_noise_to_all(whole, std, in_order=self._numbers_are_given, **how)
+        if divides and self.params and not on_the_way:
+            torch._foreach_div_([local(p.summed_grad) for p in self.params], self._divisor)
         self._divided = divides
         for p in self.params:
+            if p.summed_grad.dtype is not p.dtype:  # of 16 bits: rounded for the first time, noise and all
+                p.summed_grad = p.summed_grad.to(p.dtype)
             p.grad = p.summed_grad.view_as(p)
         _mark_as_processed([p.summed_grad for p in self.params])
 
@@ -290,107 +302,6 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
 
     def _start_anew(self) -> None:
         self._passes, self._modules, self._taken = 0, frozenset(), 0.0
-
-
-class _BoundToModule(DPOptimizerFast):
-    """The module clips, this optimizer adds the noise: both must mean the same C.
-
-    ``max_grad_norm`` is the module's: a scheduler that sets it changes both. The noise of a step is that of the
-    largest sensitivity that any of its backward passes was clipped to, should it have changed between them.
-    """
-
-    def __init__(
-        self,
-        optimizer: optim.Optimizer,
-        *,
-        module: GradSampleModuleFastGradientClipping,
-        max_grad_norm: Any,
-        **options: Any,
-    ):
-        self.module = module
-        super().__init__(optimizer, max_grad_norm=max_grad_norm, **options)
-
-    @property
-    def max_grad_norm(self) -> float:
-        """The most that a sample moves the sum, in L2 norm: the module's sensitivity."""
-        return self._noise_for
-
-    @max_grad_norm.setter
-    def max_grad_norm(self, value: float) -> None:
-        set_sensitivity(self.module, value)
-        self._noise_for = float(value)
-
-    def accumulate(self) -> None:
-        """Moves ``p.grad`` to ``p.summed_grad``, or adds it there."""
-        left = held_by(self.params)
-        if self.params and left is None:
-            raise StateError(
-                "p.grad does not hold clipped gradients: no backward pass of the dpfast module since the last step"
-            )
-        super().accumulate()
-
-    def _check_sensitivity(self, left: Left) -> None:
-        """Noise is for the largest in any case. Units are to be whole in one backward pass."""
-        if self.module.needs_units and (left.passes > 1 or self._is_last_step_skipped):
-            raise StateError(
-                "the engine draws units (user_of_record), and this step sums several backward passes: a unit whose "
-                "records are in two of them is clipped twice. Take a draw whole, without BatchMemoryManager and "
-                "accumulation, or cap it by records_a_unit"
-            )
-
-    def _check_taken(self) -> None:
-        """Noise is for the largest."""
-
-    def add_noise(self) -> None:
-        """Adds ``noise_multiplier · sensitivity`` times Gaussian noise. Stores the result in ``p.grad``."""
-        before = self._noise_for
-        self._noise_for = max(self._taken, before)
-        try:
-            super().add_noise()
-        finally:
-            self._noise_for = before
-
-
-class TwoPassOptimizer(_BoundToModule):
-    """Opacus's ``DPOptimizerFastGradientClipping`` for a module of two passes.
-
-    Args:
-        module: the module whose norms the criterion has weighted the losses by.
-        max_grad_norm: C. Others: as in Opacus.
-
-    Raises: StateError, ``step()`` without both backward passes since the last one.
-    """
-
-
-class OnePassOptimizer(_BoundToModule):
-    """Noise for a module of one pass, whose ``loss.backward()`` has left ``p.grad = Σ_n c_n g_n``.
-
-    Args:
-        module: a ``GradSampleModuleFastGradientClipping(passes=1)``.
-        max_grad_norm: C; with per-layer clipping ‖(C_p)‖, see PrivacyEngine. Others: as in Opacus.
-
-    Raises: StateError, ``step()`` without a backward pass since the last one.
-    """
-
-
-class _DistributedFast(DistributedDPOptimizerFastGradientClipping, DPOptimizerFast):
-    """Opacus's class in front: only where it asks for noise, on worker 0, is ours added. Each worker divides its own
-    sum before they are added, and the noise is divided as worker 0's is."""
-
-    def add_noise(self) -> None:
-        if self.params:
-            of_sum = self.accumulated_iterations, self.expected_batch_size, self.loss_reduction, len(self.params)
-            of_noise = float(self.noise_multiplier), float(self.max_grad_norm)
-            refuse_disagreement([p.summed_grad for p in self.params], *of_sum, *of_noise)
-        super().add_noise()
-
-
-class DistributedOnePassOptimizer(OnePassOptimizer, _DistributedFast):
-    """:class:`OnePassOptimizer` where each worker clips its samples and worker 0 adds the noise, as in Opacus."""
-
-
-class DistributedTwoPassOptimizer(TwoPassOptimizer, _DistributedFast):
-    """:class:`TwoPassOptimizer` where each worker clips its samples and worker 0 adds the noise, as in Opacus."""
 
 
 def _own(grad: Tensor, *, stays: bool) -> Tensor:

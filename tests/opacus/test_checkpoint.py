@@ -30,7 +30,7 @@ def start(folder, phase, ranks):
         for rank, out in enumerate(outs)
     ]
     try:
-        ends = [(process.communicate(timeout=240)[1], process.returncode) for process in processes]
+        ends = [(process.communicate(timeout=900)[1], process.returncode) for process in processes]
     finally:
         for process in processes:
             process.kill()

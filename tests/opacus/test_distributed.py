@@ -27,7 +27,7 @@ def gradients(tmp_path_factory):
     ]
     try:
         for worker in workers:
-            _, errors = worker.communicate(timeout=240)
+            _, errors = worker.communicate(timeout=900)
             assert worker.returncode == 0, errors
     finally:
         for worker in workers:

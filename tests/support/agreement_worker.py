@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import dpfast
 from dpfast.distributed import SharedSecret
 from dpfast.opacus import DPOptimizerFast, OnePassOptimizer
-from dpfast.opacus.optimizers import DistributedOnePassOptimizer
+from dpfast.opacus.bound_optimizers import DistributedOnePassOptimizer
 
 C, SIGMA, SIZE = 0.5, 1.0, 4
 OF_RANKS = {

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 
-def run_ranks(worker, folder, ranks=2, timeout=240):
+def run_ranks(worker, folder, ranks=2, timeout=900):
     """[rank] -> what the worker file's ``main()`` returned there.
 
     Args:
