@@ -102,7 +102,7 @@ def _clip(self: DPTensorFastGradientClipping, factors_of: Callable[[], Tensor]) 
     if graph is None:
         two_passes(self, factors_of)
         return
-    _check_caught(graph, module._module)
+    _check_caught(graph, module)
     parameters = _all_from_rules(graph, module, losses)
     with _keeping(parameters or ()) as kept:
         torch.autograd.grad(loss, graph.lowest, retain_graph=parameters is None)
@@ -173,13 +173,16 @@ def _is_hook(node: Node) -> bool:
     return isinstance(node, BackwardCFunction) and type(node)._forward_cls is BackwardHookFunction
 
 
-def _check_caught(graph: _Graph, model: nn.Module) -> None:
+def _check_caught(graph: _Graph, module: Any) -> None:
     """Raises EscapedGradientError where a parameter's gradient, or a part of it, goes past Opacus's hooks: norms would
     be without it, and the second pass would add it."""
-    owners = {p: m for m in model.modules() for p in m.parameters(recurse=False)}
+    model, caught = module._module, set()
+    for m in model.modules():
+        if getattr(m, "activations", None):  # without a sampler, functorch takes those of its children with its own
+            caught.update(m.parameters(recurse=type(m) not in module.GRAD_SAMPLERS))
     for leaf in graph.leaves:
         p = leaf.variable  # type: ignore[attr-defined]  # AccumulateGrad has it
-        if not getattr(owners[p], "activations", None):
+        if p not in caught:
             why = "its module has none of Opacus's hooks: it was frozen, or not there, when the model was wrapped"
         elif _goes_past_hooks(leaf, graph):
             why = "the loss takes it, or something that a forward hook has kept of its module, past them"

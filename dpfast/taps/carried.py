@@ -63,7 +63,7 @@ def carried(
         now = kept.held(copy)
         if kept.are_same(before, now):
             return None
-        kept_by_it = {name: x.clone() if isinstance(x, Tensor) else x for name, (x, _) in now.items()}
+        kept_by_it = {name: x.clone() if isinstance(x, Tensor) else x for name, (x, *_) in now.items()}
         return kept_by_it, [y for _ in range(_NEXT) for y in forward(leaves)]
 
     one = passes(leaves)

@@ -1,4 +1,4 @@
-"""What the modules of a model hold beside parameters, and whether a forward pass has changed it."""
+"""What the modules of a model hold, and whether a forward pass has changed it."""
 
 from __future__ import annotations
 
@@ -7,30 +7,34 @@ import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from dpfast.taps.inputs import attributes_of
 from dpfast.taps.tap import Tap, TappedForward
+from dpfast.taps.written import is_written
 
 _DEPTH = 4  # of objects in objects
 _FUNCTIONS = (types.ModuleType, types.FunctionType, types.MethodType, TappedForward)
 _CONTAINERS = {dict, list, set, tuple, collections.OrderedDict}
 _HOLD_NOTHING = (Tap, type, str, bytes, *_FUNCTIONS)
 
-Held = dict[str, tuple[Any, int]]
-"""Tensors, numbers and hashes of arrays by names, and the tensors' versions."""
+Held = dict[str, tuple[Any, int, Any]]
+"""Tensors, numbers and hashes of arrays by names, the tensors' versions, and copies of those that may be written to."""
 
 
 def held(model: nn.Module) -> Held:
-    """The tensors and numbers that its modules hold beside parameters; also in objects of somebody's own, and in
-    modules that are none of its children (kept in a list)."""
+    """The parameters, tensors and numbers that its modules hold; also in objects of somebody's own, and in modules that
+    are none of its children (kept in a list)."""
     seen, found = set(map(id, model.modules())), Held()
+    for name, p in model.named_parameters():
+        found[name] = p, 0, _copy(p) if is_written(p) else None
     for name, module in model.named_modules():
         for attribute, value in (*module._buffers.items(), *vars(module).items()):
             empty = type(value) in _CONTAINERS and not value  # hooks of a module's, mostly
             if not empty and attribute not in ("_parameters", "_buffers", "_modules"):
                 parts = _parts(f"{name}.{attribute}" if name else attribute, value, seen, _DEPTH)
-                found.update({path: (x, x._version if isinstance(x, Tensor) else 0) for path, x in parts})
+                found.update({path: (x, *_state(x)) for path, x in parts})
     return found
 
 
@@ -39,9 +43,20 @@ def are_same(before: Held, now: Held) -> bool:
     return before.keys() == now.keys() and all(_is_same(x, now[name]) for name, x in before.items())
 
 
-def _is_same(one: tuple[Any, int], two: tuple[Any, int]) -> bool:
-    same = one[0] is two[0] if isinstance(one[0], Tensor) or isinstance(two[0], Tensor) else one[0] == two[0]
-    return same and one[1] == two[1]
+def _is_same(one: tuple[Any, int, Any], two: tuple[Any, int, Any]) -> bool:
+    if not (isinstance(one[0], Tensor) or isinstance(two[0], Tensor)):
+        return one[0] == two[0]
+    return one[0] is two[0] and one[1] == two[1] and (one[2] is None or torch.equal(one[2], two[2]))
+
+
+def _state(x: Any) -> tuple[int, Tensor | None]:
+    return (x._version, _copy(x)) if isinstance(x, Tensor) else (0, None)
+
+
+def _copy(x: Tensor) -> Tensor | None:
+    """Writes through ``x.data``, or through NumPy, leave the version as it is. None of what is no plain tensor."""
+    plain = type(x) in (Tensor, nn.Parameter) and x.layout is torch.strided and not x.is_meta
+    return x.detach().clone() if plain else None
 
 
 def _parts(path: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:

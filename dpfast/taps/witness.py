@@ -34,7 +34,7 @@ from dpfast.taps.shared import Operation, Shared
 from dpfast.taps.tap import Tap
 from dpfast.taps.trial import Trial
 from dpfast.taps.unsharded import copied_whole, whole_stand_in
-from dpfast.taps.written import is_written
+from dpfast.taps.written import is_written, note_written
 
 _NUMBERS = 1021  # of noise, over and over: a prime, so that no two rows are likely to have the same
 _NOISE = 0.125
@@ -320,7 +320,9 @@ def copied(
 
 
 def _own(parameter: nn.Parameter, stands_there: Tensor) -> nn.Parameter:
-    return leaf_of(nn.Parameter(stands_there.detach().clone(), requires_grad=parameter.requires_grad))
+    own = leaf_of(nn.Parameter(stands_there.detach().clone(), requires_grad=parameter.requires_grad))
+    note_written(own)
+    return own
 
 
 def stand_ins(model: nn.Module) -> dict[int, Any]:

@@ -30,6 +30,11 @@ def is_written(parameter: nn.Parameter) -> bool:
     return parameter in _written
 
 
+def note_written(parameter: nn.Parameter) -> None:
+    """That a copy has for itself."""
+    _written[parameter] = True
+
+
 def begun_anew(look: Callable[P, R]) -> Callable[P, R]:
     """Decorates a look. It begins anew where a copy was about to write to a parameter: then each has it for itself."""
 
@@ -45,7 +50,8 @@ def begun_anew(look: Callable[P, R]) -> Callable[P, R]:
 
 
 class Unwritten(TorchDispatchMode):
-    """Within it a write to one of these parameters raises ParameterWritten before it happens.
+    """Within it a write to one of these parameters raises ParameterWritten before it happens; other memory that is put
+    under one (``p.data = ...``), which torch tells nobody of, is taken away at the end.
 
     Args:
         shared: (the model's parameter, what a copy has in its place, in memory that others have too).
@@ -56,9 +62,19 @@ class Unwritten(TorchDispatchMode):
     def __init__(self, shared: Iterable[tuple[nn.Parameter, Tensor]]):
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self._shared: dict[int, list[nn.Parameter]] = {}
+        self._stood: list[tuple[nn.Parameter, Tensor, int, Tensor]] = []
         for parameter, x in shared:
             if (place := _memory(x)) is not None:
                 self._shared.setdefault(place, []).append(parameter)
+                self._stood.append((parameter, x, place, x.data))
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch's
+        moved = [(parameter, x, data) for parameter, x, place, data in self._stood if _memory(x) != place]
+        for parameter, x, data in moved:
+            x.data, _written[parameter] = data, True
+        if moved and error[0] is None:
+            raise ParameterWritten
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

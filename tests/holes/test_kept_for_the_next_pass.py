@@ -1,6 +1,7 @@
 """What a forward pass keeps of its samples, wherever that is and of whichever, and a later one uses."""
 
 import collections
+import copy
 
 import numpy as np
 import pytest
@@ -115,3 +116,81 @@ def test_what_moves_none_is_right():
         model(x).square().sum().backward()
         assert relative_error(model.get_norm_sample(), exact) <= 1e-5
         model.zero_grad()
+
+
+class Follows(nn.Module):
+    """What its forward subtracts follows the batches, in a way that ``update`` has: past its version, as a frozen or a
+    trained parameter, in a layer, or in place of what was there."""
+
+    def __init__(self, update):
+        super().__init__()
+        self.first, self.last, self.table = nn.Linear(5, H), nn.Linear(H, 3), nn.Embedding(1, H).requires_grad_(False)
+        self.register_buffer("buffer", torch.zeros(H))
+        self.frozen, self.trained = nn.Parameter(torch.zeros(H), requires_grad=False), nn.Parameter(torch.zeros(H))
+        self.update = update
+
+    def forward(self, x):
+        h = self.first(x).tanh()
+        y = self.last(h - self.buffer - self.frozen - self.trained - self.table.weight[0])
+        with torch.no_grad():
+            self.update(self, mean(h))
+        return y
+
+
+def of(m, name):
+    return m.get_buffer(name) if name == "buffer" else m.get_parameter(name)
+
+
+UPDATES = {
+    f"{how}, {name}": (lambda m, mean, write=write, name=name: write(of(m, name), mean), name)
+    for how, write in {
+        "by data": lambda x, mean: x.data.mul_(0.9).add_(mean),
+        "new data": lambda x, mean: setattr(x, "data", 0.9 * x.data + mean),
+        "in place": lambda x, mean: x.mul_(0.9).add_(mean),
+    }.items()
+    for name in ("buffer", "frozen", "trained", "table.weight", "first.bias")
+} | {
+    "by numpy": (lambda m, mean: m.buffer.numpy().__iadd__(mean.cpu().numpy()), "buffer"),
+    "another": (lambda m, mean: setattr(m, "frozen", nn.Parameter(m.frozen + mean, requires_grad=False)), "frozen"),
+}
+
+
+@pytest.mark.parametrize("how", UPDATES)
+def test_what_a_parameter_or_buffer_keeps_is_seen_however_it_is_written(how):
+    """A sample of the second step moved the sum of the third one by 5.8 C."""
+    torch.manual_seed(0)
+    update, name = UPDATES[how]
+    model = GradSampleModuleFastGradientClipping(Follows(update), loss_reduction="sum")
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    with pytest.raises(UnsupportedModuleError, match=rf"^Follows: what a forward pass keeps .*\({name}.*Keep nothing"):
+        model(torch.randn(4, 5))
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+
+
+@pytest.mark.parametrize("write", ["add_", "data"])
+def test_a_parameter_that_counts_is_right_and_counts_once_a_step(write):
+    def count(m, mean):
+        if write == "data":
+            m.frozen.data = m.frozen.data + 1.0
+        else:
+            m.frozen.add_(1.0)
+
+    torch.manual_seed(0)
+    net, x = Follows(count), torch.randn(4, 5)
+    net.trained.requires_grad_(False)  # a module that trains its own parameters has copies of them in its forward
+    plain = copy.deepcopy(net)
+    model = GradSampleModuleFastGradientClipping(net, loss_reduction="sum")
+    for step in range(3):
+        exact = norms_of(loop_over_samples(_at(plain, float(step)), lambda m, x: m(x).square().sum(), x))
+        model(x).square().sum().backward()
+        assert relative_error(model.get_norm_sample(), exact) <= 1e-5
+        model.zero_grad()
+        assert torch.equal(net.frozen, torch.full((H,), step + 1.0))
+
+
+def _at(net, count):
+    """A copy that counts no further."""
+    copied = copy.deepcopy(net)
+    copied.update = lambda m, mean: None
+    copied.frozen.data.fill_(count)
+    return copied

@@ -10,6 +10,7 @@ from torch import nn
 
 import dpfast.opacus
 from dpfast.errors import EscapedGradientError
+from dpfast.testing import clipped_sum, loop_over_samples, relative_error
 
 C = 0.5
 
@@ -71,3 +72,45 @@ def test_what_opacus_s_norms_are_without_is_refused(losses, name):
     with pytest.raises(EscapedGradientError, match=rf"parameter {name}\.weight .* does not measure, and would add"):
         ghost_step(model, losses, x, y)
     assert all(p.grad is None for p in model.parameters())
+
+
+class Scaled(nn.Module):
+    """A residual block with a parameter beside its layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scale = nn.Linear(4, 4), nn.Parameter(torch.full((4,), 0.5))
+
+    def forward(self, x):
+        return x + self.scale * self.layer(x)
+
+
+class ClassToken(nn.Module):
+    """Its own parameter stands in front of each sample's rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.token, self.embed, self.head = nn.Parameter(torch.randn(1, 1, 4)), nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        x = torch.cat([self.token.expand(len(x), 1, 4), self.embed(x).unsqueeze(1).tanh()], 1)
+        return self.head(x.mean(1))
+
+
+def of_weight_norm():
+    return nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 6)), nn.ReLU(), nn.Linear(6, 3))
+
+
+@pytest.mark.parametrize(
+    "build",
+    [lambda: nn.Sequential(Scaled(), nn.Linear(4, 3)), ClassToken, of_weight_norm],
+    ids=["scale", "token", "norm"],
+)
+def test_layers_that_functorch_takes_with_their_parent_are_measured(build):
+    """Where a module has parameters beside its layers, Opacus hangs one hook on it and none on them."""
+    torch.manual_seed(0)
+    model, x, y = build(), 3.0 * torch.randn(5, 4), torch.randint(3, (5,))
+    samples = loop_over_samples(model, lambda m, x, y: 10.0 * cross_entropy(m, x, y).sum(), x, y)
+    ghost_step(model, lambda m, x, y: 10.0 * cross_entropy(m, x, y), x, y)
+    for name, exact in clipped_sum(samples, C).items():
+        assert relative_error(dict(model.named_parameters())[name].grad, exact) <= 1e-4
