@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -19,15 +18,13 @@ from opacus.grad_sample import GradSampleModuleFastGradientClipping as OpacusGho
 from opacus.utils.adaptive_clipping.adaptive_clipping_utils import DPTensorFastGradientAdaptiveClipping
 from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import GradientEdge, Node
-from torch.nn.modules._functions import BackwardHookFunction
 
 from dpfast.arithmetic import towards_zero
-from dpfast.errors import EscapedGradientError, InputError, StateError
+from dpfast.errors import InputError, StateError
 from dpfast.factors import Factor
 from dpfast.modes import GradSampleModule, Unrounded, is_taken_unrounded
 from dpfast.opacus.clip_factors import get_adapted_clipping_coef, get_clipping_coef, get_norm_sample
+from dpfast.opacus.ghost_graph import Graph, check_caught, survey, used_once
 from dpfast.opacus.two_passes import one_a_sample, reduced, second_pass, two_passes
 
 _KEPT: dict[nn.Parameter, list[Factor]] = {}
@@ -97,12 +94,12 @@ def _adaptive_backward(self: DPTensorFastGradientAdaptiveClipping) -> None:
 def _clip(self: DPTensorFastGradientClipping, factors_of: Callable[[], Tensor]) -> None:
     module, losses = self.module, one_a_sample(self.loss_per_sample)
     loss, graph = reduced(self), None
-    if loss.grad_fn is not None and _is_opacus(module):
-        graph = _survey(loss.grad_fn, set(module._module.parameters()))
-    if graph is None:
+    if loss.grad_fn is not None and _hooks_run(module):
+        graph = survey(loss.grad_fn, set(module._module.parameters()))
+        check_caught(graph, module)
+    if graph is None or not graph.is_all or not graph.lowest or _is_reduced(module):
         two_passes(self, factors_of)
         return
-    _check_caught(graph, module)
     parameters = _all_from_rules(graph, module, losses)
     with _keeping(parameters or ()) as kept:
         torch.autograd.grad(loss, graph.lowest, retain_graph=parameters is None)
@@ -115,103 +112,18 @@ def _clip(self: DPTensorFastGradientClipping, factors_of: Callable[[], Tensor]) 
         second_pass(module, losses, factors)
 
 
-def _is_opacus(module: Any) -> bool:
-    """Whether Opacus's own hooks run, and no reducer of torch's hangs on the parameters."""
+def _hooks_run(module: Any) -> bool:
+    """Whether Opacus's own do."""
     theirs = OpacusGhostModule.capture_backprops_hook
-    return (
-        getattr(type(module), "capture_backprops_hook", None) is theirs
-        and module.hooks_enabled
-        and not any(isinstance(m, nn.parallel.DistributedDataParallel) for m in module._module.modules())
-    )
+    return getattr(type(module), "capture_backprops_hook", None) is theirs and module.hooks_enabled
 
 
-@dataclass
-class _Graph:
-    """What one walk over autograd's graph has found."""
-
-    lowest: list[GradientEdge] = field(default_factory=list)
-    """An edge under every module hook that has no other under it: a pass to these runs all hooks, and nothing else
-    below them."""
-    leaves: list[Node] = field(default_factory=list)
-    parents: dict[Node, list[Node]] = field(default_factory=dict)
-    """One entry for every use of a node's result; the nodes stay alive, so that they can be told apart."""
+def _is_reduced(module: Any) -> bool:
+    """Whether a reducer of torch's hangs on the parameters."""
+    return any(isinstance(m, nn.parallel.DistributedDataParallel) for m in module._module.modules())
 
 
-def _survey(root: Node, parameters: set[nn.Parameter]) -> _Graph | None:
-    """The graph under ``root``; None where it has nodes that may hide others (checkpointed regions, compiled code, any
-    function of a user's), or leaves that see Opacus's first pass: with hooks of their own, or other than the module's
-    parameters, where the gradients of both passes add up."""
-    graph = _Graph(parents={root: []})
-    hook_under: dict[Node, bool] = {}
-    stack = [(root, False)]
-    while stack:
-        node, children_are_done = stack.pop()
-        if node in hook_under:
-            continue
-        following = [(child, i) for child, i in node.next_functions if child is not None]
-        if children_are_done:
-            hook_under[node] = any(_is_hook(child) or hook_under[child] for child, _ in following)
-            if _is_hook(node) and not hook_under[node]:
-                graph.lowest.append(GradientEdge(*following[0]))
-            for child, _ in following:
-                graph.parents.setdefault(child, []).append(node)
-            continue
-        if hasattr(node, "variable"):
-            leaf = node.variable
-            if leaf not in parameters or leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
-                return None
-            graph.leaves.append(node)
-        elif not _is_hook(node) and (isinstance(node, BackwardCFunction) or type(node).__name__ == "CppFunction"):
-            return None
-        stack.append((node, True))
-        stack.extend((child, False) for child, _ in following if child not in hook_under)
-    return graph if graph.lowest else None
-
-
-def _is_hook(node: Node) -> bool:
-    """The identity that torch puts before and behind a module with a full backward hook."""
-    return isinstance(node, BackwardCFunction) and type(node)._forward_cls is BackwardHookFunction
-
-
-def _check_caught(graph: _Graph, module: Any) -> None:
-    """Raises EscapedGradientError where a parameter's gradient, or a part of it, goes past Opacus's hooks: norms would
-    be without it, and the second pass would add it."""
-    model, caught = module._module, set()
-    for m in model.modules():
-        if getattr(m, "activations", None):  # without a sampler, functorch takes those of its children with its own
-            caught.update(m.parameters(recurse=type(m) not in module.GRAD_SAMPLERS))
-    for leaf in graph.leaves:
-        p = leaf.variable  # type: ignore[attr-defined]  # AccumulateGrad has it
-        if p not in caught:
-            why = "its module has none of Opacus's hooks: it was frozen, or not there, when the model was wrapped"
-        elif _goes_past_hooks(leaf, graph):
-            why = "the loss takes it, or something that a forward hook has kept of its module, past them"
-        else:
-            continue
-        name = next(name for name, x in model.named_parameters() if x is p)
-        raise EscapedGradientError(
-            f"parameter {name} {tuple(p.shape)} has a gradient that Opacus's ghost clipping does not measure, and "
-            f"would add unclipped; {why}. Wrap the model as it is trained, let it return what the loss is of, or take "
-            "dpfast.opacus.PrivacyEngine with grad_sample_mode='dpfast'"
-        )
-
-
-def _goes_past_hooks(leaf: Node, graph: _Graph) -> bool:
-    """Whether a way leads from the leaf to the loss through no module hook."""
-    ways, seen = [leaf], {leaf}
-    while ways:
-        node = ways.pop()
-        if _is_hook(node):
-            continue
-        above = graph.parents[node]
-        if not above:
-            return True
-        ways += [x for x in above if x not in seen]
-        seen.update(above)
-    return False
-
-
-def _all_from_rules(graph: _Graph, module: Any, losses: Tensor) -> list[nn.Parameter] | None:
+def _all_from_rules(graph: Graph, module: Any, losses: Tensor) -> list[nn.Parameter] | None:
     """The parameters under the loss, where a rule's factors will stand for all that a second pass would find: every
     leaf is a parameter that one call of its own module uses, and nothing else. None otherwise."""
     owners = {p: m for m in module._module.modules() for p in m.parameters(recurse=False)}
@@ -222,7 +134,7 @@ def _all_from_rules(graph: _Graph, module: Any, losses: Tensor) -> list[nn.Param
         sampler = module.NORM_SAMPLERS.get(type(owner)) if module.use_ghost_clipping else None
         calls: Any = getattr(owner, "activations", ())
         one_row_a_loss = len(calls) == 1 and _has_row_a_loss(calls[0][0], losses, dim)
-        if not (getattr(sampler, "keeps_factors", False) and one_row_a_loss and _used_once(leaf, graph)):
+        if not (getattr(sampler, "keeps_factors", False) and one_row_a_loss and used_once(leaf, graph)):
             return None
     return parameters
 
@@ -236,16 +148,6 @@ def _has_row_a_loss(x: Tensor, losses: Tensor, dim: int) -> bool:
     if x.dim() == (3 if x.is_floating_point() else 2):
         return x.shape[1 - dim] != len(losses)
     return x.is_floating_point() or x.dim() > 2
-
-
-def _used_once(leaf: Node, graph: _Graph) -> bool:
-    """Whether there is a single way from the leaf to the module hook above it."""
-    node = leaf
-    while not _is_hook(node):
-        if len(graph.parents[node]) != 1:
-            return False
-        node = graph.parents[node][0]
-    return True
 
 
 @contextmanager

@@ -114,3 +114,79 @@ def test_layers_that_functorch_takes_with_their_parent_are_measured(build):
     ghost_step(model, lambda m, x, y: 10.0 * cross_entropy(m, x, y), x, y)
     for name, exact in clipped_sum(samples, C).items():
         assert relative_error(dict(model.named_parameters())[name].grad, exact) <= 1e-4
+
+
+class Passing(torch.autograd.Function):
+    """Of a user's: Opacus's second backward pass runs, because something may be within it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class TwoLayers(nn.Module):
+    def __init__(self, use):
+        super().__init__()
+        self.a, self.b, self.use = nn.Linear(4, 4), nn.Linear(4, 3), use
+
+    def forward(self, x):
+        return self.use(self, x)
+
+
+BESIDE = {
+    "beneath another layer's hook": lambda m, x: m.b(torch.tanh(m.a(x) + F.linear(x, m.a.weight))),
+    "twice in a row": lambda m, x: m.b(F.linear(m.a(x).tanh(), m.a.weight)),
+    "past the last layer": lambda m, x: m.b(m.a(x)) + F.linear(x, m.a.weight)[:, :3],
+    "a bias": lambda m, x: m.b(m.a(x).tanh() * (1.0 + m.a.bias)),
+}
+
+
+@pytest.mark.parametrize("passing", [False, True])
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("how", BESIDE)
+def test_what_uses_a_parameter_beside_its_module_is_refused(how, hooked, passing):
+    """A swapped sample moved the sum by 2 to 330 C, as in Opacus alone."""
+    use = BESIDE[how]
+    model = TwoLayers((lambda m, x: Passing.apply(use(m, x))) if passing else use)
+    if hooked:
+        model.a.weight.register_hook(lambda gradient: gradient)
+    x, y = torch.randn(5, 4), torch.randint(3, (5,))
+    with pytest.raises(EscapedGradientError, match=r"parameter a\.(weight|bias) .* does not measure, and would add"):
+        ghost_step(model, cross_entropy, x, y)
+    assert all(p.grad is None for p in model.parameters())
+
+
+class WithParameters(torch.autograd.Function):
+    """A checkpoint that is given the parameters of what runs in it, as diffusion models have it."""
+
+    @staticmethod
+    def forward(ctx, run, x, *parameters):
+        ctx.run, ctx.x = run, x.detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.y = run(ctx.x)
+        return ctx.y.detach()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None, *torch.autograd.grad(ctx.y, [ctx.x, *ctx.run.parameters()], gradient, retain_graph=True)
+
+
+@pytest.mark.parametrize("use", [None, Passing.apply], ids=["checkpoint", "function"])
+def test_models_with_functions_of_their_own_are_not_refused(use):
+    torch.manual_seed(0)
+
+    def checkpointed(m, x):
+        return m.b(WithParameters.apply(m.a, x.requires_grad_(), *m.a.parameters()).tanh())
+
+    model = TwoLayers(checkpointed if use is None else lambda m, x: use(m.b(use(m.a(x)))))
+    x, y = torch.randn(5, 4), torch.randint(3, (5,))
+    plain = TwoLayers(lambda m, x: m.b(m.a(x).tanh() if use is None else m.a(x)))
+    plain.load_state_dict(model.state_dict())
+    samples = loop_over_samples(plain, lambda m, x, y: cross_entropy(m, x, y).sum(), x, y)
+    ghost_step(model, cross_entropy, x, y)
+    for name, exact in clipped_sum(samples, C).items():
+        assert relative_error(dict(model.named_parameters())[name].grad, exact) <= 1e-4
