@@ -224,8 +224,9 @@ def _is_others(hook: Any) -> bool:
 
 
 def _is_guard(hook: object) -> bool:
-    """Of this model or another that has the parameter too."""
-    return isinstance(hook, partial) and getattr(hook.func, "__func__", None) is Guards._refuse
+    """Of this model or another that has the parameter too, or holds the model that has it (an actor its critic)."""
+    function = getattr(hook, "func", None)
+    return function is _refuse_beside or getattr(function, "__func__", None) is Guards._refuse
 
 
 def _register_first(parameter: nn.Parameter, hook: Callable[[Tensor | None], None]) -> RemovableHandle:

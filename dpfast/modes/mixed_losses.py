@@ -22,7 +22,7 @@ from dpfast.taps import Record
 _KEEP_GRAPHS = 4  # forward passes; who keeps each one's graph has no last loss
 
 _COLLECTIVES = "torch.distributed.nn.functional"
-"""Of the collectives that gradients go through."""
+"""Of collectives that gradients go through. Others, ``torch.distributed._functional_collectives``, are operators."""
 
 _expected: weakref.WeakSet[Any] = weakref.WeakSet()  # tapped models whose next loss is to be looked at
 _goes_on: weakref.WeakSet[Any] = weakref.WeakSet()  # those whose loss was, and that another may be made of as well
@@ -89,10 +89,10 @@ def _check_for_pairs(losses: Sequence[Tensor]) -> Sequence[Record]:
     """
     taps, between = behind_losses(losses)
     for node in between:
-        function: Any = getattr(type(node), "_forward_cls", None)
-        if getattr(function, "__module__", None) == _COLLECTIVES and any(r.tap.taps in _expected for r in taps):
+        collective = _collective(node)
+        if collective is not None and any(r.tap.taps in _expected for r in taps):
             raise UnsupportedModuleError(
-                f"the loss goes through a collective ({function.__name__} of {_COLLECTIVES}), which brings together "
+                f"the loss goes through a collective ({collective}), which brings together "
                 "what several ranks have: a sample's gradient depends on those of other ranks, and clipping bounds "
                 "nothing; make each sample's loss from that sample alone"
             )
@@ -108,6 +108,14 @@ def _check_for_pairs(losses: Sequence[Tensor]) -> Sequence[Record]:
                 "bounds nothing; make each sample's loss from that sample alone"
             )
     return taps
+
+
+def _collective(node: Any) -> str | None:
+    """The name of a collective that gradients go through."""
+    function = getattr(type(node), "_forward_cls", None)
+    if getattr(function, "__module__", None) == _COLLECTIVES:
+        return f"{function.__name__} of {_COLLECTIVES}"  # type: ignore[union-attr]  # it has one
+    return type(node).__name__ if "c10d_functional" in type(node).__name__ else None
 
 
 def note_forward(

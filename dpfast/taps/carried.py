@@ -44,8 +44,7 @@ def carried(
     """
 
     def passes(first: Sequence[Any]) -> tuple[dict[str, Any], list[Any]] | None:
-        leaves_here = leaves_of_copy(model) if trial.with_gradients else {}
-        copy, own = copied(model, taps, leaves_here | stand_ins)
+        copy, own = copied(model, taps, leaves_of_copy(model) | stand_ins)
         witnesses = [Witness.of(tap, i, Run(), places, size) for i, tap in enumerate(own)]
 
         def forward(some: Sequence[Any]) -> list[Any]:
@@ -54,8 +53,7 @@ def carried(
             for witness in witnesses:
                 witness.called = trial, some
             args, kwargs = trial.unflatten(some)
-            recorded = torch.set_grad_enabled(trial.with_gradients)
-            with following_model(witnesses[0].taps, copy, some), recorded:
+            with following_model(witnesses[0].taps, copy, some), torch.enable_grad():  # as in training
                 return [x.detach() if isinstance(x, Tensor) else x for x in results_in(copy(*args, **kwargs))]
 
         before = kept.held(copy)

@@ -14,7 +14,7 @@ from dpfast.taps.inputs import attributes_of
 from dpfast.taps.tap import Tap, TappedForward
 from dpfast.taps.written import is_written
 
-_DEPTH = 4  # of objects in objects
+_DEPTH = 6  # of objects in objects
 _FUNCTIONS = (types.ModuleType, types.FunctionType, types.MethodType, TappedForward)
 _CONTAINERS = {dict, list, set, tuple, collections.OrderedDict}
 _HOLD_NOTHING = (Tap, type, str, bytes, *_FUNCTIONS)
@@ -26,16 +26,25 @@ Held = dict[str, tuple[Any, int, Any]]
 def held(model: nn.Module) -> Held:
     """The parameters, tensors and numbers that its modules hold; also in objects of somebody's own, and in modules that
     are none of its children (kept in a list)."""
-    seen, found = set(map(id, model.modules())), Held()
+    found = Held()
     for name, p in model.named_parameters():
         found[name] = p, 0, _copy(p) if is_written(p) else None
-    for name, module in model.named_modules():
-        for attribute, value in (*module._buffers.items(), *vars(module).items()):
-            empty = type(value) in _CONTAINERS and not value  # hooks of a module's, mostly
-            if not empty and attribute not in ("_parameters", "_buffers", "_modules"):
-                parts = _parts(f"{name}.{attribute}" if name else attribute, value, seen, _DEPTH)
-                found.update({path: (x, *_state(x)) for path, x in parts})
+    for path, x in _beside_parameters(model):
+        found[path] = x, *_state(x)
     return found
+
+
+def _beside_parameters(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    seen = set(map(id, model.modules()))
+    for name, module in model.named_modules():
+        yield from _of_module(name, module, seen, _DEPTH)
+
+
+def _of_module(name: str, module: nn.Module, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:
+    for attribute, value in (*module._buffers.items(), *vars(module).items()):
+        empty = type(value) in _CONTAINERS and not value  # hooks of a module's, mostly
+        if not empty and attribute not in ("_parameters", "_buffers", "_modules"):
+            yield from _parts(f"{name}.{attribute}" if name else attribute, value, seen, depth)
 
 
 def are_same(before: Held, now: Held) -> bool:
@@ -68,6 +77,13 @@ def _parts(path: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple[
         return
     if isinstance(value, _HOLD_NOTHING) or id(value) in seen or not depth:
         return
+    if isinstance(value, nn.Module):
+        yield from ((f"{path}.{name}", p) for name, p in value.named_parameters())
+        for name, module in value.named_modules():
+            if id(module) not in seen:
+                seen.add(id(module))
+                yield from _of_module(f"{path}.{name}" if name else path, module, seen, depth - 1)
+        return
     seen.add(id(value))
     if isinstance(value, (list, tuple, collections.deque)):
         inner = [(f"{path}[{i}]", x) for i, x in enumerate(value)]
@@ -82,27 +98,14 @@ def _parts(path: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple[
 
 
 def trained_beside(model: nn.Module) -> dict[str, Tensor]:
-    """Leaves with a gradient that its modules hold and that are none of its parameters, by names: tensors in attributes
-    and buffers, and parameters of modules that are none of its children (kept in a list)."""
-    own, modules, found = set(map(id, model.parameters())), set(map(id, model.modules())), dict[str, Tensor]()
-
-    def walk(path: str, value: Any, depth: int) -> None:
-        if isinstance(value, Tensor):
-            if value.is_leaf and value.requires_grad and id(value) not in own:
-                found[path] = value
-        elif isinstance(value, nn.Module):
-            if id(value) not in modules:
-                for name, x in (*value.named_parameters(), *value.named_buffers()):
-                    walk(f"{path}.{name}", x, 0)
-        elif depth and isinstance(value, (list, tuple, dict)):
-            for key, x in value.items() if isinstance(value, dict) else enumerate(value):
-                walk(f"{path}[{key!r}]", x, depth - 1)
-
-    for name, module in model.named_modules():
-        for attribute, value in (*module._buffers.items(), *vars(module).items()):
-            if attribute not in ("_parameters", "_buffers", "_modules"):
-                walk(f"{name}.{attribute}" if name else attribute, value, _DEPTH)
-    return found
+    """Leaves with a gradient that its modules hold and that are none of its parameters, by names: in attributes and
+    buffers, containers and objects, and of modules that are none of its children (kept in a list)."""
+    own = set(map(id, model.parameters()))
+    return {
+        path: x
+        for path, x in _beside_parameters(model)
+        if isinstance(x, Tensor) and x.is_leaf and x.requires_grad and id(x) not in own
+    }
 
 
 def differentiable(model: nn.Module, outputs: Sequence[Any]) -> dict[str, Tensor]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Mapping, Sequence, Set
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
 _SMALL = 16  # whole numbers below it may be of branches; of counters there are soon too many to look at each
+
+_SIZES = 3  # dimensions that a window has; longer lists of whole numbers are samples' own, mostly
 
 
 def kind_of(inputs: Any, leaves: Sequence[Any], trainable: bytes, modes: bytes) -> tuple[Any, ...]:
@@ -33,15 +36,17 @@ def _autocasts() -> tuple[bool, bool]:
 
 
 def _modes_named(arguments: Sequence[Any]) -> Iterator[Any]:
-    """By which a forward may go its ways: texts that are arguments, small whole numbers, weights of nothing or all, and
-    in dicts these and the keys."""
+    """By which a forward may go its ways: texts that are arguments, small whole numbers, weights of nothing or all, in
+    dicts these and the keys, and the numbers of a window or a picture's size."""
     for x in arguments:
-        number = (isinstance(x, int) and abs(x) < _SMALL) or (isinstance(x, float) and x in (0, 1))
+        number = (isinstance(x, Integral) and abs(int(x)) < _SMALL) or (isinstance(x, float) and x in (0, 1))
         if number or isinstance(x, (str, enum.Enum)):
             yield type(x), x
         elif isinstance(x, Mapping):
             yield from x
             yield from _modes_named(tuple(x.values()))
+        elif isinstance(x, (tuple, list)) and len(x) <= _SIZES and all(isinstance(y, Integral) for y in x):
+            yield from _modes_named(x)
 
 
 def alike_by_accident(leaves: Sequence[Any], dims: Sequence[Set[int]]) -> tuple[Any, ...]:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 import torch.distributed.nn.functional as collectives
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -42,6 +43,7 @@ def test_context_parallel_is_refused(group, cls):
 
 LOSSES = {
     "all_reduce": lambda output: (output * (collectives.all_reduce(output * 1.0) - output)).sum(1).mean(),
+    "operators": lambda output: (output * funcol.all_gather_tensor_autograd(output, 0, dist.group.WORLD)).sum(1).mean(),
     "all_gather": lambda output: (output * torch.cat(collectives.all_gather(output))[: len(output)]).sum(1).mean(),
 }
 

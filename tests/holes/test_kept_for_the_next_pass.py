@@ -78,6 +78,20 @@ def of_the_pass_before(m, h):
     return out
 
 
+def in_training_alone(m, h):
+    """By what autograd does, not by the mode."""
+    out = h - m.kept
+    if torch.is_grad_enabled() and h.requires_grad:
+        m.kept = mean(h)
+    return out
+
+
+def in_a_module_of_a_list(m, h):
+    out = m.kept[0](h)
+    m.kept[0][0].bias.data.lerp_(mean(h), 0.1)
+    return out
+
+
 ZEROS = np.zeros(H, dtype=np.float32)
 KEEP = [
     (in_an_array, ZEROS),
@@ -86,6 +100,8 @@ KEEP = [
     (in_a_set, set()),
     (the_largest, 0.0),
     (of_the_last_sample, torch.zeros(H)),
+    (in_training_alone, torch.zeros(H)),
+    (in_a_module_of_a_list, [nn.Sequential(nn.Linear(H, H)).requires_grad_(False)]),
     (of_the_pass_before, collections.deque([torch.zeros(H), torch.zeros(H)])),
 ]
 

@@ -1,7 +1,9 @@
 """What a model trains beside its parameters is clipped by nobody: a gradient that reaches it is an error."""
 
+import collections
 import copy
 import pickle
+import types
 import warnings
 
 import pytest
@@ -55,6 +57,22 @@ class InDict(InList):
         return self.beside[0]["a"]
 
 
+class InObject(InList):
+    """Of somebody's own, in a set in a deque in a module that is in a list."""
+
+    def __init__(self):
+        super().__init__()
+        inner = nn.Identity()
+        inner.own = types.SimpleNamespace(sets=collections.deque([{torch.ones(4, requires_grad=True)}]))
+        self.beside = [inner]
+
+    def forward(self, x):
+        return self.inner(x * self.trained())
+
+    def trained(self):
+        return next(iter(self.beside[0].own.sets[0]))
+
+
 MODES = {
     "one pass": dpfast.GradSampleModuleFastGradientClipping,
     "two passes": lambda m: dpfast.GradSampleModuleFastGradientClipping(m, passes=2),
@@ -63,7 +81,7 @@ MODES = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", [Attribute, Buffer, InList, InDict])
+@pytest.mark.parametrize("kind", [Attribute, Buffer, InList, InDict, InObject])
 def test_a_gradient_that_reaches_it_is_refused(kind, mode):
     model = MODES[mode](kind())
     x = 100.0 * torch.randn(5, 4)
@@ -90,6 +108,27 @@ def test_what_is_put_in_its_place_later_is_seen(kind):
     with pytest.raises(EscapedGradientError, match="a gradient reached beside"):
         for _ in range(20):
             model(x).square().sum(1).mean().backward()
+
+
+def test_a_model_in_a_list_that_is_wrapped_itself_goes_on():
+    """An actor holds its critic: what watches the critic's parameters for the actor is no hook of the user's."""
+
+    class Actor(nn.Module):
+        def __init__(self, critic):
+            super().__init__()
+            self.policy, self.others = nn.Linear(4, 4), [critic]
+
+        def forward(self, x):
+            return self.policy(x)
+
+    critic = dpfast.GradSampleModuleFastGradientClipping(nn.Linear(4, 1))
+    actor = dpfast.GradSampleModuleFastGradientClipping(Actor(critic))
+    x = torch.randn(5, 4)
+    for _ in range(3):
+        for model in (actor, critic):
+            model.zero_grad()
+            model(x).square().sum(1).mean().backward()
+            assert all(p.grad.any() for p in model.parameters())
 
 
 def test_gradients_of_others_are_their_own():

@@ -5,6 +5,7 @@ import threading
 import warnings
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -219,19 +220,20 @@ class Folds(nn.Module):
 
     def forward(self, x, way):
         n, t, _ = x.shape
-        if way == 2:
+        if (sum(way) if isinstance(way, tuple) else way) == 2:
             return self.lin(x.reshape(n * t, 4)).view(n, t, 3)
         return self.lin(x.transpose(0, 1).reshape(n * t, 4)).view(t, n, 3).transpose(0, 1)
 
 
+@pytest.mark.parametrize("kind", [int, np.int64, lambda way: (way - 1, 1)], ids=["int", "NumPy", "window"])
 @pytest.mark.parametrize("by_name", [False, True])
-def test_a_small_number_that_chooses_where_samples_are(by_name):
+def test_a_small_number_that_chooses_where_samples_are(by_name, kind):
     """Steps with another one than the first had were clipped by the first one's rows: a sample moved the sum by 2.7·C,
     until the next look."""
     torch.manual_seed(0)
     model, x, plain = clipping(net := Folds()), 10.0 * torch.randn(5, 6, 4), Folds()
     plain.load_state_dict(net.state_dict())
-    for way in (2, 2, 2, 3, 3, 2):
+    for way in map(kind, (2, 2, 2, 3, 3, 2)):
         model.zero_grad()
         loss = (model(x, way=way) if by_name else model(x, way)).square()
         loss.sum().backward()
@@ -244,6 +246,9 @@ def test_numbers_that_go_on_are_no_kinds_of_their_own():
     for i in range(40):
         model(torch.randn(2, 3, 4), i)
     assert len(model._tapped.probe._looks) == 17
+    for i in range(10):
+        model(torch.randn(2, 3, 4), (i, i, i, i))
+    assert len(model._tapped.probe._looks) == 18
 
 
 def test_texts_of_a_batch_are_no_kind_of_their_own():

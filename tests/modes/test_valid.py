@@ -160,6 +160,38 @@ def in_another_thread(run):
     return found[0]
 
 
+def test_blocks_that_end_in_another_order_are_an_error():
+    """Two tasks take turns in one thread: the second one's mask held in both, and the first one's for good."""
+
+    def task(model, mask):
+        with model.valid(mask):
+            yield
+        yield
+
+    model = dpfast.GradSampleModuleFastGradientClipping(Sequence())
+    first, second = task(model, VALID), task(model, ~VALID)
+    next(first), next(second)
+    with pytest.raises(StateError, match=r"valid\(...\) ended while another one of this model"):
+        next(first)
+    step(model, *batch(1.0))
+    assert ((model.get_norm_sample() > 0) == ~VALID).all()
+    next(second)
+    model.zero_grad()
+    step(model, *batch(1.0))
+    assert (model.get_norm_sample() > 0).all()
+
+
+def test_another_thread_may_evaluate_meanwhile():
+    model = dpfast.GradSampleModuleFastGradientClipping(Sequence())
+
+    def evaluate():
+        with torch.no_grad():
+            return model(*batch(1.0)[:2])
+
+    with model.valid(VALID):
+        assert torch.equal(in_another_thread(evaluate), evaluate())
+
+
 def test_a_mask_is_of_its_thread():
     """A forward pass of another thread took it for its own: samples that were there got norm 0."""
     model, other = (dpfast.GradSampleModuleFastGradientClipping(Sequence()) for _ in range(2))
