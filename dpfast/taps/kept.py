@@ -17,6 +17,10 @@ from dpfast.taps.written import is_written
 _DEPTH = 6  # of objects in objects
 _FUNCTIONS = (types.ModuleType, types.FunctionType, types.MethodType, TappedForward)
 _CONTAINERS = {dict, list, set, tuple, collections.OrderedDict}
+_COMPARED = {
+    *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex128),
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+}
 _HOLD_NOTHING = (Tap, type, str, bytes, *_FUNCTIONS)
 
 Held = dict[str, tuple[Any, int, Any]]
@@ -63,8 +67,9 @@ def _state(x: Any) -> tuple[int, Tensor | None]:
 
 
 def _copy(x: Tensor) -> Tensor | None:
-    """Writes through ``x.data``, or through NumPy, leave the version as it is. None of what is no plain tensor."""
-    plain = type(x) in (Tensor, nn.Parameter) and x.layout is torch.strided and not x.is_meta
+    """Writes through ``x.data``, or through NumPy, leave the version as it is. None of what is no plain tensor, or of
+    numbers that torch does not compare."""
+    plain = type(x) in (Tensor, nn.Parameter) and x.layout is torch.strided and not x.is_meta and x.dtype in _COMPARED
     return x.detach().clone() if plain else None
 
 

@@ -2,6 +2,7 @@
 
 import collections
 import copy
+import warnings
 
 import numpy as np
 import pytest
@@ -210,3 +211,15 @@ def _at(net, count):
     copied.update = lambda m, mean: None
     copied.frozen.data.fill_(count)
     return copied
+
+
+def test_numbers_that_torch_does_not_compare_stay_out_of_it():
+    """Packed weights of four bits beside a layer."""
+    torch.manual_seed(0)
+    net, x = Net(lambda m, h: h, kept=torch.empty(4, dtype=torch.float4_e2m1fn_x2)), torch.randn(4, 5)
+    exact = norms_of(loop_over_samples(net, lambda m, x: m(x).square().sum(), x))
+    model = GradSampleModuleFastGradientClipping(net, loss_reduction="sum")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(x).square().sum().backward()
+    assert relative_error(model.get_norm_sample(), exact) <= 1e-5
