@@ -6,6 +6,7 @@ through for products of all pairs, in the first backward pass after each kind of
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial, reduce
@@ -23,6 +24,12 @@ _KEEP_GRAPHS = 4  # forward passes; who keeps each one's graph has no last loss
 
 _COLLECTIVES = "torch.distributed.nn.functional"
 """Of collectives that gradients go through. Others, ``torch.distributed._functional_collectives``, are operators."""
+
+_GATHERING = {
+    *("all_gather", "all_gather_into_tensor", "_all_gather_base", "all_reduce", "all_to_all", "all_to_all_single"),
+    *("reduce_scatter", "reduce_scatter_tensor"),
+}
+"""What a function of somebody's calls that brings ranks' samples together (SimCLR's ``GatherLayer``)."""
 
 _expected: weakref.WeakSet[Any] = weakref.WeakSet()  # tapped models whose next loss is to be looked at
 _goes_on: weakref.WeakSet[Any] = weakref.WeakSet()  # those whose loss was, and that another may be made of as well
@@ -111,11 +118,15 @@ def _check_for_pairs(losses: Sequence[Tensor]) -> Sequence[Record]:
 
 
 def _collective(node: Any) -> str | None:
-    """The name of a collective that gradients go through."""
-    function = getattr(type(node), "_forward_cls", None)
-    if getattr(function, "__module__", None) == _COLLECTIVES:
-        return f"{function.__name__} of {_COLLECTIVES}"  # type: ignore[union-attr]  # it has one
-    return type(node).__name__ if "c10d_functional" in type(node).__name__ else None
+    """The name of a collective that gradients go through, or of a function of somebody's that calls one."""
+    function: Any = getattr(type(node), "_forward_cls", None)
+    if function is None or "c10d_functional" in type(node).__name__:
+        return None if function is None else type(node).__name__
+    if function.__module__ == _COLLECTIVES:
+        return f"{function.__name__} of {_COLLECTIVES}"
+    code = getattr(inspect.unwrap(function.forward), "__code__", None)
+    called = _GATHERING.intersection(code.co_names) if code is not None else ()
+    return f"{function.__name__}, which calls {min(called)}" if called else None
 
 
 def note_forward(
