@@ -12,7 +12,7 @@ from torch import Tensor
 
 _SMALL = 16  # whole numbers below it may be of branches; of counters there are soon too many to look at each
 
-_SIZES = 3  # dimensions that a window has; longer lists of whole numbers are samples' own, mostly
+_SIZES = 3  # dimensions that a window has; longer tuples of whole numbers, and lists, are samples' own, mostly
 
 
 def kind_of(inputs: Any, leaves: Sequence[Any], trainable: bytes, modes: bytes) -> tuple[Any, ...]:
@@ -45,7 +45,7 @@ def _modes_named(arguments: Sequence[Any]) -> Iterator[Any]:
         elif isinstance(x, Mapping):
             yield from x
             yield from _modes_named(tuple(x.values()))
-        elif isinstance(x, (tuple, list)) and len(x) <= _SIZES and all(isinstance(y, Integral) for y in x):
+        elif isinstance(x, tuple) and len(x) <= _SIZES and all(isinstance(y, Integral) for y in x):
             yield from _modes_named(x)
 
 

@@ -314,7 +314,7 @@ class WithHidden(Net):
 @pytest.mark.parametrize(
     ("cls", "name"),
     [
-        (WithHidden, r"hidden\[0\]._buffers\['mean'\]"),
+        (WithHidden, r"hidden\[0\].mean"),
         (WithBank, r"bank.rows\['all'\]"),
         (Codebook, "code"),
         (Queue, r"seen\[1\]"),

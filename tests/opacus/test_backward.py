@@ -218,14 +218,10 @@ class Inside(nn.Module):
         x = self.first(x)
         if self.way == "custom function":
             return self.last(Double.apply(torch.tanh(self.middle(x))))
-        if self.way == "checkpoint":
-            return self.last(checkpoint(lambda x: torch.tanh(self.middle(x)), x, use_reentrant=True))
-        if self.way == "functional":
-            return self.last(torch.tanh(F.linear(torch.tanh(self.middle(x)), self.middle.weight)))
-        return self.last(torch.tanh(self.middle(x)) * self.middle.bias)
+        return self.last(checkpoint(lambda x: torch.tanh(self.middle(x)), x, use_reentrant=True))
 
 
-@pytest.mark.parametrize("way", ["custom function", "checkpoint", "functional", "penalty"])
+@pytest.mark.parametrize("way", ["custom function", "checkpoint"])
 def test_what_dpfast_does_not_know_is_left_to_opacus(way):
     _, x, y = opacus_example("mlp")
     torch.manual_seed(0)
