@@ -46,8 +46,8 @@ class Blocks:
         finally:
             is_last = here[-1] is said
             _remove(here, said)
-            if not here:
-                self._here.of.pop(number, None)
+            if not here and self._here.of.get(number) is here:  # a generator may be closed by another thread
+                del self._here.of[number]
             with self._lock:
                 _remove(self._of[number], said)
                 if not self._of[number]:
