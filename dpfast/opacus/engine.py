@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import opacus
@@ -41,6 +42,21 @@ from dpfast.taps import find_forward, find_rule
 MODES = ("dpfast", "dpfast_compiled", "dpfast_two_pass", "dpfast_materialize")
 
 
+@dataclass
+class _Making:
+    """What the parts of one ``make_private``, which Opacus calls one after another, tell each other."""
+
+    wrap_model: bool = True
+    graph_size: int | None = None  # of the mode "dpfast_compiled"
+    criterion: Any = None
+    units: tuple[Any, int | None] | None = None  # whose each record is, and the most that are taken
+    drawn_from: Any = None  # the loader that was given; None where the engine makes a mode of Opacus's own
+    module: Any = None  # what leaves clipped sums
+    wrapped: Any = None  # the wrapper that was put on
+    over_ranks: bool = False  # whether the module leaves sums over ranks
+    batches: PoissonBatches | None = None  # one draw for all ranks
+
+
 class PrivacyEngine(opacus.PrivacyEngine):
     """Opacus's engine; ``make_private`` and ``make_private_with_epsilon`` take four more ``grad_sample_mode``\\ s.
 
@@ -77,15 +93,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
     True
     """
 
-    _module: Any = None  # while make_private runs
-    _wrapped: Any = None  # meanwhile: the wrapper that it has put on
-    _graph_size: int | None = None  # meanwhile, of the mode "dpfast_compiled"
-    _criterion: Any = None  # meanwhile
-    _dealt_out = False  # whether, meanwhile, batches come from one draw for all ranks
-    _over_ranks = False  # whether, meanwhile, the module leaves sums over ranks
-    _batches: PoissonBatches | None = None  # meanwhile
-    _units: tuple[Any, int | None] | None = None  # meanwhile: whose each record is, and the most that are taken
-    _drawn_from: Any = None  # meanwhile: the loader that was given
+    _making = _Making()  # a new one while make_private runs
 
     def make_private(
         self,
@@ -162,13 +170,11 @@ class PrivacyEngine(opacus.PrivacyEngine):
             return tuple(ClippedLoss.of(x) if type(x) is DPLossFastGradientClipping else x for x in made)
         check_noise(noise_multiplier)
         check_clipping(grad_sample_mode, clipping, max_grad_norm)
-        if user_of_record is not None:
-            self._units = user_of_record, records_a_unit
         wrap_model = options.get("wrap_model", True)
         if "wrap_model" in options and not hasattr(opacus.grad_sample, "GradSampleHooks"):
             del arguments["wrap_model"]  # Opacus 1.5.4 does not know it; we do
-        self._wrap_model = wrap_model
-        self._graph_size, self._criterion = None, arguments["criterion"]
+        making = _Making(wrap_model, criterion=arguments["criterion"], drawn_from=data_loader)
+        making.units = None if user_of_record is None else (user_of_record, records_a_unit)
         if grad_sample_mode == "dpfast_compiled":
             if not wrap_model:
                 raise InputError(
@@ -177,8 +183,8 @@ class PrivacyEngine(opacus.PrivacyEngine):
                 )
             if not options.get("batch_first", True):
                 raise InputError("dpfast_compiled takes batches whose samples are first (batch_first=True)")
-            self._graph_size = graph_size(len(data_loader.dataset) / len(data_loader))  # type: ignore[arg-type]  # sized
-        self._dealt_out, self._drawn_from = True, data_loader
+            making.graph_size = graph_size(len(data_loader.dataset) / len(data_loader))  # type: ignore[arg-type]  # sized
+        self._making = making
         try:
             module, optimizer, data_loader = super().make_private(**arguments)
             keep_what_is_counted(optimizer, self.accountant, len(data_loader))
@@ -188,13 +194,11 @@ class PrivacyEngine(opacus.PrivacyEngine):
             criterion = ClippedLoss(module, optimizer, arguments["criterion"], loss_reduction)
             return module, optimizer, criterion, data_loader
         except BaseException:
-            if self._wrapped is not None:  # nobody else has it, and the module could not be wrapped again
-                self._wrapped.cleanup()
+            if making.wrapped is not None:  # nobody else has it, and the module could not be wrapped again
+                making.wrapped.cleanup()
             raise
         finally:
-            self._wrapped = None
-            self._module, self._dealt_out, self._over_ranks, self._batches = None, False, False, None
-            self._graph_size = self._criterion = self._units = self._drawn_from = None
+            del self._making
 
     def make_private_with_epsilon(
         self, *, criterion: Any = None, grad_sample_mode: str = "dpfast", **options: Any
@@ -210,28 +214,29 @@ class PrivacyEngine(opacus.PrivacyEngine):
     def _prepare_data_loader(
         self, data_loader: DataLoader[Any], *, poisson_sampling: bool, distributed: bool, **options: Any
     ) -> DataLoader[Any]:
-        distributed = distributed or self._over_ranks  # Opacus does not see a DDP in a module that is wrapped already
-        deal_out = self._dealt_out and distributed and poisson_sampling
+        making = self._making
+        distributed = distributed or making.over_ranks  # Opacus does not see a DDP in a module that is wrapped already
+        deal_out = making.drawn_from is not None and distributed and poisson_sampling
         loader = super()._prepare_data_loader(
             data_loader, poisson_sampling=poisson_sampling, distributed=distributed and not deal_out, **options
         )
-        if deal_out or self._units is not None:
+        if deal_out or making.units is not None:
             secret = SharedSecret.agreed(self.secure_rng if self.secure_mode else data_loader.generator)
             how: dict[str, Any] = {"steps": len(data_loader)}
-            if self._units is None:
-                self._batches = PoissonBatches(len(loader.dataset), 1 / len(data_loader), secret, **how)
+            if making.units is None:
+                making.batches = PoissonBatches(len(loader.dataset), 1 / len(data_loader), secret, **how)
             else:
-                users, how["records_a_unit"] = self._units
-                self._batches = UnitPoissonSampler(users, 1 / len(data_loader), secret=secret, **how)
-                if len(self._batches.unit_of_record) != len(loader.dataset):
+                users, how["records_a_unit"] = making.units
+                making.batches = UnitPoissonSampler(users, 1 / len(data_loader), secret=secret, **how)
+                if len(making.batches.unit_of_record) != len(loader.dataset):
                     raise InputError(
-                        f"user_of_record has {len(self._batches.unit_of_record)} entries for a data set of "
+                        f"user_of_record has {len(making.batches.unit_of_record)} entries for a data set of "
                         f"{len(loader.dataset)} records; give one for each"
                     )
             # Opacus's own samplers leave out empty batches, each on its rank, and the others would wait for ever.
             # In the attributes' dict, because a DataLoader has no other way to another sampler.
-            vars(loader)["batch_sampler"] = self._batches
-        return loader if self._graph_size is None else padded_loader(loader, self._graph_size)
+            vars(loader)["batch_sampler"] = making.batches
+        return loader if making.graph_size is None else padded_loader(loader, making.graph_size)
 
     def _prepare_model(
         self,
@@ -249,17 +254,17 @@ class PrivacyEngine(opacus.PrivacyEngine):
                 module, max_grad_norm=max_grad_norm, grad_sample_mode=grad_sample_mode, **given, **options
             )
         validate(module, over_ranks=grad_sample_mode != "dpfast_materialize")
-        if self._graph_size is not None:
+        making = self._making
+        if making.graph_size is not None:
             limit = 1.0 if isinstance(max_grad_norm, Sequence) else max_grad_norm  # per layer: see _prepare_optimizer
-            losses = losses_of(self._criterion)
-            step = compile_step(module, losses, max_grad_norm=limit, batch_size=self._graph_size)
-            self._module, step.needs_valid = step, True
+            losses = losses_of(making.criterion)
+            step = compile_step(module, losses, max_grad_norm=limit, batch_size=making.graph_size)
+            making.module, step.needs_valid = step, True
             return step
-        cls = GradSampleModule if grad_sample_mode == "dpfast_materialize" else GradSampleModuleFastGradientClipping
-        passes: dict[str, Any] = (
-            {"passes": 2 if grad_sample_mode == "dpfast_two_pass" else 1} if cls is not GradSampleModule else {}
-        )
-        if isinstance(module, GradSampleModule) and self._wrap_model:
+        materialize = grad_sample_mode == "dpfast_materialize"
+        cls = GradSampleModule if materialize else GradSampleModuleFastGradientClipping
+        passes: dict[str, Any] = {} if materialize else {"passes": 2 if grad_sample_mode == "dpfast_two_pass" else 1}
+        if isinstance(module, GradSampleModule) and making.wrap_model:
             found = {name: getattr(module, name, None) for name in (*given, *passes)}
             if type(module) is not cls or found != {**given, **passes}:
                 raise StateError(
@@ -269,10 +274,10 @@ class PrivacyEngine(opacus.PrivacyEngine):
                 )
             prepared: Any = module
         else:
-            prepared = self._wrapped = cls(module, **given, **passes)
-        self._module = prepared if passes else None
+            prepared = making.wrapped = cls(module, **given, **passes)
+        making.module = prepared if passes else None
         wrapper = find_wrapper(prepared._module, prepared) if passes else None
-        self._over_ranks = wrapper is not None
+        making.over_ranks = wrapper is not None
         if wrapper is not None and ranks_of(wrapper) != number_of_ranks():
             raise InputError(
                 f"the model sums over {ranks_of(wrapper)} of {number_of_ranks()} ranks, and batches would be dealt out "
@@ -295,6 +300,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
         grad_sample_mode: str = "hooks",
         **options: Any,
     ) -> Any:
+        making = self._making
         if grad_sample_mode in MODES:
             expected_batch_size = self._expected_batch_size(ranks=dist.get_world_size() if distributed else 1)
         given: dict[str, Any] = {
@@ -304,7 +310,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
         }
         if grad_sample_mode in MODES and clipping == "per_layer":
             check_number(optimizer, max_grad_norm)  # type: ignore[arg-type]  # as checked
-        if grad_sample_mode not in MODES or self._module is None:
+        if grad_sample_mode not in MODES or making.module is None:
             prepared: Any = super()._prepare_optimizer(
                 optimizer=optimizer,
                 max_grad_norm=max_grad_norm,
@@ -319,19 +325,19 @@ class PrivacyEngine(opacus.PrivacyEngine):
         if isinstance(optimizer, opacus.optimizers.DPOptimizer):
             optimizer = optimizer.original_optimizer
         batches = None
-        units = isinstance(self._batches, UnitPoissonSampler)
-        check_units(self._module, units)
-        if self._over_ranks:  # p.grad is the sum over all ranks
+        units = isinstance(making.batches, UnitPoissonSampler)
+        check_units(making.module, units)
+        if making.over_ranks:  # p.grad is the sum over all ranks
             given["expected_batch_size"] = expected_batch_size * (dist.get_world_size() if distributed else 1)
-            batches = self._batches
+            batches = making.batches
             given["secret"] = None if self.secure_mode else SharedSecret.agreed(noise_generator)
             distributed, noise_generator = False, None
         if clipping == "per_layer":
-            whole = self._module if self._graph_size is None else self._module.model
+            whole = making.module if making.graph_size is None else making.module.model
             clipper = per_layer_clipper(whole, optimizer, max_grad_norm)  # type: ignore[arg-type]  # as checked
-            self._module.norm_clipper = clipper
+            making.module.norm_clipper = clipper
             max_grad_norm = clipper.sensitivity
-        elif isinstance(self._module.norm_clipper, ConstantPerLayerClipper):
+        elif isinstance(making.module.norm_clipper, ConstantPerLayerClipper):
             raise StateError(
                 "the module is wrapped already, with a ConstantPerLayerClipper, and clipping='flat' has one threshold "
                 "for all parameters: set module.norm_clipper = None first, or take clipping='per_layer'"
@@ -345,22 +351,23 @@ class PrivacyEngine(opacus.PrivacyEngine):
         }[grad_sample_mode, distributed]
         prepared = cls(
             optimizer,
-            module=self._module,
+            module=making.module,
             max_grad_norm=max_grad_norm,
             generator=self.secure_rng if self.secure_mode else noise_generator,
             secure_mode=self.secure_mode,
             **given,
             **options,
         )
-        prepared.batches, self._module.needs_units = batches, units
+        prepared.batches, making.module.needs_units = batches, units
         return prepared
 
     def _expected_batch_size(self, ranks: int) -> Any:
         """Records, or units, that a rank expects in a draw: a float over several, as Opacus's own. In whole numbers,
         where Opacus takes 49 times 1/49 for less than 1."""
-        units = isinstance(self._batches, UnitPoissonSampler)
-        drawn = self._batches.num_units if units else len(self._drawn_from.dataset)  # type: ignore[union-attr]
-        expected = max(1, drawn // len(self._drawn_from))
+        making = self._making
+        units = isinstance(making.batches, UnitPoissonSampler)
+        drawn = making.batches.num_units if units else len(making.drawn_from.dataset)  # type: ignore[union-attr]
+        expected = max(1, drawn // len(making.drawn_from))
         return expected / ranks if ranks > 1 else expected
 
 
