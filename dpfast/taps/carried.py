@@ -36,14 +36,15 @@ def carried(
     again: Callable[[], None],
 ) -> list[str]:
     """The names of buffers and attributes that differ with samples of a pass, where one of the next two, on the same
-    samples, does too; none where it does not, or where nothing is kept.
+    samples, does too: in what it gives, in what its modules keep of it for a loss, or in the gradients of both. None
+    where it does not.
 
     Args:
         leaves: the inputs, of ``size`` samples. exchanged: with some of them exchanged, and with others.
             Others: as ``witness.run_on``'s.
     """
 
-    def passes(first: Sequence[Any]) -> tuple[dict[str, Any], list[Any]] | None:
+    def passes(first: Sequence[Any]) -> tuple[dict[str, Any], list[Any]]:
         copy, own = copied(model, taps, leaves_of_copy(model) | stand_ins)
         witnesses = [Witness.of(tap, i, Run(), places, size) for i, tap in enumerate(own)]
 
@@ -53,38 +54,55 @@ def carried(
             for witness in witnesses:
                 witness.called = trial, some
             args, kwargs = trial.unflatten(some)
+            before = kept.held(copy)
             with following_model(witnesses[0].taps, copy, some), torch.enable_grad():  # as in training
-                return [x.detach() if isinstance(x, Tensor) else x for x in results_in(copy(*args, **kwargs))]
+                results = results_in(copy(*args, **kwargs))
+                results += kept.made(copy, before)
+                results += _gradients(results, copy)
+                return [x.detach() if isinstance(x, Tensor) else x for x in results]
 
-        before = kept.held(copy)
         forward(first)
-        now = kept.held(copy)
-        if kept.are_same(before, now):
-            return None
-        kept_by_it = {name: x.clone() if isinstance(x, Tensor) else x for name, (x, *_) in now.items()}
+        kept_by_it = {name: x.clone() if isinstance(x, Tensor) else x for name, (x, *_) in kept.held(copy).items()}
         return kept_by_it, [y for _ in range(_NEXT) for y in forward(leaves)]
 
-    one = passes(leaves)
-    if one is None:
-        return []
+    kept_by_one, one = passes(leaves)
     for some in exchanged:
-        other = passes(some)
-        if other is None or _same(one[1], other[1]):
+        kept_by_other, other = passes(some)
+        if _same(one, other):
             continue
-        repeated = passes(leaves)
-        if repeated is None or not _same(one[1], repeated[1]):
-            return []
-        return [name for name, x in one[0].items() if not _same([x], [other[0].get(name)])] or ["what it keeps"]
+        _, repeated = passes(leaves)
+        if not _same(one, repeated):  # what goes by itself says nothing (sums of a GPU's, in any order)
+            told = [i for i, (x, y) in enumerate(zip(one, repeated, strict=True)) if _same([x], [y])]
+            if _same([one[i] for i in told], [other[i] for i in told]):
+                raise RuntimeError("its results on the same samples differ from run to run")
+        return [name for name, x in kept_by_one.items() if _differs(x, kept_by_other.get(name))] or ["what it keeps"]
     return []
+
+
+def _gradients(results: Sequence[Any], copy: nn.Module) -> list[Any]:
+    """Of the parameters, by all that is differentiable: what is kept may weigh a gradient alone."""
+    ends = [x for x in results if kept.is_differentiable(x) and not x.is_complex()]
+    parameters = [p for p in copy.parameters() if p.requires_grad]
+    if not ends or not parameters:
+        return []
+    return [*torch.autograd.grad([x.sum() for x in ends], parameters, allow_unused=True)]
+
+
+def _differs(one: Any, other: Any) -> bool:
+    """Not where they are of a kind that torch does not compare (sparse, meta, numbers beyond 64 bits)."""
+    try:
+        return not _same([one], [other])
+    except Exception:
+        return False
 
 
 def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
     """To the bit."""
-    pairs = [(torch.as_tensor(x), torch.as_tensor(y)) for x, y in zip(some, others, strict=False) if _is_number(x, y)]
-    return len(some) == len(others) and all(
-        x.shape == y.shape and bool(((x == y) | ((x != x) & (y != y))).all()) for x, y in pairs
-    )
+    return len(some) == len(others) and all(map(_is_same, some, others))
 
 
-def _is_number(*some: Any) -> bool:
-    return all(isinstance(x, (Tensor, int, float)) for x in some)
+def _is_same(one: Any, other: Any) -> bool:
+    if not all(isinstance(x, (Tensor, int, float, complex)) for x in (one, other)):
+        return not isinstance(one, (str, bytes)) or one == other
+    x, y = torch.as_tensor(one), torch.as_tensor(other)
+    return x.shape == y.shape and bool(((x == y) | ((x != x) & (y != y))).all())

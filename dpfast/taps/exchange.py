@@ -98,8 +98,8 @@ def told_by_exchange(
                     told = exchange.all_told(noisy, at_once)
                     if told.is_wrong and exchange.counted:
                         exchange, told = exchange.beside_the_longest(told, noisy, at_once)
-                    carried = exchange.carried(told)
-                    told = exchange.with_lengths(told)._replace(noise=None if noisy else without)
+                    carried, unseen = exchange.carried(told)
+                    told = exchange.with_lengths(told)._replace(noise=None if noisy else without, kept=unseen)
                     by_place = told.places | dict.fromkeys(exchange.reordered, OTHER_ORDER)  # where it is not followed
                     told = told._replace(places=by_place, routes=exchange.routes, carried=carried)
                     if attention or not told.is_wrong:
@@ -257,17 +257,19 @@ class _Exchange:
             draws=self.again.are_drawn(),
         )
 
-    def carried(self, told: Told) -> Sequence[str]:
-        """What of a sample changes the forward after its own; not asked where something is wrong already."""
+    def carried(self, told: Told) -> tuple[Sequence[str], str | None]:
+        """What of a sample changes the forward after its own, and why that is not told; not asked where something is
+        wrong already."""
         if told.is_wrong or told.why is not None or not self.keeps:
-            return ()
+            return (), None
         # All of them: what is kept may be the largest, or the last sample's. One at least stays, so in two halves.
         halves = (tuple(range(self.size - 1)), (self.size - 1,))
         batches = (self._batch((), self.size), [self._batch(some, self.size) for some in halves])
         try:
-            return carried(self.model, self.taps, self.trial, *batches, self.places, self.size, self.others, self.again)
-        except Exception:  # what it kept may fit no batch of this size
-            return ()
+            of_copies = self.model, self.taps, self.trial
+            return carried(*of_copies, *batches, self.places, self.size, self.others, self.again), None
+        except Exception as error:  # what it kept may fit no batch of this size
+            return (), said_by(error)
 
     def _counted_by(self, base: Run) -> list[list[int]]:
         """How long samples may be, where that differs, and changes with those that are exchanged; of what has the same

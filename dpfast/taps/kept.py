@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import types
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,16 +16,18 @@ from dpfast.taps.tap import Tap, TappedForward
 from dpfast.taps.written import is_written
 
 _DEPTH = 6  # of objects in objects
-_FUNCTIONS = (types.ModuleType, types.FunctionType, types.MethodType, TappedForward)
+_OTHERS = ("dpfast.", "opacus.", "torch.")  # whose methods hang on modules as hooks, and count
+_FUNCTIONS = (types.ModuleType, types.FunctionType, TappedForward)
 _CONTAINERS = {dict, list, set, tuple, collections.OrderedDict}
 _COMPARED = {
     *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex128),
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
 }
-_HOLD_NOTHING = (Tap, type, str, bytes, *_FUNCTIONS)
+_HOLD_NOTHING = (Tap, type, *_FUNCTIONS)
+_VALUES = (int, float, complex, str, bytes)
 
 Held = dict[str, tuple[Any, int, Any]]
-"""Tensors, numbers and hashes of arrays by names, the tensors' versions, and copies of those that may be written to."""
+"""Tensors, values and hashes of arrays by names, the tensors' versions, and copies of those that may be written to."""
 
 
 def held(model: nn.Module) -> Held:
@@ -40,6 +43,8 @@ def held(model: nn.Module) -> Held:
 
 def _beside_parameters(model: nn.Module) -> Iterator[tuple[str, Any]]:
     seen = set(map(id, model.modules()))
+    for name, p in model.named_parameters():
+        yield from _of_tensor(name, p, seen, _DEPTH)
     for name, module in model.named_modules():
         yield from _of_module(name, module, seen, _DEPTH)
 
@@ -73,10 +78,22 @@ def _copy(x: Tensor) -> Tensor | None:
     return x.detach().clone() if plain else None
 
 
+def _of_tensor(path: str, x: Tensor, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:
+    """What somebody has put into its attributes."""
+    for name, value in getattr(x, "__dict__", {}).items() if depth else ():
+        yield from _parts(f"{path}.{name}", value, seen, depth - 1)
+
+
 def _parts(path: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, (Tensor, int, float)):
+    if isinstance(value, (Tensor, *_VALUES)):
         yield path, value
+        if isinstance(value, Tensor):
+            yield from _of_tensor(path, value, seen, depth)
         return
+    if isinstance(value, types.MethodType):
+        value = value.__self__
+        if isinstance(value, nn.Module) or type(value).__module__.startswith(_OTHERS):
+            return
     if hasattr(value, "tobytes"):  # NumPy's arrays and numbers
         yield path, hash(value.tobytes())
         return
@@ -96,6 +113,8 @@ def _parts(path: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple[
         inner = [(f"{path}{{{i}}}", x) for i, x in enumerate(value)]
     elif isinstance(value, dict):
         inner = [(f"{path}[{key!r}]", x) for key, x in value.items()]
+    elif isinstance(value, functools.partial):
+        inner = [(f"{path}.{key}", getattr(value, key)) for key in ("func", "args", "keywords")]
     else:
         inner = [(f"{path}.{key}", x) for key, x in attributes_of(value).items()]
     for name, x in inner:
@@ -111,6 +130,12 @@ def trained_beside(model: nn.Module) -> dict[str, Tensor]:
         for path, x in _beside_parameters(model)
         if isinstance(x, Tensor) and x.is_leaf and x.requires_grad and id(x) not in own
     }
+
+
+def made(model: nn.Module, before: Held) -> list[Tensor]:
+    """What a forward pass has put there, in containers and objects too, and a loss may be made of."""
+    found = [x for name, (x, *_) in held(model).items() if name not in before or x is not before[name][0]]
+    return [x for x in found if is_differentiable(x) and x.grad_fn is not None]
 
 
 def differentiable(model: nn.Module, outputs: Sequence[Any]) -> dict[str, Tensor]:

@@ -24,6 +24,11 @@ _OF_NOISE = (
     "comes to another's gradient by what is zero now, or in a backward pass alone, is taken on trust: if it is not so, "
     "clipping bounds nothing; a forward that refuses values can do so in eval() alone (docs/layouts.md)"
 )
+_OF_KEPT = (
+    "{} keeps something of a forward pass, and could not be run to see whether samples change the passes after their "
+    "own: {}. That they do not is taken on trust: if it is not so, a sample moves sums of later steps, past clipping "
+    "(docs/layouts.md)"
+)
 _CALLER = 11  # frames from a warning to who called the model
 
 
@@ -38,7 +43,7 @@ class Told(NamedTuple):
         routes: where rows are picked. why: nothing is told. carried: of :func:`carried.carried`.
         parted: of the model's outputs, by number, the dimensions in which samples stay apart; None: not run.
         lengths: why nothing is told of what the lengths of packed sequences do to other samples. noise: why there was
-            none in the runs.
+            none in the runs. kept: why nothing is told of what a pass keeps for the next ones.
         draws: whether random numbers were drawn. not_run: taps that ran in no run. packed: layers that took packed
             sequences, of which nothing is told.
     """
@@ -55,6 +60,7 @@ class Told(NamedTuple):
     draws: bool = False
     lengths: str | None = None
     noise: str | None = None
+    kept: str | None = None
 
     @property
     def is_wrong(self) -> bool:
@@ -88,7 +94,7 @@ _said: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionar
 
 def say_what_is_not_told(model: nn.Module, told: Told) -> None:
     """Warns, once for a model, of each."""
-    for message, why in ((_OF_LENGTHS, told.lengths), (_OF_NOISE, told.noise)):
+    for message, why in ((_OF_LENGTHS, told.lengths), (_OF_NOISE, told.noise), (_OF_KEPT, told.kept)):
         if why is not None and message not in _said.setdefault(model, set()):
             _said[model].add(message)
             warnings.warn(message.format(type(model).__name__, why), DpfastWarning, stacklevel=_CALLER)

@@ -2,6 +2,7 @@
 
 import collections
 import copy
+import functools
 import warnings
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from dpfast import GradSampleModuleFastGradientClipping
-from dpfast.errors import UnsupportedModuleError
+from dpfast.errors import DpfastWarning, UnsupportedModuleError
 from dpfast.testing import loop_over_samples, norms_of, relative_error
 
 H = 8
@@ -93,6 +94,68 @@ def in_a_module_of_a_list(m, h):
     return out
 
 
+class Tracker:
+    def __init__(self):
+        self.mean = torch.zeros(H)
+
+    def subtract(self, h):
+        out, self.mean = h - self.mean, mean(h)
+        return out
+
+    def subtract_for(self, module, h):
+        return self.subtract(h)
+
+
+def by_a_method(m, h):
+    return m.kept(h)
+
+
+def on_a_buffer(m, h):
+    out = h - getattr(m.kept, "of_batches", 0.0)
+    m.kept.of_batches = mean(h)
+    return out
+
+
+def on_a_parameter(m, h):
+    out = h - getattr(m.last.bias, "kept", 0.0)
+    m.last.bias.kept = mean(h)
+    return out
+
+
+def a_number_of_two(m, h):
+    out = h * m.kept.real
+    m.kept = complex(float(mean(h).sum()), 1.0)
+    return out
+
+
+def by_name(m, h):
+    out = h * float(m.kept)
+    m.kept = str(float(mean(h).sum()))
+    return out
+
+
+def the_range_so_far(m, h):
+    """A pass that stays within it keeps nothing."""
+    out = h / (1.0 + m.kept)
+    m.kept = max(m.kept, float(h.detach().abs().max()))
+    return out
+
+
+def in_a_loss_alone(m, h):
+    m.loss, m.kept = (h * m.kept).sum(1), mean(h)
+    return h
+
+
+def in_losses_in_a_list(m, h):
+    m.kept = [(h * m.kept[1]).sum(1), mean(h)]
+    return h
+
+
+def in_a_gradient_alone(m, h):
+    out, m.kept = h.detach() + (h - h.detach()) * m.kept, mean(h)
+    return out
+
+
 ZEROS = np.zeros(H, dtype=np.float32)
 KEEP = [
     (in_an_array, ZEROS),
@@ -104,6 +167,16 @@ KEEP = [
     (in_training_alone, torch.zeros(H)),
     (in_a_module_of_a_list, [nn.Sequential(nn.Linear(H, H)).requires_grad_(False)]),
     (of_the_pass_before, collections.deque([torch.zeros(H), torch.zeros(H)])),
+    (by_a_method, Tracker().subtract),
+    (by_a_method, functools.partial(Tracker().subtract_for, None)),
+    (on_a_buffer, torch.zeros(H)),
+    (on_a_parameter, torch.zeros(H)),
+    (a_number_of_two, 1.0 + 0.0j),
+    (by_name, "1.0"),
+    (the_range_so_far, 0.0),
+    (in_a_loss_alone, torch.zeros(H)),
+    (in_losses_in_a_list, [torch.zeros(4), torch.zeros(H)]),
+    (in_a_gradient_alone, torch.ones(H)),
 ]
 
 
@@ -111,8 +184,50 @@ KEEP = [
 def test_what_moves_later_sums_is_refused(between, kept):
     torch.manual_seed(0)
     model = GradSampleModuleFastGradientClipping(Net(between, kept=kept), loss_reduction="sum")
-    with pytest.raises(UnsupportedModuleError, match=r"^Net: what a forward pass keeps .*\(kept.*Keep nothing"):
+    with pytest.raises(
+        UnsupportedModuleError, match=r"^Net: what a forward pass keeps .*\(.*(kept|last.bias).*Keep nothing"
+    ):
         model(torch.randn(4, 5))
+
+
+@pytest.mark.parametrize(
+    "beside", [torch.eye(3).to_sparse(), torch.empty(2, device="meta"), 2**64 - 1], ids=["sparse", "meta", "whole"]
+)
+def test_what_cannot_be_compared_stands_in_no_ones_way(beside):
+    """One sample moved a later sum by 9.3 C where an adjacency matrix stood beside the queue."""
+    torch.manual_seed(0)
+    model = GradSampleModuleFastGradientClipping(
+        Net(of_the_last_sample, kept=torch.zeros(H), beside=beside), loss_reduction="sum"
+    )
+    with pytest.raises(UnsupportedModuleError, match=r"^Net: what a forward pass keeps of its samples \(kept\) "):
+        model(torch.randn(4, 5))
+
+
+def until_it_is_full(m, h):
+    if len(m.kept) == 1:
+        raise RuntimeError("clear it first")
+    m.kept.append(mean(h))
+    return h
+
+
+def goes_by_itself(m, h):
+    m.kept.append(mean(h))
+    return h * (1.0 + next(TIMES)) if len(m.kept) > 1 else h
+
+
+TIMES = iter(range(10**6))
+
+
+@pytest.mark.parametrize(
+    ("between", "why"), [(until_it_is_full, "clear it first"), (goes_by_itself, "differ from run to run")]
+)
+def test_what_is_not_told_is_said(between, why):
+    torch.manual_seed(0)
+    net, x = Net(between, kept=[]), torch.randn(4, 5)
+    model = GradSampleModuleFastGradientClipping(net, loss_reduction="sum")
+    with pytest.warns(DpfastWarning, match=rf"Net keeps something of a forward pass, and could not be .*{why}"):
+        model(x).square().sum().backward()
+    assert len(net.kept) == 1
 
 
 def counts_and_records(m, h):
