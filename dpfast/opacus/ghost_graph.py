@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,18 +70,19 @@ def _is_hook(node: Node) -> bool:
 def check_caught(graph: Graph, module: Any) -> None:
     """Raises EscapedGradientError where a parameter's gradient, or a part of it, goes past Opacus's hooks: norms would
     be without it, and the second pass would add it."""
-    owners, caught = {}, set()
+    owners, calls = {}, Counter[nn.Parameter]()
     for m in module._module.modules():
         owners.update(dict.fromkeys(m.parameters(recurse=False), m))
-        if getattr(m, "activations", None):  # without a sampler, functorch takes those of its children with its own
-            caught.update(m.parameters(recurse=type(m) not in module.GRAD_SAMPLERS))
+        # Without a sampler, functorch takes those of its children with its own.
+        own = m.parameters(recurse=type(m) not in module.GRAD_SAMPLERS)
+        calls.update(dict.fromkeys(own, len(getattr(m, "activations", ()))))
     for leaf in graph.leaves:
         p = leaf.variable  # type: ignore[attr-defined]  # AccumulateGrad has it
-        if p not in caught:
+        if not calls[p]:
             why = "its module has none of Opacus's hooks: it was frozen, or not there, when the model was wrapped"
         elif _goes_past_hooks(leaf, graph):
             why = "the loss takes it, or something that a forward hook has kept of its module, past them"
-        elif _is_used_beside(leaf, graph, owners[p], module):
+        elif _is_used_beside(leaf, graph, owners[p], module, calls[p]):
             why = "something beside its own module uses it, too (functional.linear, a tied head)"
         else:
             continue
@@ -93,9 +95,8 @@ def check_caught(graph: Graph, module: Any) -> None:
 
 
 def _goes_past_hooks(leaf: Node, graph: Graph) -> bool:
-    """Whether a way leads from the leaf to the loss through no module hook. A function that takes the parameter itself
-    may have modules, and their hooks, within (a checkpoint of somebody's own)."""
-    ways, seen = [above for above in graph.parents[leaf] if not _hides(above)], {leaf}
+    """Whether a way leads from the leaf to the loss through no module hook."""
+    ways, seen = _own_uses(leaf, graph), {leaf}
     while ways:
         node = ways.pop()
         if _is_hook(node):
@@ -108,11 +109,33 @@ def _goes_past_hooks(leaf: Node, graph: Graph) -> bool:
     return False
 
 
-def _is_used_beside(leaf: Node, graph: Graph, owner: nn.Module, module: Any) -> bool:
-    """Whether there are more uses than calls of its module, where a call is known to use it once."""
+def _own_uses(leaf: Node, graph: Graph) -> list[Node]:
+    """A function that takes the parameter itself may have modules, and their hooks, within (a checkpoint of somebody's
+    own)."""
+    return [above for above in graph.parents[leaf] if not _hides(above)]
+
+
+def _is_used_beside(leaf: Node, graph: Graph, owner: nn.Module, module: Any, calls: int) -> bool:
+    """Whether there are more uses than calls of its module, where a call is known to use it once, or other modules'
+    hooks see some of them first."""
     known = getattr(module.NORM_SAMPLERS.get(type(owner)), "keeps_factors", False)
-    calls = getattr(owner, "activations", ())
-    return known and len(graph.parents[leaf]) > len(calls) > 0
+    return (known and len(graph.parents[leaf]) > len(getattr(owner, "activations", ())) > 0) or (
+        len(_first_hooks(leaf, graph)) > calls
+    )
+
+
+def _first_hooks(leaf: Node, graph: Graph) -> set[Node]:
+    """Those with no other between them and the leaf: one for each call of the module that is hooked."""
+    ways, seen = _own_uses(leaf, graph), {leaf}
+    found = set()
+    while ways:
+        node = ways.pop()
+        if _is_hook(node):
+            found.add(node)
+        elif node not in seen:
+            seen.add(node)
+            ways += graph.parents[node]
+    return found
 
 
 def used_once(leaf: Node, graph: Graph) -> bool:
