@@ -38,7 +38,7 @@ from dpfast.modes.mixed_losses import expect_loss
 from dpfast.modes.nonfinite_samples import DroppedSamples
 from dpfast.modes.norm_samples import create_norm_sample
 from dpfast.modes.per_sample_gradient_clipper import PerSampleGradientClipper
-from dpfast.modes.rounding import Unrounded, is_taken_unrounded, rounding, takes_unrounded, unrounded
+from dpfast.modes.rounding import Unrounded, is_taken_unrounded, rounding, takes_unrounded, unrounded, warn_of_16_bits
 from dpfast.modes.steps import Step, check_valid
 from dpfast.modes.tapped_model import TappedModel
 from dpfast.modes.units import Units, UnitsInGraph
@@ -90,5 +90,6 @@ __all__ = [
     "unrounded",
     "wait_for_noise",
     "waits_for_its_turn",
+    "warn_of_16_bits",
     "way_unwritten",
 ]

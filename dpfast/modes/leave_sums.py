@@ -69,7 +69,6 @@ class LeavesSums(nn.Module):
     _keys: Sequence[str] = ()  # of the batch that the model was last called with
     _clipper: Callable[[], NormClipper]
     check_accumulation: Callable[[], None]
-    _told_of_16_bits = False
 
     def _leave_sums(self, total: Callable[[nn.Parameter], Tensor | None]) -> None:
         """``p.grad += Σ_n c_n g_n`` for every trainable parameter, over the samples of all ranks where there are some.
@@ -77,9 +76,7 @@ class LeavesSums(nn.Module):
         Args:
             total: the sum over this rank's samples, None where the step has not used the parameter; asked once.
         """
-        if not self._told_of_16_bits:
-            self._told_of_16_bits = True
-            warn_of_16_bits(self._module, self._places)
+        warn_of_16_bits(self._module, self._places)
         if self._is_alone and nothing_left(self._places):
             self._leave_alone(total)
             return

@@ -45,8 +45,6 @@ class PerSampleGradientClipper:
     (8, [1.0], 1.0)
     """
 
-    _told_of_16_bits = False
-
     def __init__(
         self,
         module: nn.Module,
@@ -155,9 +153,7 @@ class PerSampleGradientClipper:
                     "None, or freeze it behind clip_and_accumulate()"
                 )
         samples = self._samples
-        if not self._told_of_16_bits:
-            self._told_of_16_bits = True
-            warn_of_16_bits(self.module, self._sums)
+        warn_of_16_bits(self.module, self._sums, may_be_taken=False)
         for p, total in self._sums.items():
             p.grad = self._averaged(total, samples, p.dtype)
         dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)  # noise is scaled to them

@@ -22,7 +22,9 @@ from dpfast.errors import DpfastWarning
 
 _NAME = "_dpfast_sum"
 _TAKERS: Any = WeakIdKeyDictionary()
-"""By parameter of 16 bits: a weak reference to the optimizer that takes its sums as they were."""
+"""By parameter: a weak reference to the optimizer that takes its sums as they were, where it has 16 bits."""
+_TOLD: Any = weakref.WeakSet()
+"""Models that were warned of."""
 
 
 def added(before: Tensor | None, total: Tensor, dtype: torch.dtype) -> Tensor:
@@ -45,10 +47,10 @@ _OF_BF16 = torch.finfo(torch.bfloat16).eps / 2
 
 
 def takes_unrounded(parameters: Iterable[nn.Parameter], optimizer: object) -> None:
-    """That optimizer takes :func:`unrounded` sums of them."""
+    """That optimizer takes :func:`unrounded` sums of them; also of those that are frozen or wider now."""
+    taker = weakref.ref(optimizer)
     for p in parameters:
-        if p.dtype.itemsize == 2:
-            _TAKERS[p] = weakref.ref(optimizer)
+        _TAKERS[p] = taker
 
 
 def is_taken_unrounded(parameter: nn.Parameter) -> bool:
@@ -92,13 +94,19 @@ def unrounded(p: nn.Parameter) -> Tensor | None:
 
 
 def kept_beside(gradient: Tensor) -> Tensor | None:
-    """Of a gradient that nobody has written to."""
+    """Of a gradient that nobody has written to. Collectives, NumPy and ``.data`` leave no trace but the numbers, so an
+    entry is taken as it stands where it is not what that of the sum is rounded to."""
     total: Tensor | None
     total, version = vars(gradient).get(_NAME, (None, 0))
-    if total is None or gradient._version == version:
+    if total is None:
+        return None
+    there, rounded = local(gradient), added(None, total, gradient.dtype)
+    if gradient._version == version:
+        return torch.where(rounded == there, total, there, out=total)
+    if torch.equal(rounded, there):
         return total
     del vars(gradient)[_NAME]
-    if local(gradient).any():  # zero_grad() has not
+    if there.any():  # zero_grad() has not
         warnings.warn(
             f"a clipped sum in {gradient.dtype} {tuple(gradient.shape)} was written to, so it is taken as it was "
             f"rounded, not as it was before: {_MOVES.format(eps=torch.finfo(gradient.dtype).eps)}. Leave p.grad alone "
@@ -112,16 +120,18 @@ def kept_beside(gradient: Tensor) -> Tensor | None:
 _MOVES = "one sample may move that of N samples by {eps:.1g} · N · max_grad_norm more, as all are rounded together"
 
 
-def warn_of_16_bits(model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
-    """Where trained parameters have 16 bits, and nobody takes their sums as they were."""
-    dtype = next((p.dtype for p in parameters if p.dtype.itemsize == 2 and not is_taken_unrounded(p)), None)
-    if dtype is not None:
+def warn_of_16_bits(model: nn.Module, parameters: Iterable[nn.Parameter], *, may_be_taken: bool = True) -> None:
+    """Once a model, where trained parameters have 16 bits, and nobody takes their sums as they were; or nobody can."""
+    some = (p for p in parameters if p.dtype.itemsize == 2)
+    dtype = next((p.dtype for p in some if not (may_be_taken and is_taken_unrounded(p))), None)
+    if dtype is not None and model not in _TOLD:
         warnings.warn(
             f"{type(model).__name__} trains parameters in {dtype}, and so are the clipped sums in p.grad: "
             f"{_MOVES.format(eps=torch.finfo(dtype).eps)}, and noise below its last place is lost. Make dpfast's "
-            "optimizer before the first step (PrivacyEngine, DPOptimizerFast), which takes the sums unrounded; or "
-            "train parameters in fp32, and compute in 16 bits under torch.autocast "
+            "optimizer before the first step (PrivacyEngine with grad_sample_mode='dpfast', DPOptimizerFast), which "
+            "takes the sums unrounded; or train parameters in fp32, and compute in 16 bits under torch.autocast "
             "(docs/bounds.md#parameters-of-16-bits)",
             DpfastWarning,
             stacklevel=2,
         )
+        _TOLD.add(model)  # where warnings are errors, the next step is told again

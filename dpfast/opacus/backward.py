@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from dpfast.arithmetic import towards_zero
 from dpfast.errors import InputError, StateError
 from dpfast.factors import Factor
-from dpfast.modes import GradSampleModule, Unrounded, is_taken_unrounded
+from dpfast.modes import GradSampleModule, Unrounded, is_taken_unrounded, warn_of_16_bits
 from dpfast.opacus.clip_factors import get_adapted_clipping_coef, get_clipping_coef, get_norm_sample
 from dpfast.opacus.ghost_graph import Graph, check_caught, survey, used_once
 from dpfast.opacus.two_passes import one_a_sample, reduced, second_pass, two_passes
@@ -107,6 +107,7 @@ def _clip(self: DPTensorFastGradientClipping, factors_of: Callable[[], Tensor]) 
     self.optimizer.zero_grad()
     factors = factors_of()
     if parameters is not None:
+        warn_of_16_bits(module._module, kept)
         _leave_sums(kept, factors)
     else:
         second_pass(module, losses, factors)

@@ -9,12 +9,16 @@ from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
+from opacus.validators import ModuleValidator
+from opacus.validators import errors as of_opacus
 from torch import nn, optim
 
-from dpfast.distributed import SharedSecret, number_of_ranks
+from dpfast.distributed import SharedSecret, find_wrapper, not_in, number_of_ranks
 from dpfast.errors import DpfastWarning, InputError, StateError
-from dpfast.modes import Left, held_by, not_noted
+from dpfast.errors import UnsupportedModuleError as OurError
+from dpfast.modes import GradSampleModule, Left, held_by, not_noted
 from dpfast.opacus.signals import Signals
+from dpfast.taps import find_forward, find_rule
 
 NO_COPIES = (
     "a private optimizer is not copied or pickled: torch would take three of its attributes, and break step() of all "
@@ -271,3 +275,32 @@ def check_ranks(left: Left | None, secret: SharedSecret | None) -> None:
             "have agreed on: others of them would add the same noise to another sum, and the difference of the two has "
             "none. Give this optimizer SharedSecret.agreed(group=...) of the ranks that its sum is over"
         )
+
+
+def validate(module: nn.Module, *, over_ranks: bool = True) -> None:
+    """What Opacus refuses, except layers that dpfast has a rule for (nn.MultiheadAttention, nn.LSTM, ...).
+
+    Args:
+        over_ranks: whether the mode leaves sums over ranks, under DistributedDataParallel and fully_shard.
+
+    Raises:
+        UnsupportedModuleError: dpfast's and Opacus's at once, with all faults.
+    """
+    faults = [] if module.training else ["Model needs to be in training mode (module.train())"]
+    for name, m in module.named_modules():
+        trainable = any(p.requires_grad for p in m.parameters(recurse=False))
+        ours = find_rule(m) is not None or find_forward(m) is not None
+        if trainable and type(m) in ModuleValidator.VALIDATORS and not ours:
+            layer = f"{name} ({type(m).__name__})" if name else type(m).__name__
+            faults.extend(f"{layer}: {fault}" for fault in ModuleValidator.VALIDATORS[type(m)](m))
+    inner = module._module if isinstance(module, GradSampleModule) else module
+    wrapper = find_wrapper(inner, module)
+    whole = wrapper is not None and wrapper.kind in ("DDP", "FSDP2") and wrapper.module in (inner, module)
+    if wrapper is not None and not (over_ranks and whole):
+        faults.append(not_in(wrapper, "this grad_sample_mode"))
+    if faults:
+        raise UnsupportedModuleError("; ".join(faults))
+
+
+class UnsupportedModuleError(OurError, of_opacus.UnsupportedModuleError):
+    """Also Opacus's, which its users catch."""

@@ -9,8 +9,6 @@ from typing import Any
 import opacus
 import torch.distributed as dist
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
-from opacus.validators import ModuleValidator
-from opacus.validators import errors as of_opacus
 from torch import nn, optim
 from torch.utils.data import DataLoader
 
@@ -20,24 +18,33 @@ from dpfast.distributed import (
     SharedSecret,
     UnitPoissonSampler,
     find_wrapper,
-    not_in,
     number_of_ranks,
     ranks_of,
 )
 from dpfast.errors import InputError, StateError
-from dpfast.errors import UnsupportedModuleError as OurError
-from dpfast.modes import ConstantPerLayerClipper, GradSampleModule, GradSampleModuleFastGradientClipping
+from dpfast.modes import (
+    ConstantPerLayerClipper,
+    GradSampleModule,
+    GradSampleModuleFastGradientClipping,
+    warn_of_16_bits,
+)
 from dpfast.opacus.bound_optimizers import (
     DistributedOnePassOptimizer,
     DistributedTwoPassOptimizer,
     OnePassOptimizer,
     TwoPassOptimizer,
 )
-from dpfast.opacus.checks import check_before_steps, check_noise, check_units, keep_what_is_counted, warn_of_another
+from dpfast.opacus.checks import (
+    check_before_steps,
+    check_noise,
+    check_units,
+    keep_what_is_counted,
+    validate,
+    warn_of_another,
+)
 from dpfast.opacus.compiled import graph_size, losses_of, padded_loader
 from dpfast.opacus.losses import ClippedLoss
 from dpfast.opacus.thresholds import check_clipping, check_number, per_layer_clipper
-from dpfast.taps import find_forward, find_rule
 
 MODES = ("dpfast", "dpfast_compiled", "dpfast_two_pass", "dpfast_materialize")
 
@@ -189,6 +196,8 @@ class PrivacyEngine(opacus.PrivacyEngine):
             module, optimizer, data_loader = super().make_private(**arguments)
             keep_what_is_counted(optimizer, self.accountant, len(data_loader))
             warn_of_another(self, module)
+            if grad_sample_mode == "dpfast_materialize":  # Opacus's optimizer forms the sums
+                warn_of_16_bits(arguments["module"], optimizer.params, may_be_taken=False)  # type: ignore[attr-defined]  # Opacus's
             if grad_sample_mode != "dpfast_two_pass":
                 return module, optimizer, data_loader
             criterion = ClippedLoss(module, optimizer, arguments["criterion"], loss_reduction)
@@ -369,32 +378,3 @@ class PrivacyEngine(opacus.PrivacyEngine):
         drawn = making.batches.num_units if units else len(making.drawn_from.dataset)  # type: ignore[union-attr]
         expected = max(1, drawn // len(making.drawn_from))
         return expected / ranks if ranks > 1 else expected
-
-
-def validate(module: nn.Module, *, over_ranks: bool = True) -> None:
-    """What Opacus refuses, except layers that dpfast has a rule for (nn.MultiheadAttention, nn.LSTM, ...).
-
-    Args:
-        over_ranks: whether the mode leaves sums over ranks, under DistributedDataParallel and fully_shard.
-
-    Raises:
-        UnsupportedModuleError: dpfast's and Opacus's at once, with all faults.
-    """
-    faults = [] if module.training else ["Model needs to be in training mode (module.train())"]
-    for name, m in module.named_modules():
-        trainable = any(p.requires_grad for p in m.parameters(recurse=False))
-        ours = find_rule(m) is not None or find_forward(m) is not None
-        if trainable and type(m) in ModuleValidator.VALIDATORS and not ours:
-            layer = f"{name} ({type(m).__name__})" if name else type(m).__name__
-            faults.extend(f"{layer}: {fault}" for fault in ModuleValidator.VALIDATORS[type(m)](m))
-    inner = module._module if isinstance(module, GradSampleModule) else module
-    wrapper = find_wrapper(inner, module)
-    whole = wrapper is not None and wrapper.kind in ("DDP", "FSDP2") and wrapper.module in (inner, module)
-    if wrapper is not None and not (over_ranks and whole):
-        faults.append(not_in(wrapper, "this grad_sample_mode"))
-    if faults:
-        raise UnsupportedModuleError("; ".join(faults))
-
-
-class UnsupportedModuleError(OurError, of_opacus.UnsupportedModuleError):
-    """Also Opacus's, which its users catch."""

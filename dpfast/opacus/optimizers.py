@@ -115,11 +115,19 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
             check_threshold(expected, "expected_batch_size")
         super().__init__(optimizer, **options)
         check_before_steps(self)
-        if self._takes_unrounded:
-            takes_unrounded(self.params, self)
+        self._take_unrounded()
         if secret is not None:
             self._stream = secret.new_stream()
             shares_noise(self.params, self)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Opacus's."""
+        super().add_param_group(param_group)
+        self._take_unrounded()
+
+    def _take_unrounded(self) -> None:
+        if self._takes_unrounded:
+            takes_unrounded(parameters_of(self.original_optimizer), self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raises StateError: copies and pickles."""
@@ -189,8 +197,7 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
         goes_on = self._check_skip_next_step(pop_next=False)
         as_they_were = [unrounded(p) if self._takes_unrounded else None for p in params]  # it may warn
         self.takes = True
-        if self._takes_unrounded:
-            takes_unrounded(params, self)  # what is trainable may have changed
+        self._take_unrounded()  # of what the optimizer inside has been given since, too
         for p, grad in zip(params, as_they_were, strict=True):
             if grad is None:
                 grad = torch.zeros_like(p) if p.grad is None else _own(p.grad, stays=goes_on)

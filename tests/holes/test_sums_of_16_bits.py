@@ -5,11 +5,13 @@ optimizer takes them as they were before, else a warning says so once. Nothing o
 import itertools
 import warnings
 
+import opacus
 import pytest
 import torch
 from torch import nn
 
 import dpfast
+import dpfast.opacus
 from dpfast.errors import DpfastWarning
 from dpfast.opacus import DPOptimizerFast, PrivacyEngine
 
@@ -234,3 +236,128 @@ def test_an_optimizer_that_is_gone_takes_nothing():
     optimizer_of(model)
     with pytest.warns(DpfastWarning, match="trains parameters in"):
         one_pass(model, rows(300, torch.bfloat16))
+
+
+def by_data(p):
+    p.grad.data.copy_(2.0 * p.grad)
+
+
+def by_numpy(p):
+    p.grad.numpy()[...] *= 2.0
+
+
+def one_entry(p):
+    p.grad.data.view(-1)[0] = 7.0
+
+
+@pytest.mark.on_cpu
+@pytest.mark.parametrize("write", [by_data, by_numpy, one_entry])
+def test_a_write_that_leaves_the_version_as_it_was_counts(write):
+    """As a collective by hand (all_reduce of ``p.grad``) does: it was dropped, and ranks released sums of their own."""
+    dtype = torch.float16 if write is by_numpy else torch.bfloat16
+    model = clipping(nn.Linear(3, 2).to(dtype))
+    optimizer = optimizer_of(model)
+    one_pass(model, rows(300, dtype))
+    exact = [x.clone() for x in sums_of_step(optimizer)]
+    optimizer.zero_grad()
+    one_pass(model, rows(300, dtype))
+    for p in model.parameters():
+        write(p)
+    there = [p.grad.clone() for p in model.parameters()]
+    for total, written, before in zip(sums_of_step(optimizer), there, exact, strict=True):
+        is_as_before = written == before.to(dtype)
+        assert not is_as_before.all() and (write is not one_entry or written.numel() - is_as_before.sum() == 1)
+        assert torch.equal(total, torch.where(is_as_before, before, written.to(total.dtype)))
+
+
+def test_a_write_that_changes_nothing_costs_nothing():
+    """clip_grad_norm_ to more than there is multiplies by 1."""
+    model = clipping(nn.Linear(3, 2).bfloat16())
+    optimizer = optimizer_of(model)
+    one_pass(model, rows(300, torch.bfloat16))
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sums = sums_of_step(optimizer)
+    assert all(x.dtype is torch.float32 and not torch.equal(x, x.bfloat16().float()) for x in sums)
+
+
+def unfrozen(net, optimizer):
+    net[0].requires_grad_(True)
+
+
+def in_a_group_more(net, optimizer):
+    optimizer.add_param_group({"params": list(net[0].parameters())})
+    net[0].requires_grad_(True)
+
+
+def to_16_bits(net, optimizer):
+    net.bfloat16()
+
+
+@pytest.mark.parametrize("change", [unfrozen, in_a_group_more, to_16_bits])
+def test_what_changes_between_steps_is_taken_as_it_was(change):
+    """One sample moved the first sum after it by 1.8 to 4.3 C, and nothing was said."""
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)).bfloat16()
+    if change is to_16_bits:
+        net.float()
+    else:
+        net[0].requires_grad_(False)
+    model = clipping(net)
+    optimizer = optimizer_of(net[1] if change is in_a_group_more else net)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DpfastWarning)
+        one_pass(model, rows(300, net[1].weight.dtype))
+        optimizer.step()
+        optimizer.zero_grad()
+        change(net, optimizer)
+        one_pass(model, rows(300, torch.bfloat16))
+        sums = sums_of_step(optimizer)
+    assert len(sums) == 4 and all(x.dtype is torch.float32 for x in sums)
+
+
+def test_it_is_said_when_it_begins():
+    """Ours is gone, and Opacus's optimizer takes what is rounded."""
+    net = nn.Linear(3, 2).bfloat16()
+    model, optimizer = clipping(net), optimizer_of(net)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DpfastWarning)
+        one_pass(model, rows(300, torch.bfloat16))
+        optimizer.step()
+        optimizer.zero_grad()
+    del optimizer
+    with pytest.warns(DpfastWarning, match="trains parameters in"):
+        one_pass(model, rows(300, torch.bfloat16))
+
+
+def test_a_clipper_takes_none_whoever_is_there():
+    net = nn.Linear(3, 2).bfloat16()
+    optimizer, clipper = optimizer_of(net), dpfast.PerSampleGradientClipper(net, dpfast.ConstantFlatClipper(C))
+    one_pass(net, rows(5, torch.bfloat16))
+    clipper.clip_and_accumulate()
+    with pytest.warns(DpfastWarning, match="Linear trains parameters in"):
+        clipper.pre_step()
+    assert optimizer.params
+
+
+def test_opacus_s_optimizers_are_said_to_round():
+    x, y = rows(300, torch.bfloat16), torch.zeros(300, dtype=torch.int64)
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), batch_size=300)
+    options = {"noise_multiplier": 0.0, "max_grad_norm": C, "poisson_sampling": False}
+
+    def made(engine, mode, net):
+        sgd = torch.optim.SGD(net.parameters(), lr=0.0)
+        criterion = nn.CrossEntropyLoss()
+        return engine.make_private(
+            module=net, optimizer=sgd, data_loader=data, criterion=criterion, grad_sample_mode=mode, **options
+        )
+
+    with pytest.warns(DpfastWarning, match="Linear trains parameters in torch.bfloat16"):
+        made(PrivacyEngine(), "dpfast_materialize", nn.Linear(3, 2).bfloat16())
+    dpfast.opacus.install()
+    try:
+        model, _, criterion, _ = made(opacus.PrivacyEngine(), "ghost", nn.Linear(3, 2).bfloat16())
+        with pytest.warns(DpfastWarning, match="Linear trains parameters in torch.bfloat16"):
+            criterion(model(x), y).backward()
+    finally:
+        dpfast.opacus.uninstall()
