@@ -22,8 +22,8 @@ from dpfast.taps import Record
 
 _KEEP_GRAPHS = 4  # forward passes; who keeps each one's graph has no last loss
 
-_COLLECTIVES = "torch.distributed.nn.functional"
-"""Of collectives that gradients go through. Others, ``torch.distributed._functional_collectives``, are operators."""
+_COLLECTIVES = ("torch.distributed.nn.functional", "torch.distributed._functional_collectives")
+"""Modules of collectives that gradients go through. The second's are operators from some torch after 2.8 on."""
 
 _GATHERING = {
     *("all_gather", "all_gather_into_tensor", "_all_gather_base", "all_reduce", "all_to_all", "all_to_all_single"),
@@ -122,8 +122,8 @@ def _collective(node: Any) -> str | None:
     function: Any = getattr(type(node), "_forward_cls", None)
     if function is None or "c10d_functional" in type(node).__name__:
         return None if function is None else type(node).__name__
-    if function.__module__ == _COLLECTIVES:
-        return f"{function.__name__} of {_COLLECTIVES}"
+    if function.__module__ in _COLLECTIVES:
+        return f"{function.__name__} of {function.__module__}"
     code = getattr(inspect.unwrap(function.forward), "__code__", None)
     called = _GATHERING.intersection(code.co_names) if code is not None else ()
     return f"{function.__name__}, which calls {min(called)}" if called else None

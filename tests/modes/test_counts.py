@@ -67,13 +67,13 @@ EACH = {
         sum(own(y)[torch.tensor([i])].flatten()[mask[i]].mean() for i in range(len(y))) / len(y)
     ),
     "a sum of what was picked": lambda y, mask: (
-        F.mse_loss(y[mask], torch.zeros(int(mask.sum()), C), reduction="sum") / len(y)
+        F.mse_loss(y[mask], y.new_zeros(int(mask.sum()), C), reduction="sum") / len(y)
     ),
     "each one's own mean, by division": lambda y, mask: (
         sum((x * m).sum() / m.sum() for x, m in zip(own(y).unbind(), mask, strict=True)) / len(y)
     ),
     "an action of each": lambda y, mask: F.mse_loss(
-        y[torch.arange(len(y)), torch.full((len(y),), 2)], torch.zeros(len(y), C)
+        y[torch.arange(len(y)), torch.full((len(y),), 2)], y.new_zeros(len(y), C)
     ),
     "classes": lambda y, mask: y[..., torch.tensor([True, False, True])].square().mean(),
     "each one's own cross entropy": lambda y, mask: torch.stack(
