@@ -27,7 +27,8 @@ _HOLD_NOTHING = (Tap, type, *_FUNCTIONS)
 _VALUES = (int, float, complex, str, bytes)
 
 Held = dict[str, tuple[Any, int, Any]]
-"""Tensors, values and hashes of arrays by names, the tensors' versions, and copies of those that may be written to."""
+"""Tensors, values and hashes of arrays by names, the tensors' versions, and what tells that one was written to: a copy,
+or sums."""
 
 
 def held(model: nn.Module) -> Held:
@@ -75,7 +76,25 @@ def _copy(x: Tensor) -> Tensor | None:
     """Writes through ``x.data``, or through NumPy, leave the version as it is. None of what is no plain tensor, or of
     numbers that torch does not compare."""
     plain = type(x) in (Tensor, nn.Parameter) and x.layout is torch.strided and not x.is_meta and x.dtype in _COMPARED
-    return x.detach().clone() if plain else None
+    if not plain:
+        return None
+    x = x.detach()
+    return _sums_of_bits(x) if x.numel() > _LARGE and x.is_contiguous() else x.clone()
+
+
+_LARGE = 2**20
+_COLUMNS = 1021  # a prime, so that rows of something that change their places do not stand in the same ones
+
+
+def _sums_of_bits(x: Tensor) -> Tensor:
+    """In the place of a copy, which of a large table (quantised weights, a data set) would take its memory again."""
+    octets = (torch.view_as_real(x) if x.is_complex() else x).view(-1).view(torch.uint8)
+    if octets.storage_offset() % 8:
+        return x.clone()
+    whole = octets.numel() // 8 * 8
+    words = octets[:whole].view(torch.int64)
+    rows = words[: len(words) // _COLUMNS * _COLUMNS].view(-1, _COLUMNS)
+    return torch.cat([rows.sum(0), words[rows.numel() :], octets[whole:].long()])
 
 
 def _of_tensor(path: str, x: Tensor, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:

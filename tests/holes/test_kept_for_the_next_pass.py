@@ -12,6 +12,7 @@ from torch import nn
 
 from dpfast import GradSampleModuleFastGradientClipping
 from dpfast.errors import DpfastWarning, UnsupportedModuleError
+from dpfast.taps import kept
 from dpfast.testing import loop_over_samples, norms_of, relative_error
 
 H = 8
@@ -228,6 +229,38 @@ def test_what_is_not_told_is_said(between, why):
     with pytest.warns(DpfastWarning, match=rf"Net keeps something of a forward pass, and could not be .*{why}"):
         model(x).square().sum().backward()
     assert len(net.kept) == 1
+
+
+def in_a_large_queue(m, h):
+    out = h - m.kept[0]
+    m.kept.data[:] = torch.cat([h.detach(), m.kept[: -len(h)]])
+    return out
+
+
+def test_what_is_in_a_large_tensor_is_seen_without_a_copy_of_it(monkeypatch):
+    monkeypatch.setattr(kept, "_LARGE", 512)
+    torch.manual_seed(0)
+    model = GradSampleModuleFastGradientClipping(Net(in_a_large_queue, kept=torch.randn(200, H)), loss_reduction="sum")
+    with pytest.raises(UnsupportedModuleError, match=r"^Net: what a forward pass keeps of its samples \(kept\) "):
+        model(torch.randn(4, 5))
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.bool, torch.int16, torch.float64]
+)
+def test_any_change_in_a_large_tensor_shows(dtype):
+    torch.manual_seed(0)
+    x = torch.randn(2**16 + 3, 17).abs().to(dtype) if dtype is not torch.bool else torch.rand(2**16 + 3, 17) > 0.5
+    before, memory = kept._copy(x), x.numel() * x.itemsize
+    assert before.numel() * before.itemsize < memory / 20 and torch.equal(before, kept._copy(x.clone()))
+    other = x.logical_not() if dtype is torch.bool else x + 1
+    for place in (0, 1020, 17 * 2**15 + 5, x.numel() - 1):
+        y = x.clone()
+        y.view(-1)[place] = other.view(-1)[place]
+        assert not torch.equal(before, kept._copy(y))
+    assert not torch.equal(before, kept._copy(x.roll(1, 0)))
+    parts = kept._copy(torch.cat([x.view(-1)[:1], x.view(-1)])[1:])  # which begins between two words
+    assert parts.numel() in (before.numel(), x.numel())
 
 
 def counts_and_records(m, h):
