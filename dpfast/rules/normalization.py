@@ -234,13 +234,13 @@ _AT_ONCE = 2**15
 
 def _layer_norm_again(width: int, eps: float) -> Again:
     def summed(inputs: Tensor, backprops: Tensor) -> tuple[Tensor, ...]:
-        x = inputs.double()
         if is_traced():  # in two sums: torch 2.8's Inductor has no way to one pass from 16 bits
+            x = inputs.double()
             mean = x.mean(2, keepdim=True)
             centred = x - mean
             rstd = (centred.square().mean(2, keepdim=True) + eps).rsqrt()
             return (centred * rstd * backprops).sum(1), mean, rstd
-        normalized, mean, rstd = torch.native_layer_norm(x, [width], None, None, eps)
+        normalized, mean, rstd = torch.native_layer_norm(inputs.double(), [width], None, None, eps)
         return normalized.mul_(backprops).sum(1), mean, rstd
 
     return _in_parts(summed, lambda mean, rstd: (mean.mul_(rstd).abs_().squeeze(-1).float(),))
