@@ -73,9 +73,9 @@ def check_caught(graph: Graph, module: Any) -> None:
     owners, calls = {}, Counter[nn.Parameter]()
     for m in module._module.modules():
         owners.update(dict.fromkeys(m.parameters(recurse=False), m))
-        # Without a sampler, functorch takes those of its children with its own.
-        own = m.parameters(recurse=type(m) not in module.GRAD_SAMPLERS)
-        calls.update(dict.fromkeys(own, len(getattr(m, "activations", ()))))
+        if caught := len(getattr(m, "activations", ())):
+            # Without a sampler, functorch takes those of its children with its own.
+            calls.update(dict.fromkeys(m.parameters(recurse=type(m) not in module.GRAD_SAMPLERS), caught))
     for leaf in graph.leaves:
         p = leaf.variable  # type: ignore[attr-defined]  # AccumulateGrad has it
         if not calls[p]:

@@ -197,7 +197,8 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
         goes_on = self._check_skip_next_step(pop_next=False)
         as_they_were = [unrounded(p) if self._takes_unrounded else None for p in params]  # it may warn
         self.takes = True
-        self._take_unrounded()  # of what the optimizer inside has been given since, too
+        if self._takes_unrounded:  # of what the optimizer inside has been given since, too
+            takes_unrounded((p for p in params if p.dtype.itemsize == 2), self)
         for p, grad in zip(params, as_they_were, strict=True):
             if grad is None:
                 grad = torch.zeros_like(p) if p.grad is None else _own(p.grad, stays=goes_on)

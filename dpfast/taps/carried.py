@@ -54,7 +54,7 @@ def carried(
             for witness in witnesses:
                 witness.called = trial, some
             args, kwargs = trial.unflatten(some)
-            before = kept.held(copy)
+            before = kept.beside_parameters(copy)
             with following_model(witnesses[0].taps, copy, some), torch.enable_grad():  # as in training
                 results = results_in(copy(*args, **kwargs))
                 results += kept.made(copy, before)
@@ -103,6 +103,6 @@ def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
 
 def _is_same(one: Any, other: Any) -> bool:
     if not all(isinstance(x, (Tensor, int, float, complex)) for x in (one, other)):
-        return not isinstance(one, (str, bytes)) or one == other
+        return type(one) is type(other) and (not isinstance(one, (str, bytes)) or one == other)
     x, y = torch.as_tensor(one), torch.as_tensor(other)
     return x.shape == y.shape and bool(((x == y) | ((x != x) & (y != y))).all())

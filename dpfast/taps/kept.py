@@ -42,6 +42,11 @@ def held(model: nn.Module) -> Held:
     return found
 
 
+def beside_parameters(model: nn.Module) -> dict[str, Any]:
+    """The tensors and values that :func:`held` finds beside parameters, by names."""
+    return dict(_beside_parameters(model))
+
+
 def _beside_parameters(model: nn.Module) -> Iterator[tuple[str, Any]]:
     seen = set(map(id, model.modules()))
     for name, p in model.named_parameters():
@@ -151,9 +156,9 @@ def trained_beside(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def made(model: nn.Module, before: Held) -> list[Tensor]:
-    """What a forward pass has put there, in containers and objects too, and a loss may be made of."""
-    found = [x for name, (x, *_) in held(model).items() if name not in before or x is not before[name][0]]
+def made(model: nn.Module, before: dict[str, Any]) -> list[Tensor]:
+    """What a forward pass has put beside parameters, in containers and objects too, and a loss may be made of."""
+    found = [x for name, x in beside_parameters(model).items() if x is not before.get(name)]
     return [x for x in found if is_differentiable(x) and x.grad_fn is not None]
 
 
