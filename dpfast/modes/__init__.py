@@ -30,6 +30,7 @@ from dpfast.modes.clippers import (
 )
 from dpfast.modes.escaped_gradients import Guards, check_parameters
 from dpfast.modes.fast_gradient_clipping import GradSampleModuleFastGradientClipping
+from dpfast.modes.gathered import is_small
 from dpfast.modes.grad_sample_module import GradSampleModule, check_loss_reduction
 from dpfast.modes.hooks import Hooks
 from dpfast.modes.in_turn import clips_one_by_one, may_be_taken_in_turn, waits_for_its_turn
@@ -75,6 +76,7 @@ __all__ = [
     "expect_loss",
     "held_by",
     "held_one_by_one",
+    "is_small",
     "is_taken_unrounded",
     "left_in",
     "may_be_taken_in_turn",

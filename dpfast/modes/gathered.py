@@ -202,6 +202,11 @@ def clipped_totals(
     return total
 
 
+def is_small(factor: Dense) -> bool:
+    """Whether its sum is quicker taken beside others'."""
+    return factor.num_samples > 0 and 0 < factor.shape.numel() <= _SMALL
+
+
 def _small(
     places: Iterable[nn.Parameter], entries: Iterable[Gathered | None], clipped: Clipped
 ) -> Iterator[tuple[list[nn.Parameter], list[Dense], Tensor]]:
@@ -214,10 +219,10 @@ def _small(
     for p, entry in zip(places, entries, strict=True):
         if entry is None or entry.total is not None or type(entry.factors[0]) is not Dense:
             continue
-        values, shape = entry.factors[0].values, entry.factors[0].shape
+        values = entry.factors[0].values
         if traced and not ops.runs_kernels(values):  # a compiler makes loops of them
             continue
-        if values.shape[0] and 0 < shape.numel() <= _SMALL:
+        if is_small(entry.factors[0]):
             alike.setdefault((p.dtype, values.dtype, values.device), []).append((p, entry))
     for (dtype, *_), some in alike.items():
         if len(some) > 1:

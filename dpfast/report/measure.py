@@ -6,42 +6,32 @@ catch, plus what norms and clipped sums took by themselves.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 from dpfast.arithmetic import cost
 from dpfast.errors import InputError, StateError
 from dpfast.factors import Factor
-from dpfast.modes import GradSampleModule, GradSampleModuleFastGradientClipping, TappedModel
+from dpfast.modes import GradSampleModule, GradSampleModuleFastGradientClipping
+from dpfast.report.layers import Layer, take_layers
 from dpfast.report.memory import segments_between_marks
-from dpfast.report.takes import IN_TURN, Caught, Held, Takes, Turns
+from dpfast.report.takes import IN_TURN, Caught, Held, Taken, Takes, Turns
 from dpfast.report.timing import clock
 from dpfast.taps import Record
 
 Loss = Callable[[Any], Tensor]
+M = TypeVar("M", bound=Caught)
 
 ROUNDS = 3
 WAYS = ("direct", "gram", "keep", IN_TURN)
 _NOTHING_IS_CLIPPED = 1e30
-
-
-@dataclass(frozen=True)
-class Layer:
-    """What a layer takes in the plain step, by itself: seconds, and bytes that autograd keeps for its backward."""
-
-    name: str
-    forward: float
-    input_gradient: float
-    weight_gradient: float
-    saved: int
 
 
 @dataclass(frozen=True)
@@ -51,6 +41,12 @@ class Way:
     norm: float
     sum: float
     held: int
+
+    @classmethod
+    def of(cls, times: Sequence[Taken]) -> Way:
+        """The medians."""
+        norm, clipped_sum = map(median, zip(*(taken.seconds for taken in times), strict=True))
+        return cls(norm, clipped_sum, times[0].held)
 
     @property
     def seconds(self) -> float:
@@ -131,39 +127,53 @@ class Run:
         with self._left_as_it_was():
             plain = [self.seconds() for _ in range(ROUNDS + 1)][1:]
             done()
-            with self._tapped() as tapped:
-                names, in_turn = self._look(tapped)
-                costs, caught, num_samples = self._costs(tapped, in_turn, done)
-                predicted_peak = self._predicted_peak(tapped, in_turn)
-            layers = self._layers(names)
+            private: list[float] = []
+            caught: list[float] = []
+            takes: list[list[Taken]] = []
+            with self._private_steps() as wrapped:
+                names, in_turn = self._look(wrapped)
+                for _ in range(ROUNDS):  # steps of both kinds in each: what slows the machine down slows both down
+                    private.append(self._twice())
+                    with _instead(wrapped, Caught()):
+                        caught.append(self._twice())
+                    done()
+                    for way in WAYS:
+                        with _instead(wrapped, Takes(self._now, way, in_turn)) as of_step:
+                            self.seconds()
+                        takes.append(of_step.uses)
+                        done()
+                private_peak = self._private_peak(wrapped)
+                predicted_peak = self._predicted_peak(wrapped, in_turn)
             done()
-            private, private_peak = self._private()
+            layers = take_layers(self._forward, names, self._now, ROUNDS)
             done()
             two_passes = self._two_passes()
             done()
             plain += [self.seconds() for _ in range(ROUNDS)]
             plain_peak = self._peak()
-            self._clear()
             done()
         return Measured(
-            layers,
-            costs,
-            median(plain),
-            caught,
-            private,
-            two_passes,
-            plain_peak,
-            private_peak,
-            predicted_peak,
-            num_samples,
-            self.device,
+            layers=layers,
+            costs=self._costs(takes),
+            plain=median(plain),
+            caught=median(caught),
+            private=median(private),
+            two_passes=two_passes,
+            plain_peak=plain_peak,
+            private_peak=private_peak,
+            predicted_peak=predicted_peak,
+            num_samples=max((use.num_samples for use in takes[0]), default=0),
+            device=self.device,
         )
 
     # --- steps ---
 
     def step(self) -> None:
         """Forward and backward; gradients stay."""
-        self._total(self.model(*self._args, **self._kwargs)).backward()
+        self._total(self._forward()).backward()
+
+    def _forward(self) -> Any:
+        return self.model(*self._args, **self._kwargs)
 
     def _total(self, output: Any) -> Tensor:
         """The loss."""
@@ -182,8 +192,13 @@ class Run:
         self._clear()
         return found
 
+    def _twice(self) -> float:
+        """Of the quicker of two: others can only have disturbed."""
+        return min(self.seconds(), self.seconds())
+
     def _peak(self) -> int:
         found = segments_between_marks(lambda mark: self.step(), self.held, self.device)
+        self._clear()
         return max(most for _, most in found)
 
     def _clear(self) -> None:
@@ -220,28 +235,16 @@ class Run:
         }
 
     @contextmanager
-    def _tapped(self) -> Iterator[TappedModel]:
-        tapped = TappedModel(self.model, Caught(), **self._options())
-        tapped.add()
-        try:
-            yield tapped
-        finally:
-            tapped.remove()
-
-    def _private(self) -> tuple[float, int]:
-        """A real one."""
+    def _private_steps(self) -> Iterator[GradSampleModuleFastGradientClipping]:
+        """Within it steps are real private ones."""
         wrapped = GradSampleModuleFastGradientClipping(self.model, strict=False, **self._options())
         whole, self.model = self.model, wrapped
         try:
-            # The samples of the first two and the eighth are looked at, which is no part of a step.
-            found = [self.seconds() for _ in range(2 * ROUNDS + 2)][2:]
-            wrapped._norms = wrapped._clip_factors = None  # the last step's are not this one's
-            peak = self._peak()
+            yield wrapped
         finally:
             self.model = whole
             wrapped.remove_hooks()
             self._clear()
-        return median(found), peak
 
     def _two_passes(self) -> float | None:
         """Of a step with ``passes=2``. Nothing is clipped in it, so the second pass is the first once more and needs no
@@ -275,10 +278,11 @@ class Run:
             self._clear()
         return median(found[1:])
 
-    # --- layers of the plain step ---
+    # --- ways of the private step ---
 
-    def _look(self, tapped: TappedModel) -> tuple[dict[str, nn.Module], set[int]]:
-        """The layers that taps are on, by name, and the uses taken in turn; a first step learns where samples are."""
+    def _look(self, wrapped: GradSampleModuleFastGradientClipping) -> tuple[dict[str, nn.Module], set[int]]:
+        """The layers that taps are on, by name, and the uses taken in turn. Two steps whose samples are looked at: that
+        is no part of a step."""
         found: dict[str, nn.Module] = {}
         turns = Turns(self.model.parameters())
 
@@ -286,109 +290,49 @@ class Run:
             found[record.tap.layer] = record.tap.module
             turns.see(parameter, factor)
 
-        tapped.observe = observe
         self.seconds()
-        tapped.observe = None
+        with _instead(wrapped, Caught(), observe):
+            self.seconds()
         return found, turns.taken
 
-    def _layers(self, names: Mapping[str, nn.Module]) -> list[Layer]:
-        modules = {id(m): name for name, m in names.items()}
-        inner = {id(m): any(id(c) in modules for c in m.modules() if c is not m) for m in names.values()}
-        alone = {name: m for name, m in names.items() if not inner[id(m)]}  # a parent's time is its children's too
-        found: dict[str, list[list[float]]] = {}
-        saved: dict[str, int] = defaultdict(int)
-        handles = []
-
-        def hook(name: str) -> Callable[..., None]:
-            def measure(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-                times, nbytes = self._alone(module, args, kwargs)
-                now[name].append(times)
-                saved[name] = max(saved[name], nbytes)
-
-            return measure
-
-        for _ in range(ROUNDS):
-            now: dict[str, list[list[float]]] = defaultdict(list)
-            handles = [m.register_forward_hook(hook(name), with_kwargs=True) for name, m in alone.items()]
-            try:
-                self.model(*self._args, **self._kwargs)
-            finally:
-                for handle in handles:
-                    handle.remove()
-            for name, calls in now.items():
-                found.setdefault(name, []).append([sum(x) for x in zip(*calls, strict=True)])
-        layers = []
-        for name, rounds in found.items():
-            forward, input_gradient, weight_gradient = map(median, zip(*rounds, strict=True))
-            layers.append(Layer(name, forward, input_gradient, weight_gradient, saved[name]))
-        return layers
-
-    def _alone(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[list[float], int]:
-        """Seconds of a layer's forward, of the gradients of its inputs and of those of its parameters."""
-        leaves, structure = tree_flatten((args, kwargs))
-        leaves = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in leaves]
-        args, kwargs = tree_unflatten(leaves, structure)
-        inputs = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
-        own = {p.untyped_storage().data_ptr() for p in module.parameters()}
-        kept: dict[int, int] = {}
-
-        def pack(x: Tensor) -> Tensor:
-            storage = x.untyped_storage()
-            if storage.data_ptr() not in own:
-                kept[storage.data_ptr()] = storage.nbytes()
-            return x
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            type(module).forward(module, *args, **kwargs)
-        start = self._now()
-        output = type(module).forward(module, *args, **kwargs)
-        times = [self._now() - start]
-        outputs = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
-        gradients = [torch.randn_like(x) for x in outputs]
-        for of in (inputs, [p for p in module.parameters() if p.requires_grad]):
-            start = self._now()
-            if of and outputs:
-                torch.autograd.grad(outputs, of, gradients, retain_graph=True, allow_unused=True)
-            times.append(self._now() - start)
-        return times, sum(kept.values())
-
-    # --- ways of the private step ---
-
-    def _costs(self, tapped: TappedModel, in_turn: set[int], done: Callable[[], None]) -> tuple[list[Cost], float, int]:
-        caught: list[float] = []
-        found: list[dict[str, list[Way]]] = []
+    def _costs(self, steps: Sequence[Sequence[Taken]]) -> list[Cost]:
         parameters = {p: name for name, p in self.model.named_parameters()}
-        takes = Takes(self._now, in_turn)
-        for _ in range(ROUNDS):
-            tapped.mode, tapped.observe = Caught(), None
-            caught += [self.seconds(), self.seconds()]
-            done()
-            for way in WAYS:
-                takes.begin(way)
-                tapped.mode, tapped.observe = takes, takes.observe
-                self.seconds()
-                found = found or [defaultdict(list) for _ in takes.uses]
-                for times, use in zip(found, takes.uses, strict=True):
-                    times[use.way].append(Way(*use.seconds, use.held))
-                done()
         costs: list[Cost] = []
-        for times, use in zip(found, takes.uses, strict=True):
-            ways = {
-                way: Way(median(w.norm for w in each), median(w.sum for w in each), each[0].held)
-                for way, each in times.items()
-            }
+        for takes in zip(*steps, strict=True):  # of one use
+            by_way: dict[str, list[Taken]] = {}
+            for taken in takes:
+                by_way.setdefault(taken.way, []).append(taken)
+            ways = {way: Way.of(each) for way, each in by_way.items()}
+            use = takes[-1]
             name = parameters.get(use.parameter, "?")
             costs.append(Cost(use.layer, name, use.taken, ways, use.size, use.unwritten or use.taken))
-        tapped.mode, tapped.observe = Caught(), None
-        return costs, median(caught), max((use.num_samples for use in takes.uses), default=0)
+        return costs
 
-    def _predicted_peak(self, tapped: TappedModel, in_turn: set[int]) -> int:
+    def _private_peak(self, wrapped: GradSampleModuleFastGradientClipping) -> int:
+        wrapped._norms = wrapped._clip_factors = None  # the last step's are not this one's
+        return self._peak()
+
+    def _predicted_peak(self, wrapped: GradSampleModuleFastGradientClipping, in_turn: set[int]) -> int:
         """What tensors of the step would hold, plus what the factors would keep alive that this step lets go of."""
         held = Held(in_turn)
-        tapped.mode = held
-        segments = segments_between_marks(lambda mark: held.run(mark, self.step), self.held, self.device)
-        self._clear()
+        with _instead(wrapped, held):
+            segments = segments_between_marks(lambda mark: held.run(mark, self.step), self.held, self.device)
+            self._clear()
         return held.peak(segments, {p: i for i, p in enumerate(self.parameters)})
+
+
+@contextmanager
+def _instead(
+    wrapped: GradSampleModuleFastGradientClipping, mode: M, observe: Callable[..., None] | None = None
+) -> Iterator[M]:
+    """What its taps catch goes elsewhere."""
+    tapped = wrapped._tapped
+    assert tapped is not None
+    before, tapped.mode, tapped.observe = tapped.mode, mode, observe or getattr(mode, "observe", None)
+    try:
+        yield mode
+    finally:
+        tapped.mode, tapped.observe = before, None
 
 
 def sum_of(output: Any) -> Tensor:

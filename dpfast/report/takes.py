@@ -12,8 +12,20 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dpfast.arithmetic import cost, finished, ops
-from dpfast.factors import Blocks, Factor, InTurn, OuterProduct, PatchProduct, Reshaped, Standardised, merge
-from dpfast.modes import Step, may_be_taken_in_turn, size_of, waits_for_its_turn, way_unwritten
+from dpfast.factors import (
+    Blocks,
+    Dense,
+    Factor,
+    InTurn,
+    OuterProduct,
+    PatchProduct,
+    Reshaped,
+    Standardised,
+    merge,
+    sq_norms,
+    weighted_together,
+)
+from dpfast.modes import Step, is_small, may_be_taken_in_turn, size_of, waits_for_its_turn, way_unwritten
 from dpfast.report.memory import storages
 from dpfast.taps import Record
 
@@ -86,7 +98,7 @@ def way_of(factor: Factor) -> str:
 
 
 def ways_of(factor: Factor) -> tuple[str, ...]:
-    """All that :func:`take_norm` can go."""
+    """All that it can go."""
     if isinstance(factor, Reshaped):
         return ways_of(factor.factor)
     if isinstance(factor, OuterProduct):
@@ -98,19 +110,23 @@ def ways_of(factor: Factor) -> tuple[str, ...]:
     return (way_of(factor),)
 
 
-def take_norm(factor: Factor, way: str) -> Factor:
-    """Takes it; gives what the clipped sum is to be read from."""
+def kept_in(factor: Factor, way: str) -> Factor:
+    """What norm and clipped sum are read from."""
     if isinstance(factor, Reshaped):
-        return Reshaped(take_norm(factor.factor, way), factor.shape)
+        return Reshaped(kept_in(factor.factor, way), factor.shape)
     if isinstance(factor, (OuterProduct, PatchProduct)):
-        read = factor.written() if way == "keep" else factor
-        if isinstance(read, OuterProduct):
-            ops.certified_sq_norm(read.activations, read.backprops, way=way)
-            return read
+        return factor.written() if way == "keep" else factor
+    return factor.kept()
+
+
+def take_norm(kept: Factor, way: str) -> None:
+    """Takes it, of what :func:`kept_in` gives."""
+    if isinstance(kept, Reshaped):
+        take_norm(kept.factor, way)
+    elif isinstance(kept, OuterProduct):
+        ops.certified_sq_norm(kept.activations, kept.backprops, way=way)
     else:
-        read = factor.kept()
-    read.sq_norm()
-    return read
+        kept.sq_norm()
 
 
 def planned(factor: Factor) -> tuple[cost.Size, str]:
@@ -150,19 +166,16 @@ class Taken:
 
 
 class Takes(Caught):
-    """Takes norm and clipped sum of each factor at once, and their times; all in one way, where a factor has it."""
+    """Takes norm and clipped sum of each factor at once, and their times; all in one way, where a factor has it. Small
+    gradients are taken at the end and together, as in a private step, and each has an equal part of the time."""
 
-    def __init__(self, now: Callable[[], float], in_turn: Collection[int] = ()):
-        self._now = now
+    def __init__(self, now: Callable[[], float], way: str, in_turn: Collection[int] = ()):
+        self._now, self._way = now, way
         self._in_turn = in_turn
         self.uses: list[Taken] = []
-
-    def begin(self, way: str) -> None:
-        """The next step goes this way."""
-        self._way = way
-        self.uses = []
         self._layer = ""
         self._several: dict[nn.Parameter, list[tuple[Taken, Factor]]] = {}
+        self._small: dict[Any, list[tuple[Taken, Dense]]] = {}
 
     def observe(self, record: Record, parameter: nn.Parameter, factor: Factor) -> None:
         """Comes before the same factor's :meth:`on_factor`."""
@@ -186,6 +199,9 @@ class Takes(Caught):
                 use.ways = (use.way,)
             self._take(first, factor)
         self._several.clear()
+        for some in self._small.values():
+            self._take_together(some)
+        self._small.clear()
 
     def _take(self, use: Taken, factor: Factor) -> None:
         ones = _ones(factor, use.parameter)
@@ -198,11 +214,29 @@ class Takes(Caught):
             use.seconds, use.held = self._in_turn_alone(InTurn([product])), product.nbytes
             return
         start = self._now()
-        read = take_norm(factor, use.way)
+        kept = kept_in(factor, use.way)
+        if isinstance(kept, Dense) and is_small(kept):
+            use.seconds = (self._now() - start, 0.0)
+            values = kept.values
+            self._small.setdefault((values.dtype, values.device, len(values)), []).append((use, kept))
+            return
+        take_norm(kept, use.way)
         between = self._now()
-        read.weighted_sum(ones)
+        kept.weighted_sum(ones)
         use.seconds = (between - start, self._now() - between)
-        use.held = sum(nbytes for _, nbytes in storages(read))
+        use.held = sum(nbytes for _, nbytes in storages(kept))
+
+    def _take_together(self, some: Sequence[tuple[Taken, Dense]]) -> None:
+        factors = [factor for _, factor in some]
+        start = self._now()
+        sq_norms(factors)
+        between = self._now()
+        weighted_together(factors, _ones(factors[0], some[0][0].parameter))
+        end = self._now()
+        for use, factor in some:
+            norm, clipped_sum = (seconds / len(some) for seconds in (between - start, end - between))
+            use.seconds = (use.seconds[0] + norm, use.seconds[1] + clipped_sum)
+            use.held = sum(nbytes for _, nbytes in storages(factor))
 
     def _in_turn_alone(self, in_turn: InTurn) -> tuple[float, float]:
         norms = sums = 0.0

@@ -97,6 +97,18 @@ def test_every_parameter_has_a_cost_and_nothing_is_left_behind(odd, wrap):
     assert (getattr(wrapped, "per_sample_gradient_norms", None) is not None) == (wrapped is not model)
 
 
+def test_a_wrapped_model_steps_on_as_before():
+    """As many channels as samples: where samples are is to be found out for the taps that are put back, too."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 8, 3), nn.Flatten(), nn.Linear(128, 5))
+    wrapped, x = dpfast.GradSampleModuleFastGradientClipping(model), torch.randn(8, 3, 6, 6)
+    wrapped(x).sum().backward()
+    before = wrapped.per_sample_gradient_norms
+    dpfast.explain(wrapped, x).measure()
+    wrapped(x).sum().backward()
+    assert torch.equal(wrapped.per_sample_gradient_norms, before)
+
+
 def test_ways_are_those_that_explain_names(odd):
     model, x = odd
     explanation = dpfast.explain(model, x)
