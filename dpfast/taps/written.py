@@ -7,7 +7,7 @@ does not happen: the look begins anew, and from then on each copy has that param
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -78,21 +78,26 @@ class Unwritten(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        schema = getattr(func, "_schema", None)  # higher-order operators have none
-        if schema is not None and schema.is_mutable:
-            for x in _written_by(schema, args, kwargs):
-                if parameters := self._shared.get(_memory(x) or 0):
-                    for parameter in parameters:
-                        _written[parameter] = True
-                    raise ParameterWritten
+        for x in _written_by(func, args, kwargs):
+            if parameters := self._shared.get(_memory(x) or 0):
+                for parameter in parameters:
+                    _written[parameter] = True
+                raise ParameterWritten
         return func(*args, **kwargs)
 
 
-def _written_by(schema: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterable[Tensor]:
-    for i, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            x = args[i] if i < len(args) else kwargs.get(argument.name)
-            yield from (y for y in (x if isinstance(x, (list, tuple)) else (x,)) if isinstance(y, Tensor))
+def _written_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    for i, name in _places_written(func):
+        x = args[i] if i < len(args) else kwargs.get(name)
+        yield from (y for y in (x if isinstance(x, (list, tuple)) else (x,)) if isinstance(y, Tensor))
+
+
+@functools.cache  # asked of each operation of a look, and a schema makes its arguments anew each time
+def _places_written(func: Any) -> tuple[tuple[int, str], ...]:
+    """The arguments that an operation writes to: places, and names."""
+    schema = getattr(func, "_schema", None)  # higher-order operators have none
+    arguments = () if schema is None else schema.arguments
+    return tuple((i, x.name) for i, x in enumerate(arguments) if x.alias_info is not None and x.alias_info.is_write)
 
 
 def _memory(x: Tensor) -> int | None:
