@@ -7,6 +7,7 @@ steps, in which it is not, and no clipping bounds by how much.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from dpfast.taps import kept
 from dpfast.taps.gathered import following_model
 from dpfast.taps.inputs import results_in
 from dpfast.taps.layout import Place
-from dpfast.taps.seen import Key, Run
+from dpfast.taps.seen import Key, Run, in_reentrant_checkpoint
 from dpfast.taps.tap import Tap
 from dpfast.taps.trial import Trial
 from dpfast.taps.witness import Witness, copied, leaves_of_copy
@@ -85,7 +86,21 @@ def _gradients(results: Sequence[Any], copy: nn.Module) -> list[Any]:
     parameters = [p for p in copy.parameters() if p.requires_grad]
     if not ends or not parameters:
         return []
-    return [*torch.autograd.grad([x.sum() for x in ends], parameters, allow_unused=True)]
+    sums = [x.sum() for x in ends]
+    if not in_reentrant_checkpoint(sums):
+        return [*torch.autograd.grad(sums, parameters, allow_unused=True)]
+    if any(type(p) is not nn.Parameter for p in parameters):  # the model's own, whose gradients are the caller's
+        return []
+    found: dict[int, Tensor] = {}
+    handles = [p.register_hook(partial(_add, found, i)) for i, p in enumerate(parameters)]
+    torch.autograd.backward(sums)
+    for handle in handles:
+        handle.remove()
+    return [found.get(i) for i in range(len(parameters))]
+
+
+def _add(found: dict[int, Tensor], i: int, gradient: Tensor) -> None:
+    found[i] = found[i] + gradient if i in found else gradient
 
 
 def _differs(one: Any, other: Any) -> bool:
@@ -102,7 +117,11 @@ def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    if not all(isinstance(x, (Tensor, int, float, complex)) for x in (one, other)):
+    if not (isinstance(one, Tensor) or isinstance(other, Tensor)):
+        if all(isinstance(x, (int, float, complex)) for x in (one, other)):
+            return bool(one == other or (one != one and other != other))
         return type(one) is type(other) and (not isinstance(one, (str, bytes)) or one == other)
+    if not all(isinstance(x, (Tensor, int, float, complex)) for x in (one, other)):
+        return False
     x, y = torch.as_tensor(one), torch.as_tensor(other)
     return x.shape == y.shape and bool(((x == y) | ((x != x) & (y != y))).all())

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from dpfast.taps.copied_hooks import hang_up_copies
 from dpfast.taps.detached import DetachableParameters
 from dpfast.taps.followed import Picked
-from dpfast.taps.inputs import stands_alone, tensors_in
+from dpfast.taps.inputs import stands_alone
+from dpfast.taps.kept import made_by_autograd
 from dpfast.taps.tap import Tap, TappedForward
 
 _AS_THEY_ARE = frozenset(
@@ -112,10 +113,9 @@ def _copied(name: str, value: Any, memo: dict[int, Any]) -> Any:
 
 
 def without_graphs(model: nn.Module) -> dict[int, Tensor]:
-    """Copies of what modules hold that autograd made (in a pass before; a weight of others), by ids: deep copies take
-    no graphs."""
-    held = (x for module in model.modules() for x in tensors_in(list(vars(module).values())) if not x.is_leaf)
-    return {id(x): _without_graph(x) for x in held}
+    """Copies of what modules hold that autograd made, in objects too (a distribution), by ids: deep copies take no
+    graphs."""
+    return {id(x): _without_graph(x) for x in made_by_autograd(model)}
 
 
 def _without_graph(x: Tensor) -> Tensor:

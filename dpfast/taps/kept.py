@@ -47,6 +47,11 @@ def beside_parameters(model: nn.Module) -> dict[str, Any]:
     return dict(_beside_parameters(model))
 
 
+def made_by_autograd(model: nn.Module) -> list[Tensor]:
+    """The tensors that it holds beside parameters and that are no leaves: of a pass before, or a weight of others."""
+    return [x for _, x in _beside_parameters(model) if isinstance(x, Tensor) and not x.is_leaf]
+
+
 def _beside_parameters(model: nn.Module) -> Iterator[tuple[str, Any]]:
     seen = set(map(id, model.modules()))
     for name, p in model.named_parameters():
@@ -158,7 +163,8 @@ def trained_beside(model: nn.Module) -> dict[str, Tensor]:
 
 def made(model: nn.Module, before: dict[str, Any]) -> list[Tensor]:
     """What a forward pass has put beside parameters, in containers and objects too, and a loss may be made of."""
-    found = [x for name, x in beside_parameters(model).items() if x is not before.get(name)]
+    of_before = set(map(id, before.values()))  # those of the pass before may have another name now
+    found = [x for x in beside_parameters(model).values() if id(x) not in of_before]
     return [x for x in found if is_differentiable(x) and x.grad_fn is not None]
 
 

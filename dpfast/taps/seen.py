@@ -139,7 +139,7 @@ class Run:
         with torch.enable_grad():  # something is behind them, as a loss is: else torch's multi_grad_hooks would not run
             passes: list[tuple[int | None, Any, Any]] = [(None, list(map(_behind, outputs)), own)] if outputs else []
             passes += [(i, [_behind(x)], [torch.ones_like(x)]) for i, x in losses.items()]
-        leaves_some = to_leaves and _in_reentrant_checkpoint([*outputs, *losses.values()])
+        leaves_some = to_leaves and in_reentrant_checkpoint([*outputs, *losses.values()])
         # Of these alone are gradients asked for: others are on the way to them, and would all be held until the end.
         ends = ends_among([x.edge for x in self._caught])
         try:
@@ -175,7 +175,7 @@ def _behind(x: Tensor) -> Tensor:
     return x.view_as(x)
 
 
-def _in_reentrant_checkpoint(outputs: Sequence[Tensor]) -> bool:
+def in_reentrant_checkpoint(outputs: Sequence[Tensor]) -> bool:
     """Whether some of what was computed was, whose gradients ``torch.autograd.grad`` does not give."""
     nodes = nodes_behind(x.grad_fn for x in outputs)
     return any(type(node).__name__ == "CheckpointFunctionBackward" for node in nodes)
