@@ -112,7 +112,8 @@ class TappedModel:
                     f"Trying to add hooks twice to the same model: {where} has them already; remove the first ones "
                     "with remove_hooks() or to_standard_module()"
                 )
-        self.probe = Probe(self, self._taps)  # what one learned was of taps that are gone
+        # What these learned before was of taps that are gone.
+        self.probe, self._documents = Probe(self, self._taps), Documents(self, self._taps)
         self.guard_parameters()
         inner = {id(m) for module in self.model.modules() for m in owned_modules(module)[1:]}
         sent = {id(expert): expert for module in self.model.modules() for expert in experts_of(module)}

@@ -82,7 +82,7 @@ class Explanation:
     def measure(self, loss: Loss | None = None, done: Callable[[], None] = lambda: None) -> Measured:
         """What a plain and a private step of this model take on this machine, layer by layer and way by way.
 
-        Takes some forty steps. Gradients, random numbers and buffers are left as they were; on a GPU the statistics of
+        Takes some fifty steps. Gradients, random numbers and buffers are left as they were; on a GPU the statistics of
         peak memory are not. A prediction is made of what the parts took; whole steps are measured beside it.
 
         Args:
