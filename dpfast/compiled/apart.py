@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from dpfast.compiled.batches import Batch
 from dpfast.compiled.mode import GraphMode, learner, mixed_in
 from dpfast.errors import InputError
-from dpfast.taps import same_random_numbers, taps_suspended
+from dpfast.taps import put_back, same_random_numbers, taps_suspended
 
 Losses = Callable[..., Tensor]
 
@@ -41,7 +41,7 @@ def check_apart(
         _look(model, losses, batch, options)
 
 
-def _compare_values(losses: Losses, model: object, batch: Batch) -> bool:
+def _compare_values(losses: Losses, model: GraphMode, batch: Batch) -> bool:
     """Exchanges every other sample, and each half of them, for their neighbours: the losses of the others must stay.
 
     Returns:
@@ -53,7 +53,8 @@ def _compare_values(losses: Losses, model: object, batch: Batch) -> bool:
         def of(exchanged: Tensor) -> Tensor:
             again()
             rows = torch.where(exchanged, torch.arange(n).roll(1), torch.arange(n))
-            return losses(model, *batch.of([x[rows.to(x.device)] for x in batch.tensors]))
+            with put_back(model._module, losses):
+                return losses(model, *batch.of([x[rows.to(x.device)] for x in batch.tensors]))
 
         nobody = torch.zeros(n, dtype=torch.bool)
         base = of(nobody)
@@ -102,7 +103,8 @@ def _look(model: nn.Module, losses: Losses, batch: Batch, options: dict[str, Any
     layout = options["layout"] and {f"model.{name}" if name else "model": at for name, at in options["layout"].items()}
     whole = learner(_WithLosses(model, losses, batch), {**options, "layout": layout})
     try:
-        whole.learn(lambda mode, *tensors: mode(*tensors), batch.copies())
+        with put_back(model, losses):
+            whole.learn(lambda mode, *tensors: mode(*tensors), batch.copies())
         outputs, layers = mixed_in(whole)
         if 0 in outputs:
             raise InputError(_DEPENDS)

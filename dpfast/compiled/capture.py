@@ -31,7 +31,7 @@ from dpfast.compiled.draws import same_draws
 from dpfast.compiled.mode import GraphMode, running
 from dpfast.compiled.pins import pin_where_made
 from dpfast.errors import DpfastError, InputError, UnsupportedModuleError
-from dpfast.taps import LeftBehind, nodes_behind, refuses, taking_back
+from dpfast.taps import LeftBehind, nodes_behind, put_back, refuses, taking_back
 
 Losses = Callable[..., Tensor]
 
@@ -76,7 +76,7 @@ def capture(
         InputError: losses are not (n,). UnsupportedModuleError: the model reads values, or cannot be copied; what else
             an eager step raises.
     """
-    with torch.compiler.set_stance("force_eager"):
+    with torch.compiler.set_stance("force_eager"), put_back(model, losses):
         fakes = FakeTensorMode(allow_non_fake_inputs=True)
         generators = (x for m in model.modules() for x in vars(m).values() if isinstance(x, torch.Generator))
         known: dict[int, Any] = {id(x): x for x in generators}  # whose state no fake tensor can hold

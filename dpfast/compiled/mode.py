@@ -32,7 +32,7 @@ from dpfast.modes import (
     expect_loss,
     rounding,
 )
-from dpfast.taps import Mixed, without_graphs
+from dpfast.taps import Mixed, put_back, without_graphs
 
 
 class GraphMode(GradSampleModuleFastGradientClipping):
@@ -58,7 +58,7 @@ class GraphMode(GradSampleModuleFastGradientClipping):
     def learn(self, losses: Callable[..., Tensor], batch: Sequence[Any]) -> bool:
         """Where the model's samples are; whether other batches would tell no more."""
         assert self._tapped is not None
-        with torch.random.fork_rng(), torch.enable_grad():
+        with put_back(self._module, losses), torch.random.fork_rng(), torch.enable_grad():
             losses(self, *batch)
         return self._tapped.probe.is_settled
 

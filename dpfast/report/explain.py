@@ -15,7 +15,7 @@ from dpfast.modes import GradSampleModule, TappedModel
 from dpfast.report.measure import Loss, Measured, Run, sum_of
 from dpfast.report.page import Fallback, page
 from dpfast.report.takes import IN_TURN, Caught, Turns, way_of
-from dpfast.taps import Record, find_forward
+from dpfast.taps import Record, find_forward, put_back
 
 FALLBACK = "functorch (vmap; no rule)"
 _BYTES = 4  # what is kept is fp32 at most
@@ -82,8 +82,9 @@ class Explanation:
     def measure(self, loss: Loss | None = None, done: Callable[[], None] = lambda: None) -> Measured:
         """What a plain and a private step of this model take on this machine, layer by layer and way by way.
 
-        Takes some fifty steps. Gradients, random numbers and buffers are left as they were; on a GPU the statistics of
-        peak memory are not. A prediction is made of what the parts took; whole steps are measured beside it.
+        Takes some fifty steps. Gradients, random numbers, buffers and what forwards keep outside of modules are left as
+        they were; on a GPU the statistics of peak memory are not. A prediction is made of what the parts took; whole
+        steps are measured beside it.
 
         Args:
             loss: gives one number for the model's output; None: the sum of the outputs.
@@ -151,8 +152,8 @@ class Explanation:
 def explain(model: nn.Module, *batch: Any, **inputs: Any) -> Explanation:
     """Says which way each trainable parameter of ``model`` goes in one-pass clipping.
 
-    Runs one forward and one backward pass on ``batch`` (``model(*batch, **inputs)``); gradients, random numbers and
-    ``grad_sample`` are left as they are.
+    Runs one forward and one backward pass on ``batch`` (``model(*batch, **inputs)``); gradients, random numbers,
+    ``grad_sample`` and what the forward keeps outside of its modules are left as they are.
 
     Args:
         model: wrapped by dpfast or not.
@@ -191,7 +192,7 @@ def _explained(tapped: TappedModel, model: nn.Module, batch: tuple[Any, ...], in
     before = tapped.mode, tapped.enabled, tapped.observe
     tapped.mode, tapped.enabled, tapped.observe = Caught(), True, observe
     try:
-        with torch.random.fork_rng(), torch.enable_grad():
+        with put_back(tapped.model), torch.random.fork_rng(), torch.enable_grad():
             sum_of(model(*batch, **inputs)).backward(inputs=_trainable(tapped.model))
     finally:
         tapped.mode, tapped.enabled, tapped.observe = before

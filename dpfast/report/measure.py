@@ -24,7 +24,7 @@ from dpfast.report.layers import Layer, take_layers
 from dpfast.report.memory import segments_between_marks
 from dpfast.report.takes import IN_TURN, Caught, Held, Taken, Takes, Turns
 from dpfast.report.timing import clock
-from dpfast.taps import Record
+from dpfast.taps import Record, put_back
 
 Loss = Callable[[Any], Tensor]
 M = TypeVar("M", bound=Caught)
@@ -103,7 +103,8 @@ class Measured:
 
 
 class Run:
-    """Steps of a model on one batch. Gradients, random numbers and buffers are left as they were.
+    """Steps of a model on one batch. Gradients, random numbers, buffers and what forwards keep outside of modules are
+    left as they were.
 
     Args:
         model: wrapped by dpfast or not.
@@ -146,9 +147,10 @@ class Run:
                 private_peak = self._private_peak(wrapped)
                 predicted_peak = self._predicted_peak(wrapped, in_turn)
             done()
-            layers = take_layers(self._forward, names, self._now, ROUNDS)
-            done()
-            two_passes = self._two_passes()
+            with put_back(self.model, self._loss):
+                layers = take_layers(self._forward, names, self._now, ROUNDS)
+                done()
+                two_passes = self._two_passes()
             done()
             plain += [self._twice() for _ in range(ROUNDS)]
             plain_peak = self._peak()
@@ -187,9 +189,10 @@ class Run:
 
     def seconds(self) -> float:
         """Of a step; its gradients are dropped."""
-        start = self._now()
-        self.step()
-        found = self._now() - start
+        with put_back(self.model, self._loss):  # a list of losses would grow, and have a graph that is gone
+            start = self._now()
+            self.step()
+            found = self._now() - start
         self._clear()
         return found
 
@@ -198,7 +201,8 @@ class Run:
         return min(self.seconds(), self.seconds())
 
     def _peak(self) -> int:
-        found = segments_between_marks(lambda mark: self.step(), self.held, self.device)
+        with put_back(self.model, self._loss):
+            found = segments_between_marks(lambda mark: self.step(), self.held, self.device)
         self._clear()
         return max(most for _, most in found)
 

@@ -20,6 +20,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dpfast.errors import UnsupportedModuleError
+from dpfast.taps import put_back
 
 WAYS_OUT = "Register a rule (dpfast.register_rule) or freeze its parameters."
 
@@ -165,7 +166,7 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 def _attributes_kept(module: nn.Module) -> Iterator[None]:
     """What runs within it may set attributes of the module and its children, and write to tensors, arrays, lists, sets
     and dicts there, of which it has copies: under vmap what it leaves is dead when the run has ended. Tensors in lists
-    may be many, and are not copied."""
+    may be many, and are not copied. What it keeps outside of modules is put back."""
     before = [(vars(m), dict(vars(m))) for m in module.modules()]
     copies: dict[int, Any] = {}  # two may have the same
     try:
@@ -174,7 +175,8 @@ def _attributes_kept(module: nn.Module) -> Iterator[None]:
                 if name not in _OF_EVERY_MODULE and id(x) not in copies:
                     copies[id(x)] = _copied(x)
                 now[name] = copies.get(id(x), x)
-        yield
+        with put_back(module):
+            yield
     finally:
         for now, then in before:
             for name in now.keys() - then.keys():

@@ -35,6 +35,7 @@ from dpfast.taps.left_behind import LeftBehind, taking_back
 from dpfast.taps.node import Record, TappedLayer
 from dpfast.taps.nodes import Leads, ends_among, is_of_tap, nodes_behind
 from dpfast.taps.others import looked_at
+from dpfast.taps.outside import put_back
 from dpfast.taps.own_node import OwnStep, register_node
 from dpfast.taps.owned import has_something_to_tap, owned_modules, owned_parameters
 from dpfast.taps.passes import forget_compiled_code, in_backward, never_compiled, suspended, taps_suspended
@@ -119,6 +120,7 @@ __all__ = [
     "owned_parameters",
     "picked_or_zeros",
     "pulled_back",
+    "put_back",
     "refuses",
     "register_batch_dim",
     "register_broadcast",

@@ -17,6 +17,7 @@ from dpfast.taps import kept
 from dpfast.taps.gathered import following_model
 from dpfast.taps.inputs import results_in
 from dpfast.taps.layout import Place
+from dpfast.taps.outside import put_back
 from dpfast.taps.seen import Key, Run, in_reentrant_checkpoint
 from dpfast.taps.tap import Tap
 from dpfast.taps.trial import Trial
@@ -62,9 +63,11 @@ def carried(
                 results += _gradients(results, copy)
                 return [x.detach() if isinstance(x, Tensor) else x for x in results]
 
-        forward(first)
-        kept_by_it = {name: x.clone() if isinstance(x, Tensor) else x for name, (x, *_) in kept.held(copy).items()}
-        return kept_by_it, [y for _ in range(_NEXT) for y in forward(leaves)]
+        with put_back(model) as outside:
+            forward(first)
+            held = kept.held(copy, outside())
+            kept_by_it = {name: x.clone() if isinstance(x, Tensor) else x for name, (x, *_) in held.items()}
+            return kept_by_it, [y for _ in range(_NEXT) for y in forward(leaves)]
 
     kept_by_one, one = passes(leaves)
     for some in exchanged:

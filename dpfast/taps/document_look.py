@@ -23,6 +23,7 @@ from dpfast.taps.fingerprints import fingerprints
 from dpfast.taps.gathered import following_model, picked_here
 from dpfast.taps.inputs import Structure, results_in
 from dpfast.taps.layout import Place, Rows, tokens_in
+from dpfast.taps.outside import put_back
 from dpfast.taps.passes import in_backward
 from dpfast.taps.random_numbers import same_random_numbers
 from dpfast.taps.registry import find_by_row, find_forward
@@ -235,7 +236,11 @@ class DocumentLook:
             _Witness.of(tap, i, run, self.places, self.ids.shape, mask if inert else None, inert, rowwise)
         again()
         args, kwargs = self.structure.unflatten(leaves)
-        with following_model(taps[0].taps, model, leaves), torch.set_grad_enabled(backwards and whole):
+        with (
+            put_back(self.model),
+            following_model(taps[0].taps, model, leaves),
+            torch.set_grad_enabled(backwards and whole),
+        ):
             outputs = results_in(model(*args, **kwargs))
         for i, x in enumerate(outputs):
             prints = None

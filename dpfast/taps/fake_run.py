@@ -31,6 +31,7 @@ from dpfast.taps.detached import detached_parameters
 from dpfast.taps.inputs import tensors_in
 from dpfast.taps.layout import Call
 from dpfast.taps.left_behind import ONE_AT_A_TIME, LeftBehind, say_what_was_guessed, taking_back
+from dpfast.taps.outside import put_back
 from dpfast.taps.owned import owned_modules
 from dpfast.taps.packed import shapes_taken
 from dpfast.taps.passes import taps_suspended
@@ -89,9 +90,10 @@ def calls_in_forward(
         dims: the dimension of each of them that is set to ``size``, if any.
     """
     memo: dict[int, Any] = {id(taps[0].taps): Nobody(), **parameters}
+    original = model
     with copied_whole(model, memo, mode), FakeCopyMode(mode):
         model, taps = copy_of(model, taps, memo)
-    with mode:
+    with put_back(original), mode:
         sized = [_of_size(x, dim, size) if isinstance(x, Tensor) else x for x, dim in zip(leaves, dims, strict=True)]
         inputs = trial.as_called(sized)
         tensors = [x for x in inputs if isinstance(x, Tensor)]

@@ -16,6 +16,7 @@ from dpfast.taps.dependence import Dependence
 from dpfast.taps.fake_run import ShapeTap
 from dpfast.taps.gathered import following_model
 from dpfast.taps.layout import Call
+from dpfast.taps.outside import put_back
 from dpfast.taps.random_numbers import same_random_numbers
 from dpfast.taps.tap import Tap
 from dpfast.taps.trial import Trial
@@ -52,10 +53,11 @@ def calls_in_turns(
         tensors = [x for x in inputs if isinstance(x, Tensor)]
         samples = [x for x, dim in zip(inputs, dims, strict=True) if isinstance(x, Tensor) and dim is not None]
         dependence = Dependence(tensors, samples, size, lambda _: None)
+        original = model
         model, copies = copied(model, taps, leaves_of_copy(model) if trial.with_gradients else {})
         probes = [ShapeTap.of(tap, size, dependence, (trial, inputs)) for tap in copies]
         args, kwargs = trial.unflatten(inputs)
         recorded = torch.set_grad_enabled(trial.with_gradients)
-        with following_model(copies[0].taps, model, inputs), recorded, dependence:
+        with put_back(original), following_model(copies[0].taps, model, inputs), recorded, dependence:
             model(*args, **kwargs)
         return [probe.told() for probe in probes]

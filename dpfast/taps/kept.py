@@ -5,25 +5,25 @@ from __future__ import annotations
 import collections
 import functools
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dpfast.taps.inputs import attributes_of
+from dpfast.taps.reached import bound_in, is_of_library
 from dpfast.taps.tap import Tap, TappedForward
 from dpfast.taps.written import is_written
 
 _DEPTH = 6  # of objects in objects
 _OTHERS = ("dpfast.", "opacus.", "torch.")  # whose methods hang on modules as hooks, and count
-_FUNCTIONS = (types.ModuleType, types.FunctionType, TappedForward)
 _CONTAINERS = {dict, list, set, tuple, collections.OrderedDict}
 _COMPARED = {
     *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex128),
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
 }
-_HOLD_NOTHING = (Tap, type, *_FUNCTIONS)
+_HOLD_NOTHING = (Tap, type, types.ModuleType, types.FunctionType, TappedForward)
 _VALUES = (int, float, complex, str, bytes)
 
 Held = dict[str, tuple[Any, int, Any]]
@@ -31,15 +31,36 @@ Held = dict[str, tuple[Any, int, Any]]
 or sums."""
 
 
-def held(model: nn.Module) -> Held:
+def held(model: nn.Module, outside: Iterable[tuple[str, Any]] = ()) -> Held:
     """The parameters, tensors and numbers that its modules hold; also in objects of somebody's own, and in modules that
-    are none of its children (kept in a list)."""
+    are none of its children (kept in a list).
+
+    Args:
+        outside: what else it keeps, with names.
+    """
     found = Held()
     for name, p in model.named_parameters():
         found[name] = p, 0, _copy(p) if is_written(p) else None
-    for path, x in _beside_parameters(model):
+    seen = set(map(id, model.modules()))
+    outside = [*outside, *_in_hooks(model)]
+    for path, x in (*_beside_parameters(model), *(y for some in outside for y in _parts(*some, seen, _DEPTH))):
         found[path] = x, *_state(x)
     return found
+
+
+def _in_hooks(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """What functions that hang on modules have for themselves: variables of closures, and copies' globals."""
+    for path, module in model.named_modules():
+        for number, hook in enumerate((*module._forward_pre_hooks.values(), *module._forward_hooks.values())):
+            yield from _in_function(f"{path}, hook {number}", getattr(hook, "hook", hook), _DEPTH)
+
+
+def _in_function(path: str, function: Any, depth: int) -> Iterator[tuple[str, Any]]:
+    if not isinstance(function, types.FunctionType) or is_of_library(function) or not depth:
+        return
+    for name, x in bound_in(function).items():
+        yield f"{path}, {name}", x
+        yield from _in_function(path, x, depth - 1)
 
 
 def beside_parameters(model: nn.Module) -> dict[str, Any]:

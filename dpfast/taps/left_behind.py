@@ -1,5 +1,5 @@
-"""Finds what a forward pass on fake tensors has left outside of the copy that ran: in a cache of the user's own, at
-module or class level, where the model's own forward would meet tensors without values.
+"""Finds what a forward pass on fake tensors has left outside of the copy that ran and no code names that is known of
+(see ``outside``): in a library's cache, where the model's own forward would meet tensors without values.
 
 Weak references are kept to what the pass makes. Where some is still alive when the pass has ended, the garbage
 collector says what holds it, and the entries are taken out again.
@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 import functools
 import gc
-import sys
 import threading
 import traceback
 import types
@@ -43,15 +42,15 @@ _LIBRARIES = ("torch", "dpfast", "builtins", "typing", "abc")
 ONE_AT_A_TIME = threading.RLock()
 
 
-def taking_back(run: Callable[Concatenate[LeftBehind, nn.Module, P], R]) -> Callable[Concatenate[nn.Module, P], R]:
+def taking_back(run: Callable[Concatenate[LeftBehind, P], R]) -> Callable[P, R]:
     """Decorates a function that runs copies of a model: what that leaves elsewhere is taken back, however it ends."""
 
     @functools.wraps(run)
-    def call(model: nn.Module, /, *args: P.args, **kwargs: P.kwargs) -> R:
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
         with ONE_AT_A_TIME:
-            left = LeftBehind(model)
+            left = LeftBehind()
             try:
-                return run(left, model, *args, **kwargs)
+                return run(left, *args, **kwargs)
             except Exception as error:
                 each: BaseException | None = error
                 while each is not None:  # they would hold all that was there
@@ -65,15 +64,10 @@ def taking_back(run: Callable[Concatenate[LeftBehind, nn.Module, P], R]) -> Call
 
 
 class LeftBehind:
-    """What one pass leaves, from before it begins.
+    """What one pass leaves, from before it begins."""
 
-    Args:
-        model: the copy that will run, or that of which it is one.
-    """
-
-    def __init__(self, model: nn.Module):
+    def __init__(self) -> None:
         self._made: list[weakref.ref[Tensor]] = []
-        self._before = _namespaces(model)
         self._collects = gc.isenabled()
         gc.collect(0)  # what is young afterwards has come with the pass
         gc.disable()
@@ -129,7 +123,7 @@ class LeftBehind:
         elif isinstance(holder, functools._lru_cache_wrapper):
             holder.cache_clear()
         elif isinstance(getattr(holder, "__dict__", None), dict):  # whose attributes are in no dict of their own yet
-            self._restore(holder, vars(holder), held)
+            _without_attributes(holder, vars(holder), held)
         return False
 
     def _dict_holds(self, found: dict[Any, Any], held: set[int], young: set[int]) -> bool:
@@ -141,7 +135,7 @@ class LeftBehind:
             if isinstance(owner, type) or getattr(owner, "__dict__", None) is found:
                 if id(owner) in young or _is_of_a_copy(owner):
                     return True
-                self._restore(owner, found, held)
+                _without_attributes(owner, found, held)
                 return False
         # A dict is young as well if it was empty until now: it goes where its holder has come with the pass, or has got
         # it by a size.
@@ -149,16 +143,6 @@ class LeftBehind:
             return True
         _without(found, held)
         return False
-
-    def _restore(self, owner: Any, attributes: dict[str, Any], held: set[int]) -> None:
-        before = self._before.get(id(owner))
-        for name in [name for name, x in attributes.items() if id(x) in held]:
-            if before is not None and name not in before:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, None if before is None else before[name])
-            if before is None:
-                _guessed.append(f"{getattr(owner, '__qualname__', type(owner).__qualname__)}.{name}")
 
 
 def say_what_was_guessed() -> None:
@@ -208,9 +192,7 @@ def _without(found: dict[Any, Any], held: set[int]) -> None:
         del found[key]
 
 
-def _namespaces(model: nn.Module) -> dict[int, dict[str, Any]]:
-    """The attributes of the modules' classes, and of the Python modules that these are in, by the ids of both."""
-    classes = {cls for module in model.modules() for cls in type(module).__mro__}
-    own = [cls for cls in classes if cls.__module__.partition(".")[0] not in _LIBRARIES]
-    files = {cls.__module__ for cls in own}
-    return {id(x): dict(vars(x)) for x in (*own, *(sys.modules[name] for name in files if name in sys.modules))}
+def _without_attributes(owner: Any, attributes: dict[str, Any], held: set[int]) -> None:
+    for name in [name for name, x in attributes.items() if id(x) in held]:
+        setattr(owner, name, None)
+        _guessed.append(f"{getattr(owner, '__qualname__', type(owner).__qualname__)}.{name}")

@@ -22,6 +22,7 @@ from dpfast.taps import kept
 from dpfast.taps.copies import OfCopy
 from dpfast.taps.gathered import following_model
 from dpfast.taps.inputs import results_in
+from dpfast.taps.outside import put_back
 from dpfast.taps.random_numbers import RandomNumbers, SameAtEverySize
 from dpfast.taps.registry import find_by_row
 from dpfast.taps.seen import said_by
@@ -222,6 +223,7 @@ class LengthLook:
         self.again()
         on_gpu = torch.cuda.is_initialized()
         with (
+            put_back(self.model),
             SameAtEverySize(self.again),
             following_model(copies[0].taps, model, some),
             exact_convolutions() if on_gpu else nullcontext(),

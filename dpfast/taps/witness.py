@@ -25,6 +25,7 @@ from dpfast.taps.inputs import results_in, tensors_in
 from dpfast.taps.layout import Call, Place, Rows
 from dpfast.taps.lengths import Lengths
 from dpfast.taps.meetings import AtMeetings
+from dpfast.taps.outside import put_back
 from dpfast.taps.owned import owned_modules
 from dpfast.taps.packed import packed_in, rows_of, shapes_taken, with_data
 from dpfast.taps.picks import Picks
@@ -249,25 +250,26 @@ def run_on(
     # A backward pass within that one (reentrant checkpoints) must not come to the parameters themselves.
     leaves_here = leaves_of_copy(model) if noisy or trial.with_gradients else {}
     to_leaves = all(leaves_here.get(id(p)) is not p for p in model.parameters() if p.requires_grad)
-    model, copies = copied(model, taps, leaves_here | stand_ins)
+    original, (model, copies) = model, copied(model, taps, leaves_here | stand_ins)
     run = Run()
     witnesses = [Witness.of(tap, i, run, places, size, noisy=noisy, **of_witnesses) for i, tap in enumerate(copies)]
     leaves = trial.as_called([x.clone() if isinstance(x, Tensor) else x for x in leaves])
     for witness in witnesses:
         witness.called = trial, leaves
     args, kwargs = trial.unflatten(leaves)
-    before = kept.held(model)
     with (
+        put_back(original) as outside,
         following_model(witnesses[0].taps, model, leaves),
         Picks(model, leaves, size).watching() as picks,
         Lengths(leaves) as lengths,
         torch.set_grad_enabled(noisy or trial.with_gradients or bool(of_witnesses.get("ways"))),
     ):
+        before = kept.held(model, outside())
         outputs = results_in(model(*args, **kwargs))
+        run.keeps = not kept.are_same(before, kept.held(model, outside()))
     run.routes = picks.routes()
     run.lengths.update(lengths.found)
     run.counted.extend(lengths.counted)
-    run.keeps = not kept.are_same(before, kept.held(model))
     left = kept.differentiable(model, outputs) if noisy else {}
     run.held.extend(left)
     outputs = [torch.view_as_real(x) if _is_complex(x) else x for x in (*outputs, *left.values())]

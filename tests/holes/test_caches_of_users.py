@@ -161,18 +161,13 @@ def test_a_forward_that_fails_leaves_nothing():
     assert all(type(x) is torch.Tensor for x in BY_LENGTH.values())
 
 
-def test_what_is_not_known_is_none_and_said():
-    def mask_of(t):
-        if ODD.mask is None:
-            ODD.mask = mask(t)
-        return ODD.mask
-
-    with pytest.warns(DpfastWarning, match="SimpleNamespace.mask; it is None now"):
-        output = GradSampleModule(Causal(mask_of))(torch.randn(4, T, 5))
-    assert type(output) is torch.Tensor
+def in_an_attribute(t):
+    if ODD.mask is None:
+        ODD.mask = mask(t)
+    return ODD.mask
 
 
-def test_a_variable_of_a_closure_is_none_and_said():
+def in_a_variable():
     kept = None
 
     def mask_of(t):
@@ -180,6 +175,31 @@ def test_a_variable_of_a_closure_is_none_and_said():
         if kept is None:
             kept = mask(t)
         return kept
+
+    return mask_of
+
+
+@pytest.mark.parametrize("mask_of", [in_an_attribute, in_a_variable()])
+def test_what_code_names_is_as_it_was(mask_of):
+    with nothing_said():
+        output = GradSampleModule(Causal(mask_of))(torch.randn(4, T, 5))
+    assert type(output) is torch.Tensor
+
+
+def test_what_is_not_known_is_none_and_said():
+    def mask_of(t):
+        return globals()["in_an_attribute"](t)
+
+    with pytest.warns(DpfastWarning, match="SimpleNamespace.mask; it is None now"):
+        output = GradSampleModule(Causal(mask_of))(torch.randn(4, T, 5))
+    assert type(output) is torch.Tensor
+
+
+def test_a_variable_of_a_closure_is_none_and_said(monkeypatch):
+    monkeypatch.setitem(globals(), "HIDDEN", in_a_variable())
+
+    def mask_of(t):
+        return globals()["HIDDEN"](t)
 
     with pytest.warns(DpfastWarning, match="a variable of a closure; it is None now"):
         output = GradSampleModule(Causal(mask_of))(torch.randn(4, T, 5))

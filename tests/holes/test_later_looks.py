@@ -203,19 +203,19 @@ def test_numbers_in_lists_are_no_kinds():
 
 
 def test_looks_are_few():
-    forward, counted = Weighted.forward, []
+    forward, counted = Weighted.forward, torch.zeros(2**20 + 1)  # of data, which nobody puts back
 
     class Counted(Weighted):
         def forward(self, x):
-            counted.append(len(x))
+            counted[0] += 1
             return forward(self, x)
 
-    wrapped = clipping(Counted())
+    wrapped, steps = clipping(Counted()), []
     for _ in range(70):
-        counted.append("step")
+        counted.zero_()
         step(wrapped, torch.randn(N, D))
-    steps = " ".join(map(str, counted)).split("step")[1:]
-    assert [i for i, s in enumerate(steps) if s.strip() != str(N)] == [0, 1, 7, 63]
+        steps.append(int(counted[0]))
+    assert [i for i, times in enumerate(steps) if times > 1] == [0, 1, 7, 63]
 
 
 # --- what is kept for the next pass ---

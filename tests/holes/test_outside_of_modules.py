@@ -1,0 +1,409 @@
+"""What a forward keeps outside of its modules (globals, attributes of classes, closures, defaults): looks leave it as
+it was, and where samples in it move later sums, that is refused."""
+
+import collections
+import gc
+import random
+import types
+import weakref
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from two_linears import D, N, Net, clipping, step
+
+from dpfast import GradSampleModuleFastGradientClipping, compile_step, explain
+from dpfast.errors import UnsupportedModuleError
+from dpfast.taps import put_back
+
+AUXILIARY, FEATURES, COUNT = [], {}, 0
+TORCHS, PYTHONS, NUMPYS = torch.Generator(), random.Random(), numpy.random.RandomState()
+NUMPYS_NEW = numpy.random.default_rng()
+QUEUE, ARRAY, SPACE = torch.zeros(5), numpy.zeros(3), types.SimpleNamespace(n=0, inner=[collections.deque([0])])
+
+
+class Meter:
+    __slots__ = ("n", "total")
+
+    def __init__(self):
+        self.n, self.total = 0, 0.0
+
+    def update(self, x):
+        self.n, self.total = self.n + 1, self.total + x
+
+
+METER = Meter()
+
+
+@pytest.fixture(autouse=True)
+def as_at_first():
+    _anew()
+
+
+def _anew():
+    global COUNT
+    COUNT = SPACE.n = METER.n = 0
+    AUXILIARY.clear()
+    FEATURES.clear()
+    Kept.calls, Kept.log[:] = 0, []
+    SPACE.inner[0], METER.total = collections.deque([0]), 0.0
+    QUEUE.zero_()
+    ARRAY.fill(0)
+    for generator, seed in ((TORCHS.manual_seed, 1), (PYTHONS.seed, 2), (NUMPYS.seed, 3)):
+        generator(seed)
+    NUMPYS_NEW.bit_generator.state = numpy.random.default_rng(4).bit_generator.state
+    for name in ("later", "mean"):
+        if name in vars(Kept):
+            delattr(Kept, name)
+    vars(helper).clear()
+
+
+def helper():
+    """Has attributes."""
+
+
+class Kept(Net):
+    """With a layer that runs from the fourth pass on, so that it is looked at after a forward, too."""
+
+    calls, log = 0, []
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.late = how, nn.Linear(7, 3)
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, x):
+        self.passes += 1
+        h = self.how(self, self.first(x).tanh())
+        return self.last(h) + (self.late(h) if self.passes > 3 else 0)
+
+
+def _as_it_is(self, h):
+    return h
+
+
+def losses_in_a_list(self, h):
+    AUXILIARY.append(h.square().mean(1))
+    return h
+
+
+def features_in_a_dict(self, h):
+    FEATURES.update(h=h, mean=h.detach().mean().item())
+    return h
+
+
+def counts(self, h):
+    global COUNT
+    COUNT += 1
+    type(self).calls += 1
+    self.log.append(COUNT)
+    Kept.later = COUNT
+    SPACE.n += 1
+    SPACE.inner[0].append(SPACE.n)
+    helper.n = getattr(helper, "n", 0) + 1
+    METER.update(1.0)
+    return h
+
+
+def written_in_place(self, h):
+    QUEUE.add_(1)
+    ARRAY[0] += 1
+    return h
+
+
+def draws(self, h):
+    drawn = (torch.rand(1, generator=TORCHS).item(), PYTHONS.random(), NUMPYS.rand(), NUMPYS_NEW.random())
+    return h * (1 + 0.1 * sum(drawn))
+
+
+def _state():
+    features = {name: x.tolist() if isinstance(x, torch.Tensor) else x for name, x in FEATURES.items()}
+    objects = (vars(helper).copy(), SPACE.n, list(SPACE.inner[0]), METER.n, METER.total)
+    drawn = (TORCHS.get_state().tolist(), PYTHONS.getstate(), repr(NUMPYS.get_state()), NUMPYS_NEW.bit_generator.state)
+    classes = (Kept.calls, list(Kept.log), vars(Kept).get("later"))
+    return len(AUXILIARY), features, COUNT, objects, classes, QUEUE.tolist(), ARRAY.tolist(), drawn
+
+
+def _trained(how, wrap):
+    """State and losses of nine steps."""
+    torch.manual_seed(0)
+    net = Kept(how)
+    model, seen = wrap(net), []
+    for number in range(9):
+        AUXILIARY.clear()
+        output = model(torch.randn(N + number % 3, D))
+        loss = output.square().sum() + sum(x.sum() for x in AUXILIARY)
+        if "h" in FEATURES:
+            loss = loss + FEATURES["h"].square().sum()
+        loss.backward()
+        seen.append((_state(), loss.item()))
+        model.zero_grad()
+    return seen
+
+
+def _plain(model):
+    return model
+
+
+HOWS = [losses_in_a_list, features_in_a_dict, counts, written_in_place, draws]
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_looks_leave_it_as_it_was(how):
+    """A loss of what trials had left in a list failed, in a backward pass or by being several samples'."""
+    plain = _trained(how, _plain)
+    _anew()
+    for number, (one, other) in enumerate(zip(plain, _trained(how, clipping), strict=True)):
+        assert one == other, number
+
+
+def in_closures():
+    n, seen = 0, []
+
+    class Closure(Net):
+        def forward(self, x, memory={}):  # noqa: B006  # which is kept
+            nonlocal n
+            n += 1
+            seen.append(n)
+            memory[n] = x
+            self.counts = n, len(seen), len(memory)
+            return self.last(self.first(x).tanh())
+
+    return Closure()
+
+
+def test_closures_and_defaults_are_left_as_they_were():
+    net = in_closures()
+    model = clipping(net)
+    for number in range(1, 4):
+        step(model, torch.randn(N, D))
+        assert net.counts == (number,) * 3
+
+
+def test_explain_leaves_it_as_it_was():
+    for how in HOWS:
+        net, x = Kept(how), torch.randn(N, D)
+        before = _state()
+        explain(net, x).measure(lambda output: output.square().sum() + sum(x.sum() for x in AUXILIARY))
+        assert _state() == before, how.__name__
+
+
+def test_captures_leave_it_as_it_was():
+    seen = []
+
+    def losses(model, x):
+        seen.append(1)
+        return model(x).square().sum(1)
+
+    class Counted(Kept):
+        def forward(self, x):
+            return self.last(counts(self, self.first(x).tanh()))
+
+    captured, before = compile_step(Counted(None), losses, max_grad_norm=1.0, batch_size=N), _state()
+    captured(torch.randn(N, D))
+    assert _state() == before and not seen
+
+
+def test_layers_that_run_again_leave_it_as_it_was():
+    """One without a rule, whose forward a backward pass repeats."""
+
+    class Own(nn.Module):
+        runs = 0
+
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, x):
+            Own.runs += 1
+            return x * self.weight.cumsum(0).sin()
+
+    model = clipping(nn.Sequential(nn.Linear(D, 3), Own()))
+    for number in range(1, 4):
+        step(model, torch.randn(N, D))
+        assert Own.runs == number
+
+
+def test_what_a_library_makes_once_stays():
+    """A kernel that is made at the first pass is not made again in each of a look's."""
+    made = []
+
+    class Lazy(Net):
+        kernel, kernels = None, {}
+
+        def forward(self, x):
+            if Lazy.kernel is None:
+                made.append(1)
+                Lazy.kernel = Lazy.kernels["tanh"] = torch.jit.trace(torch.tanh, torch.ones(1))
+            return self.last(Lazy.kernel(self.first(x)))
+
+    clipping(Lazy())(torch.randn(N, D))
+    assert Lazy.kernel is not None and Lazy.kernels
+
+
+def test_no_model_is_held_by_its_code():
+    """A forward may have its model in a closure."""
+
+    def made():
+        class Own(Net):
+            def forward(self, x):
+                assert isinstance(net, Net)
+                return self.last(self.first(x))
+
+        net = Own()
+        with put_back(net):
+            net(torch.randn(N, D))
+        return weakref.ref(net)
+
+    gone = made()
+    gc.collect()
+    assert gone() is None
+
+
+# --- what is kept and moves later sums ---
+
+MEAN, BY_NAME, LISTED, LAST, QUEUED = torch.zeros(7), {}, [], None, collections.deque(maxlen=4)
+HELD = types.SimpleNamespace(mean=0.0)
+
+
+def global_tensor(self, h):
+    output = h - MEAN
+    MEAN.mul_(0.9).add_(0.1 * h.detach().mean(0))
+    return output
+
+
+def global_dict(self, h):
+    output = h - BY_NAME.get("mean", 0)
+    BY_NAME["mean"] = h.detach().mean(0)
+    return output
+
+
+def global_list(self, h):
+    output = h - (LISTED[-1] if LISTED else 0)
+    LISTED.append(h.detach().mean(0))
+    return output
+
+
+def global_name(self, h):
+    global LAST
+    output = h if LAST is None else h - LAST
+    LAST = h.detach().mean().item()
+    return output
+
+
+def global_queue(self, h):
+    output = h - (sum(QUEUED) / len(QUEUED) if QUEUED else 0)
+    QUEUED.append(h.detach().mean().item())
+    return output
+
+
+def global_object(self, h):
+    output = h - HELD.mean
+    HELD.mean = h.detach().mean()
+    return output
+
+
+def attribute_of_a_class(self, h):
+    output = h - getattr(Kept, "mean", 0)
+    type(self).mean = h.detach().mean(0)
+    return output
+
+
+def attribute_of_a_function(self, h):
+    output = h - getattr(helper, "mean", 0)
+    helper.mean = h.detach().mean()
+    return output
+
+
+def default(self, h, kept=[0]):  # noqa: B006
+    output = h - kept[0]
+    kept[0] = h.detach().mean()
+    return output
+
+
+class Centred(torch.autograd.Function):
+    mean = 0
+
+    @staticmethod
+    def forward(ctx, h):
+        output = h - Centred.mean
+        Centred.mean = h.mean()
+        return output
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+def class_of_a_function(self, h):
+    return Centred.apply(h)
+
+
+class Helper:
+    mean = 0
+
+    @classmethod
+    def centred(cls, h):
+        output = h - cls.mean
+        cls.mean = h.detach().mean()
+        return output
+
+
+def method_of_a_class(self, h):
+    return Helper.centred(h)
+
+
+def variable_of_a_closure():
+    mean = 0
+
+    def how(self, h):
+        nonlocal mean
+        output, mean = h - mean, h.detach().mean()
+        return output
+
+    return how
+
+
+def of_an_object(self, h):
+    return self.helper.centred(h)
+
+
+MOVES = [global_tensor, global_dict, global_list, global_name, global_queue, global_object, attribute_of_a_class]
+MOVES += [
+    attribute_of_a_function,
+    default,
+    class_of_a_function,
+    method_of_a_class,
+    variable_of_a_closure(),
+    of_an_object,
+]
+
+
+@pytest.mark.parametrize("how", MOVES)
+def test_samples_in_it_move_later_sums(how):
+    """These were not seen, or taken on trust with a warning."""
+    net = Kept(how)
+    net.helper = Helper()
+    with pytest.raises(UnsupportedModuleError, match="changes what the next one gives"):
+        clipping(net)(torch.randn(N, D))
+
+
+def test_hooks_keep_too():
+    net, kept = Kept(_as_it_is), [0]
+
+    def centred(module, inputs, output):
+        output, kept[0] = output - kept[0], output.detach().mean()
+        return output
+
+    net.first.register_forward_hook(centred)
+    with pytest.raises(UnsupportedModuleError, match="changes what the next one gives"):
+        clipping(net)(torch.randn(N, D))
+    assert kept == [0]
+
+
+@pytest.mark.parametrize("how", [losses_in_a_list, features_in_a_dict, counts, written_in_place, draws])
+def test_what_moves_nothing_is_none(how):
+    """Of a model that is looked at with all of its layers."""
+    model = GradSampleModuleFastGradientClipping(Kept(how), max_grad_norm=1.0)
+    model(torch.randn(N, D))
