@@ -147,7 +147,7 @@ class Run:
                 private_peak = self._private_peak(wrapped)
                 predicted_peak = self._predicted_peak(wrapped, in_turn)
             done()
-            with put_back(self.model, self._loss):
+            with self._dropped():
                 layers = take_layers(self._forward, names, self._now, ROUNDS)
                 done()
                 two_passes = self._two_passes()
@@ -189,11 +189,10 @@ class Run:
 
     def seconds(self) -> float:
         """Of a step; its gradients are dropped."""
-        with put_back(self.model, self._loss):  # a list of losses would grow, and have a graph that is gone
+        with self._dropped():
             start = self._now()
             self.step()
             found = self._now() - start
-        self._clear()
         return found
 
     def _twice(self) -> float:
@@ -201,10 +200,16 @@ class Run:
         return min(self.seconds(), self.seconds())
 
     def _peak(self) -> int:
-        with put_back(self.model, self._loss):
+        with self._dropped():
             found = segments_between_marks(lambda mark: self.step(), self.held, self.device)
-        self._clear()
         return max(most for _, most in found)
+
+    @contextmanager
+    def _dropped(self) -> Iterator[None]:
+        """What steps leave within it: gradients, and what stands outside of modules (a loss whose graph is gone)."""
+        with put_back(self.model, self._loss):
+            yield
+        self._clear()
 
     def _clear(self) -> None:
         for p in self.parameters:
@@ -320,9 +325,8 @@ class Run:
     def _predicted_peak(self, wrapped: GradSampleModuleFastGradientClipping, in_turn: set[int]) -> int:
         """What tensors of the step would hold, plus what the factors would keep alive that this step lets go of."""
         held = Held(in_turn)
-        with _instead(wrapped, held):
+        with _instead(wrapped, held), self._dropped():
             segments = segments_between_marks(lambda mark: held.run(mark, self.step), self.held, self.device)
-            self._clear()
         return held.peak(segments, {p: i for i, p in enumerate(self.parameters)})
 
 
