@@ -81,7 +81,7 @@ def functorch(
         return {p: Dense(p.new_zeros(0, *p.shape, dtype=dtype)) for p in own.values()}
     together = activations.rows_together
     parted = Parted(n, True) if together is None else Parted(activations.num_samples or n, together)
-    run = Run(module, own, leaves, structure, activations.batch_dim, parted, dtype)
+    run = Run(module, own, leaves, structure, activations.batch_dim, parted, dtype, activations.gave)
     backprops = [cast(b, dtype) for b in backprops]
     sizes = {n, parted.num_samples}  # the layer itself may make several rows of a sample
     candidates = [isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] in sizes for x in leaves]

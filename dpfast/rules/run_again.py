@@ -1,8 +1,8 @@
 """A layer's forward as it runs again in the backward pass, by samples or on the whole batch.
 
 What runs is the forward itself, without the hooks in front of the layer and behind it: these ran beside the tap, on the
-way to its inputs and from its outputs, and gradients go through them by themselves. Each run finds the attributes as
-the layer's forward, or whoever came after it, left them, and leaves them so.
+way to its inputs and from its outputs, and gradients go through them by themselves. Each run finds numbers and buffers
+as the forward found them, other attributes as it, or whoever came after it, left them, and leaves all as it is.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dpfast.errors import UnsupportedModuleError
-from dpfast.taps import put_back
+from dpfast.taps import Gave, put_back
 
 WAYS_OUT = "Register a rule (dpfast.register_rule) or freeze its parameters."
 
@@ -58,8 +58,9 @@ class Run:
         batch_dim: int,
         parted: Parted,
         dtype: torch.dtype | None,
+        gave: Gave | None,
     ):
-        self._made_of = module, own, leaves, structure, batch_dim, parted
+        self._made_of, self._gave = (module, own, leaves, structure, batch_dim, parted), gave
         self.dtype, self.parted = dtype, parted
         self.module, self.structure, self.batch_dim = module, structure, batch_dim
         self.leaves = [cast(x, dtype) for x in leaves]
@@ -71,20 +72,18 @@ class Run:
             module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
         )
         self._others = {name: cast(p.detach(), dtype) for name, p in others if name not in own}
+        if gave is not None:
+            self._others |= {name: cast(b, dtype) for name, b in gave.before.buffers.items()}
 
     def outputs_in_its_own_dtype(self) -> list[Tensor]:
         """Of the whole batch, samples in front, in the dtype that the forward ran in."""
-        return Run(*self._made_of, None).outputs()
+        return Run(*self._made_of, None, self._gave).outputs()
 
-    def _outputs(self, parameters: dict[str, Tensor], leaves: list[Any], *, writes: bool = True) -> list[Tensor]:
-        """
-        Args:
-            writes: the forward may write to the layer's buffers, in whose place it gets copies (torch.func forbids it).
-        """
+    def _outputs(self, parameters: dict[str, Tensor], leaves: list[Any]) -> list[Tensor]:
         args, kwargs = tree_unflatten(leaves, self.structure)
         tensors = {**self._others, **parameters}
-        if writes:
-            tensors.update({n: tensors[n].clone() for n, _ in self.module.named_buffers(remove_duplicate=False)})
+        # The forward may write to the layer's buffers.
+        tensors.update({n: tensors[n].clone() for n, _ in self.module.named_buffers(remove_duplicate=False)})
         # As functional_call, which would run the hooks too. A child that shares a parameter has a tap of its own: names
         # are not tied here.
         with _reparametrize_module(self.module, tensors, tie_weights=False):
@@ -102,14 +101,14 @@ class Run:
                 next(samples).movedim(0, self.batch_dim) if yes else x
                 for x, yes in zip(self.as_given, per_sample, strict=True)
             ]
-            outputs = [o.movedim(self.batch_dim, 0) for o in self._outputs(parameters, leaves, writes=False)]
+            outputs = [o.movedim(self.batch_dim, 0) for o in self._outputs(parameters, leaves)]
             if any(o.shape != g.shape for o, g in zip(outputs, gradients, strict=True)):
                 raise UnsupportedModuleError(OTHER_SHAPE)
             return sum((o * g).sum() for o, g in zip(outputs, gradients, strict=True)), outputs
 
         by_sample = self.parted.by_sample
         batched = [by_sample(x) for x, yes in zip(self.leaves, per_sample, strict=True) if yes]
-        with _attributes_kept(self.module):
+        with self._as_it_began():
             found, outputs = vmap(grad(loss, has_aux=True), in_dims=(None, 0, 0))(
                 self.own, batched, [by_sample(b) for b in backprops]
             )
@@ -137,12 +136,15 @@ class Run:
 
     def outputs(self) -> list[Tensor]:
         """Of the whole batch, samples in front."""
-        with _attributes_kept(self.module):
+        with self._as_it_began():
             return [o.movedim(self.batch_dim, 0) for o in self._outputs(self.own, self.as_given)]
+
+    def _as_it_began(self) -> AbstractContextManager[None]:
+        return _attributes_kept(self.module, () if self._gave is None else self._gave.before.numbers)
 
     def _differentiated(self, leaves: list[Any], backprops: list[Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
         leaves = [x.clone() if isinstance(x, Tensor) else x for x in leaves]  # which the forward may change in place
-        with torch.enable_grad(), _attributes_kept(self.module):
+        with torch.enable_grad(), self._as_it_began():
             own = {name: p.detach().requires_grad_() for name, p in self.own.items()}
             outputs = [o.movedim(self.batch_dim, 0) for o in self._outputs(own, leaves)]
             if any(o.shape != g.shape for o, g in zip(outputs, backprops, strict=True)):
@@ -163,10 +165,11 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 @contextmanager
-def _attributes_kept(module: nn.Module) -> Iterator[None]:
-    """What runs within it may set attributes of the module and its children, and write to tensors, arrays, lists, sets
-    and dicts there, of which it has copies: under vmap what it leaves is dead when the run has ended. Tensors in lists
-    may be many, and are not copied. What it keeps outside of modules is put back."""
+def _attributes_kept(module: nn.Module, began: Sequence[dict[str, Any]]) -> Iterator[None]:
+    """What runs within it finds numbers as they were when the layer's forward began, of it and its children. It may set
+    attributes there, and write to tensors, arrays, lists, sets and dicts, of which it has copies: under vmap what it
+    leaves is dead when the run has ended. Tensors in lists may be many, and are not copied. What it keeps outside of
+    modules is put back."""
     before = [(vars(m), dict(vars(m))) for m in module.modules()]
     copies: dict[int, Any] = {}  # two may have the same
     try:
@@ -175,6 +178,8 @@ def _attributes_kept(module: nn.Module) -> Iterator[None]:
                 if name not in _OF_EVERY_MODULE and id(x) not in copies:
                     copies[id(x)] = _copied(x)
                 now[name] = copies.get(id(x), x)
+        for (now, _), numbers in zip(before, began, strict=False):
+            now.update(numbers)
         with put_back(module):
             yield
     finally:

@@ -100,6 +100,9 @@ def calls_in_forward(
         samples = [x for x, dim in zip(inputs, dims, strict=True) if isinstance(x, Tensor) and dim is not None]
         left.note((*tensors, *tensors_in(sized), *model.buffers()))
         dependence = Dependence(tensors, samples, size, left.note)
+        if trial.passes:
+            with left.noting():
+                trial.run_passes(model, inputs)
         probes = [ShapeTap.of(tap, size, dependence, (trial, inputs)) for tap in taps]
         args, kwargs = trial.unflatten(inputs)
         try:

@@ -1,6 +1,8 @@
-"""What a layer's forward gave, where that is to be compared with what it gives when it runs again.
+"""How a layer's forward began and what it gave, where it runs again.
 
-A layer without a rule runs again in the backward pass, with the attributes and buffers of then. No outputs are kept for
+A layer without a rule runs again in the backward pass: with the numbers and buffers that it had when its forward began,
+which may move them on (a temperature that falls, a power iteration), and for the rest with the attributes of then. What
+it gives is compared with what it gave. No outputs are kept for
 that (what follows may change these in place, and they take memory) but two numbers of each. Comparing these waits for a
 GPU: there it is done the first time, and where the layer reads something else than it did, as far as that can be seen.
 """
@@ -30,8 +32,43 @@ _HUGE = 1e8  # scores that are masked: by infinity, by what stands for it; besid
 
 _run_again: set[Callable[..., Any]] = set()
 
+_writes: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+"""Whether a layer's forward has been seen to write to its buffers: of what is but read, no copies are made."""
+
 _as_found: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
 """What layers read that lasts, as it was when they last gave the same twice."""
+
+
+class Before:
+    """What a layer that will run again holds when its forward begins.
+
+    Attributes:
+        numbers: numbers, switches and words of it and its children, by names. buffers: copies of those that its
+            forward writes to, by their names within it; until that has ended, of all that it may.
+    """
+
+    def __init__(self, module: nn.Module):
+        self.numbers = [
+            {name: x for name, x in vars(m).items() if type(x) in _NUMBERS and name not in _OF_EVERY_MODULE}
+            for m in module.modules()
+        ]
+        self._module, self._found = module, {name: (b, _version(b)) for name, b in module.named_buffers()}
+        may_write = _writes.get(module, True)
+        self.buffers = {name: b.detach().clone() for name, b in module.named_buffers()} if may_write else {}
+
+    def ended(self) -> None:
+        """The forward has."""
+        now = dict(self._module.named_buffers())
+        written = {name for name, (b, version) in self._found.items() if _version(now.get(name, b)) != version}
+        written |= {name for name, b in self.buffers.items() if name in now and not _is_equal(b, now[name])}
+        if written or self._module not in _writes:
+            _writes[self._module] = bool(written)
+        self.buffers = {name: b for name, b in self.buffers.items() if name in written}
+
+
+def _is_equal(one: Tensor, two: Tensor) -> bool:
+    """Not asked where it would be waited for, but for the version."""
+    return one.is_meta or is_waited_for(one) or torch.equal(one, two)
 
 
 class Gave:
@@ -39,9 +76,11 @@ class Gave:
 
     Attributes:
         rounding: of the outputs' dtypes, the coarsest.
+        before: what the layer held when it began.
     """
 
-    def __init__(self, module: nn.Module, outputs: Sequence[Tensor]):
+    def __init__(self, module: nn.Module, outputs: Sequence[Tensor], before: Before):
+        self.before = before
         self.rounding = max((torch.finfo(x.dtype).eps for x in outputs), default=0.0)
         self._module, self._moved = module, list[Callable[[Tensor], Tensor]]()
         self._shapes = [x.shape for x in outputs]
@@ -102,17 +141,23 @@ def runs_again(rule: R) -> R:
     return rule
 
 
-def gave(module: nn.Module, outputs: Sequence[Tensor], rule: Callable[..., Any] | None) -> Gave | None:
-    """What is to be compared; None: nothing is.
+def before(module: nn.Module, rule: Callable[..., Any] | None) -> Before | None:
+    """What a layer holds whose forward begins; None where it will not run again.
 
     Args:
         rule: of the layer; None: it has none.
     """
-    if not (rule is None or rule in _run_again) or is_traced():
+    return Before(module) if (rule is None or rule in _run_again) and not is_traced() else None
+
+
+def gave(module: nn.Module, outputs: Sequence[Tensor], before: Before | None) -> Gave | None:
+    """What is to be compared; None: nothing is."""
+    if before is None:
         return None
+    before.ended()
     if any(type(x) is not Tensor or x.layout != torch.strided for x in outputs):
         return None
-    return Gave(module, outputs)
+    return Gave(module, outputs, before)
 
 
 def _numbers(x: Tensor, weights: Tensor | None = None) -> Tensor:

@@ -55,9 +55,11 @@ def calls_in_turns(
         dependence = Dependence(tensors, samples, size, lambda _: None)
         original = model
         model, copies = copied(model, taps, leaves_of_copy(model) if trial.with_gradients else {})
-        probes = [ShapeTap.of(tap, size, dependence, (trial, inputs)) for tap in copies]
-        args, kwargs = trial.unflatten(inputs)
-        recorded = torch.set_grad_enabled(trial.with_gradients)
-        with put_back(original), following_model(copies[0].taps, model, inputs), recorded, dependence:
-            model(*args, **kwargs)
+        with put_back(original):
+            trial.run_passes(model, inputs)
+            probes = [ShapeTap.of(tap, size, dependence, (trial, inputs)) for tap in copies]
+            args, kwargs = trial.unflatten(inputs)
+            recorded = torch.set_grad_enabled(trial.with_gradients)
+            with following_model(copies[0].taps, model, inputs), recorded, dependence:
+                model(*args, **kwargs)
         return [probe.told() for probe in probes]

@@ -81,9 +81,14 @@ def learned(
     dims: Sequence[int | None],
     n: int,
     bags: Bags = NO_BAGS,
+    passes: int = 0,
 ) -> Learned:
     """What is told when the model is called with such inputs, of which these dimensions may follow the batch of n
-    samples; nothing where it runs neither on fake tensors nor on a few of the samples."""
+    samples; nothing where it runs neither on fake tensors nor on a few of the samples.
+
+    Args:
+        passes: so many come before the one that is looked at.
+    """
     if not taps:
         return NOTHING
     odd = next((x for x in leaves if not may_be_given_again(x)), None)
@@ -93,10 +98,10 @@ def learned(
     if odd is not None:
         return _untold(f"a {type(odd).__name__}'s forward is a function that may run the model itself")
     try:
-        found = _learned_as(model, taps, Trial(inputs, bags), dims, n)
+        found = _learned_as(model, taps, Trial(inputs, bags, passes=passes), dims, n)
         if found.dims or not wants_gradients(found.told.why or ""):
             return found
-        other = _learned_as(model, taps, Trial(inputs, bags, with_gradients=True), dims, n)
+        other = _learned_as(model, taps, Trial(inputs, bags, with_gradients=True, passes=passes), dims, n)
         return other._replace(with_gradients=True) if other.dims else found
     except OtherBags as others:
         return _untold(said_by(others))._replace(bags=others.bags)

@@ -216,19 +216,20 @@ class LengthLook:
             some[i] = torch.tensor([slot.length for slot in slots]).to(some[i])
         stand_ins = leaves_of_copy(self.model) | self.others
         model, copies = copied(self.model, self.taps, stand_ins)
-        for tap in copies:
-            tap.__class__ = _Tap
         some = self.trial.as_called(some)
-        args, kwargs = self.trial.unflatten(some)
         self.again()
         on_gpu = torch.cuda.is_initialized()
-        with (
-            put_back(self.model),
-            SameAtEverySize(self.again),
-            following_model(copies[0].taps, model, some),
-            exact_convolutions() if on_gpu else nullcontext(),
-        ):
-            outputs = results_in(model(*args, **kwargs))
+        with put_back(self.model):
+            self.trial.run_passes(model, some)
+            for tap in copies:
+                tap.__class__ = _Tap
+            args, kwargs = self.trial.unflatten(some)
+            with (
+                SameAtEverySize(self.again),
+                following_model(copies[0].taps, model, some),
+                exact_convolutions() if on_gpu else nullcontext(),
+            ):
+                outputs = results_in(model(*args, **kwargs))
         held = kept.differentiable(model, outputs)
         results: list[tuple[int | str, Any]] = [*enumerate(outputs), *held.items()]
         found = {key: x for key, x in results if kept.is_differentiable(x)}

@@ -175,8 +175,11 @@ def _of_tensor(x: Tensor) -> Undo | None:
 
 
 def _of_state(x: Any) -> Iterator[Undo]:
-    """Generators of random numbers, and NumPy's arrays."""
+    """Generators of random numbers (not those that all share, of which ``same_random_numbers`` knows), and NumPy's
+    arrays."""
     numpy: Any = sys.modules.get("numpy")
+    if x is torch.default_generator or (numpy is not None and x is numpy.random.mtrand._rand):
+        return
     if isinstance(x, torch.Generator):
         yield partial(_set, x, x.get_state())
     elif isinstance(x, random.Random) and not isinstance(x, random.SystemRandom):

@@ -36,6 +36,8 @@ _LATER = frozenset({1, *(8**k - 1 for k in range(1, 9))})
 """Forwards after the first that are looked at, for what that did not show: a branch, random numbers, a weight that was
 zero."""
 
+_LATER_PASSES = (1, 3, 2)  # after the one that has run
+
 _MOST_DRAWS = 12  # of random numbers that may let run what has run now
 _AGAIN = 4  # looks at batches that tell too little (empty ones)
 _MOST_LOOKS = 64  # a model that takes lists of tensors might see ever new ones
@@ -280,6 +282,13 @@ class Probe:
                 if seen.issuperset(where) or not found.told.draws:
                     break
                 again.draw()
+        for passes in _LATER_PASSES:  # a layer may run in every second or fourth
+            if seen.issuperset(where) or picks or found.told.why is not None:
+                break
+            later = self._learned(passes)
+            self._refuse_carried(later.told.carried)
+            if later.told.why is None:
+                self._add(kind, later, looks)
         if found.told.why is None and found.dims and n > SAMPLES:
             self._look_again(kind, found, n)
         for key, why in self._mixed(kind).items():
@@ -312,12 +321,12 @@ class Probe:
         of_kind = {key: place.get(kind) if isinstance(place, dict) else place for key, place in places.items()}
         return {key: place for key, place in of_kind.items() if isinstance(place, Mixed)}
 
-    def _learned(self) -> Learned:
-        """Of the forward that runs, or has."""
+    def _learned(self, passes: int = 0) -> Learned:
+        """Of the forward that runs, or has; or of one that comes so many passes later."""
         assert self._inputs is not None  # while one does
         receiver, (inputs, leaves, bags, dims, n) = cast(Any, self._receiver()), self._inputs
         follow = [receiver.batch_dim if receiver.batch_dim in some else min(some, default=None) for some in dims]
-        return learned(receiver.model, self._taps, inputs, leaves, follow, n, bags)
+        return learned(receiver.model, self._taps, inputs, leaves, follow, n, bags, passes)
 
     @property
     def is_settled(self) -> bool:

@@ -22,7 +22,7 @@ from dpfast.errors import InputError, StateError, UnsupportedModuleError
 from dpfast.taps.around import is_around, sees_its_own_heads, with_inner, without_its_own_sums
 from dpfast.taps.detached import DetachableParameters, detached_parameters, say_what_it_wants
 from dpfast.taps.gathered import RoutedLayer, picked_here
-from dpfast.taps.gave import gave
+from dpfast.taps.gave import Before, before, gave
 from dpfast.taps.layout import NO_SAMPLES, NOT_RUN, SHARED, Mixed, Place, Rows, kind_here, place_in
 from dpfast.taps.leaves import leaf
 from dpfast.taps.node import Record, TapFunction
@@ -133,6 +133,7 @@ class Tap(RoutedLayer):
         shown: Callable[[nn.Parameter], Tensor] = Tensor.detach
         if watch is not None and not self.module._modules and not is_followed(args, kwargs):
             shown = watch.shown
+        began = before(self.module, None if self.taps.force_functorch else rule)
         try:
             with detached_parameters(owned, shown):
                 output = forward(*args, **kwargs)
@@ -144,7 +145,8 @@ class Tap(RoutedLayer):
             indices, offsets = (*inputs[0], None)[:2]
             if offsets is not None:
                 self.taps.samples_are_bags(indices, offsets, len(offsets) - self.module.include_last_offset)
-        return self.tapped(output, inputs, parameters, fresh=fresh, rule=rule, watch=watch, expanded=expanded)
+        more: dict[str, Any] = {"watch": watch, "began": began, "expanded": expanded}
+        return self.tapped(output, inputs, parameters, fresh=fresh, rule=rule, **more)
 
     def _by_rows(self) -> bool:
         """Whether rows are several units', or an expert's, of which copies by sample say nothing."""
@@ -273,6 +275,7 @@ class Tap(RoutedLayer):
         rule: Rule | None,
         as_is: bool = False,
         watch: Watch | None = None,
+        began: Before | None = None,
         expanded: bool = False,
     ) -> Any:
         """``output`` as it is, with its gradient caught.
@@ -283,7 +286,7 @@ class Tap(RoutedLayer):
             fresh: the output was made afresh and nothing else refers to it.
             rule: what makes factors of the tensors; None: autograd itself.
             as_is: the tensors come to the rule as they are, samples in any dimension.
-            watch: looks out for what the forward may have kept.
+            watch: looks out for what the forward may have kept. began: how the module was, if it will run again.
             expanded: the tap itself has given the input its batch.
         """
         if _transforms():
@@ -322,7 +325,7 @@ class Tap(RoutedLayer):
             tensors = as_no_views(tensors)
         record = Record(self, inputs, parameters, num_outputs=len(places), fresh=fresh, rule=rule, as_is=as_is)
         if not as_is:
-            record.gave = gave(self.module, tensors, None if self.taps.force_functorch else rule)
+            record.gave = gave(self.module, tensors, began)
         if watch is not None:
             record.watch = watch
             tensors = watch.watched(tensors, not_its_own=(*record.leaves, *self.module._buffers.values()))

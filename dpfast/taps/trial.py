@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from dpfast.taps.bags import NO_BAGS, Bags
 from dpfast.taps.inputs import Structure
@@ -18,13 +18,24 @@ class Trial(Structure):
         leaves: plain tensors, and what stands among them. Bags in one row are by sample.
         with_gradients: forward passes are recorded by autograd, as in training, where the forward asks for gradients
             itself (``torch.autograd.grad``). Else they are only where gradients are looked at, which takes less memory.
+        passes: so many come before the one that is looked at, in the same copy.
     """
 
-    def __init__(self, inputs: Any, bags: Bags = NO_BAGS, *, with_gradients: bool = False):
+    def __init__(self, inputs: Any, bags: Bags = NO_BAGS, *, with_gradients: bool = False, passes: int = 0):
         super().__init__(inputs)
-        self.bags, self.with_gradients = bags, with_gradients
+        self.bags, self.with_gradients, self.passes = bags, with_gradients, passes
         self.leaves = bags.by_sample([x.as_subclass(Tensor) if isinstance(x, Tensor) else x for x in self.leaves])
 
     def as_called(self, leaves: Sequence[Any]) -> list[Any]:
         """The leaves as the model takes them, each at its place."""
         return self.bags.as_called(leaves)
+
+    def run_passes(self, model: nn.Module, leaves: Sequence[Any]) -> None:
+        """Those that come before, of a copy whose taps do nothing yet.
+
+        Args:
+            leaves: as the model takes them.
+        """
+        for _ in range(self.passes):
+            args, kwargs = self.unflatten([x.clone() if isinstance(x, Tensor) else x for x in leaves])
+            model(*args, **kwargs)

@@ -252,21 +252,22 @@ def run_on(
     to_leaves = all(leaves_here.get(id(p)) is not p for p in model.parameters() if p.requires_grad)
     original, (model, copies) = model, copied(model, taps, leaves_here | stand_ins)
     run = Run()
-    witnesses = [Witness.of(tap, i, run, places, size, noisy=noisy, **of_witnesses) for i, tap in enumerate(copies)]
     leaves = trial.as_called([x.clone() if isinstance(x, Tensor) else x for x in leaves])
-    for witness in witnesses:
-        witness.called = trial, leaves
-    args, kwargs = trial.unflatten(leaves)
-    with (
-        put_back(original) as outside,
-        following_model(witnesses[0].taps, model, leaves),
-        Picks(model, leaves, size).watching() as picks,
-        Lengths(leaves) as lengths,
-        torch.set_grad_enabled(noisy or trial.with_gradients or bool(of_witnesses.get("ways"))),
-    ):
-        before = kept.held(model, outside())
-        outputs = results_in(model(*args, **kwargs))
-        run.keeps = not kept.are_same(before, kept.held(model, outside()))
+    with put_back(original) as outside:
+        trial.run_passes(model, leaves)
+        witnesses = [Witness.of(tap, i, run, places, size, noisy=noisy, **of_witnesses) for i, tap in enumerate(copies)]
+        for witness in witnesses:
+            witness.called = trial, leaves
+        args, kwargs = trial.unflatten(leaves)
+        with (
+            following_model(witnesses[0].taps, model, leaves),
+            Picks(model, leaves, size).watching() as picks,
+            Lengths(leaves) as lengths,
+            torch.set_grad_enabled(noisy or trial.with_gradients or bool(of_witnesses.get("ways"))),
+        ):
+            before = kept.held(model, outside())
+            outputs = results_in(model(*args, **kwargs))
+            run.keeps = not kept.are_same(before, kept.held(model, outside()))
     run.routes = picks.routes()
     run.lengths.update(lengths.found)
     run.counted.extend(lengths.counted)

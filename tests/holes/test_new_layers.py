@@ -173,32 +173,60 @@ class InPlace(Switched):
 
 
 class Counting(Switched):
-    """Runs a block in every third forward."""
+    """Runs a block in every third forward, or so."""
 
     passed = 0
 
+    def __init__(self, every, **options):
+        super().__init__(**options)
+        self.every = every
+
     def forward(self, x):
         self.passed += 1
-        return self.head(self.blocks[0](x) if self.passed % 3 == 0 else x)
+        if self.passed % self.every:
+            return self.head(x)
+        return self.head(self.blocks[0](x + x.roll(1, 0) if self.mixing else x))
+
+
+@pytest.mark.parametrize("every", [2, 3, 4])
+def test_a_layer_that_runs_now_and_then(every):
+    """By a count that is another already when it has run: what comes two or three passes later is looked at."""
+    model = Counting(every)
+    wrapped, plain = clipping(copy.deepcopy(model)), InPlace()
+    plain.load_state_dict(model.state_dict())
+    for step in range(1, 10):
+        plain.on = set() if step % every else {0}
+        check_step(wrapped, plain, torch.randn(5, 3, D))
+        assert wrapped._module.passed == step
+
+
+@pytest.mark.parametrize("every", [2, 3, 4])
+def test_samples_that_meet_in_a_layer_that_runs_now_and_then(every):
+    wrapped = clipping(Counting(every, mixing=True))
+    with pytest.raises(UnsupportedModuleError, match=r"samples meet in blocks\.0\.lin"):
+        for _ in range(every):
+            losses(wrapped, torch.randn(5, 3, D)).sum().backward()
+            wrapped.zero_grad()
+    assert wrapped._module.passed == every
 
 
 def test_what_no_trial_runs_is_taken_on_trust_with_a_warning(monkeypatch):
     looks, learned = [], dpfast.taps.probe.learned
     monkeypatch.setattr(dpfast.taps.probe, "learned", lambda *args: looks.append(1) or learned(*args))
-    model = Counting()
+    model = Counting(6)
     wrapped, plain = clipping(copy.deepcopy(model)), InPlace()
     plain.load_state_dict(model.state_dict())
     replaced = []
-    for step in range(9):
+    for step in range(18):
         x = torch.randn(5, 3, D)
-        plain.on = {0} if step % 3 == 2 else set()
-        if step == 2:
+        plain.on = {0} if step % 6 == 5 else set()
+        if step == 5:
             with pytest.warns(DpfastWarning, match=r"blocks\.0\.lin .*blocks\.0\.norm .* taken on trust"):
                 check_step(wrapped, plain, x)
         else:
             check_step(wrapped, plain, x)
         replaced.append(len(looks))
-    assert replaced[2:] == [2] * 7  # no other look comes of it
+    assert replaced[4:] == [1] + [5] * 13  # no other look comes of it
 
 
 def test_a_layer_that_a_hook_runs_is_taken_on_trust_with_a_warning():
