@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dpfast.taps import kept
+from dpfast.taps.copies import leaves_of_copy
 from dpfast.taps.gathered import following_model
 from dpfast.taps.inputs import results_in
 from dpfast.taps.layout import Place
@@ -21,7 +22,7 @@ from dpfast.taps.outside import put_back
 from dpfast.taps.seen import Key, Run, in_reentrant_checkpoint
 from dpfast.taps.tap import Tap
 from dpfast.taps.trial import Trial
-from dpfast.taps.witness import Witness, copied, leaves_of_copy
+from dpfast.taps.witness import Witness, copied
 
 _NEXT = 2  # passes in which it may show: what is kept may wait for one before it is used
 
@@ -65,7 +66,7 @@ def carried(
 
         with put_back(model) as outside:
             forward(first)
-            held = kept.held(copy, outside())
+            held = kept.held(copy, outside.values())
             kept_by_it = {name: x.clone() if isinstance(x, Tensor) else x for name, (x, *_) in held.items()}
             return kept_by_it, [y for _ in range(_NEXT) for y in forward(leaves)]
 

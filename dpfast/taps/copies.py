@@ -125,6 +125,25 @@ def _without_graph(x: Tensor) -> Tensor:
         return x
 
 
+def leaves_of_copy(model: nn.Module) -> dict[int, nn.Parameter]:
+    """What stands in a copy for the parameters, where gradients may come to them, by their ids."""
+    return {id(p): leaf_of(p) for p in model.parameters()}
+
+
+def leaf_of(parameter: nn.Parameter) -> nn.Parameter:
+    """Another of the same numbers, which keeps no gradient."""
+    if type(parameter) is not nn.Parameter:
+        return parameter
+    leaf = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+    if leaf.requires_grad:  # the copies of a look live until the garbage collector may run again
+        leaf.register_post_accumulate_grad_hook(_forget)
+    return leaf
+
+
+def _forget(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
 def drop_hooks(model: nn.Module) -> None:
     """Of a copy, with which hooks are not copied (but see ``copied_hooks``). Plain functions that hold nothing stay,
     but not those that have made the model's input, which comes as they left it. Hugging Face's models hang up theirs

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from dpfast.arithmetic import exact_convolutions, reduced_products
 from dpfast.taps import kept
-from dpfast.taps.copies import OfCopy
+from dpfast.taps.copies import OfCopy, leaves_of_copy
 from dpfast.taps.gathered import following_model
 from dpfast.taps.inputs import results_in
 from dpfast.taps.outside import put_back
@@ -28,7 +28,7 @@ from dpfast.taps.registry import find_by_row
 from dpfast.taps.seen import said_by
 from dpfast.taps.tap import Tap
 from dpfast.taps.trial import Trial
-from dpfast.taps.witness import copied, leaves_of_copy
+from dpfast.taps.witness import copied
 
 _CHANGES = (
     "a sample's gradient in it changes with how long the longest sequence of the batch is: what follows {}, which "

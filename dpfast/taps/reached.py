@@ -2,7 +2,8 @@
 closures, defaults of arguments, attributes of functions, classes and Python modules.
 
 From ``forward`` on, all functions and methods of the names that occur are followed, in whatever class they stand: more
-than what runs, and all that may. Of installed packages, only in the files that the model's classes stand in.
+than what runs, and all that may. Of installed packages, only in the files that the model's classes stand in, and what
+these name of other files of their packages.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Names(NamedTuple):
 
     Attributes:
         where: the globals of a Python module (a dict), that module, a class, a function, or a variable of a closure.
-        some: the names; None: all but those of the language's own.
+        some: the names; None: all.
     """
 
     where: Any
@@ -52,7 +53,7 @@ class Names(NamedTuple):
             return {} if self.where == types.CellType() else dict.fromkeys(self.some or (), self.where.cell_contents)
         found = self.where if isinstance(self.where, dict) else vars(self.where)
         if self.some is None:
-            return {name: x for name, x in found.items() if not name.startswith("__")}
+            return dict(found)
         return {name: found[name] for name in self.some if name in found}
 
     def put(self, name: str, value: Any) -> None:
@@ -87,10 +88,14 @@ def _file_of(x: Any) -> str:
     return (x.__name__ if isinstance(x, types.ModuleType) else getattr(x, "__module__", None)) or "builtins"
 
 
+def _package(name: str) -> str:
+    return name.partition(".")[0]
+
+
 @functools.cache
 def _is_library(name: str) -> bool:
     file = getattr(sys.modules.get(name), "__file__", None) or ""
-    return name.partition(".")[0] in _LIBRARIES or any(folder in file for folder in _INSTALLED)
+    return _package(name) in _LIBRARIES or any(folder in file for folder in _INSTALLED)
 
 
 _known: weakref.WeakKeyDictionary[nn.Module, tuple[frozenset[int], _Code]] = weakref.WeakKeyDictionary()
@@ -139,11 +144,14 @@ class _Code:
 
     def __init__(self, modules: Iterable[nn.Module], starts: Iterable[Any]):
         files = {_file_of(c) for cls in {type(m) for m in modules} for c in cls.__mro__ if "forward" in vars(c)}
-        self._files = {file for file in files if file.partition(".")[0] not in _LIBRARIES}
-        self._functions: dict[int, tuple[weakref.ref[types.FunctionType], list[str], bool]] = {}
+        self._files = {file for file in files if _package(file) not in _LIBRARIES}
+        self._packages = {_package(file) for file in self._files}
+        self._functions: dict[int, weakref.ref[types.FunctionType]] = {}
         self._classes: dict[int, weakref.ref[type]] = {}
-        self._named = {"forward"}
-        self._methods: dict[str, list[Any]] = {}
+        # Of Python modules, and of globals, with the functions that have these.
+        self._modules: dict[int, tuple[types.ModuleType, dict[str, None]]] = {}
+        self._globals: dict[int, tuple[list[weakref.ref[types.FunctionType]], dict[str, None]]] = {}
+        self._named, self._methods = {"forward"}, dict[str, list[Any]]()
         self._todo: list[types.FunctionType] = []
         for x in starts:
             self._meet(x)
@@ -152,35 +160,33 @@ class _Code:
         del self._methods, self._named, self._todo
 
     def names(self) -> list[Names]:
-        found: dict[int, tuple[Any, dict[str, None]]] = {}
-        cells: dict[int, Names] = {}
-        for ref, own, stores in self._functions.values():
-            if (function := ref()) is None:
-                continue
-            for where, names in _named_by(function, own, stores):
-                found.setdefault(id(where), (where, {}))[1].update(dict.fromkeys(names))
-            for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-                cells[id(cell)] = Names(cell, (name,))
-        whole = _alive([*self._classes.values(), *(ref for ref, *_ in self._functions.values())])
-        return [*(Names(*some) for some in found.values()), *cells.values(), *map(Names, whole)]
+        functions = _alive(self._functions.values())
+        found = [Names(module, names) for module, names in self._modules.values()]
+        found += [Names(f.__globals__, names) for refs, names in self._globals.values() for f in _alive(refs)[:1]]
+        cells = [pair for f in functions for pair in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True)]
+        found += {id(cell): Names(cell, (name,)) for name, cell in cells}.values()
+        own = (f for f in functions if vars(f) or not is_of_library(f))
+        return [*found, *map(Names, (*_alive(self._classes.values()), *own))]
 
     def defaults(self) -> list[Any]:
-        functions = _alive(ref for ref, *_ in self._functions.values())
+        functions = _alive(self._functions.values())
         return [x for f in functions for x in (*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values())]
 
-    def _is_own(self, x: Any) -> bool:
-        return _file_of(x) in self._files or not is_of_library(x)
+    def _is_own(self, x: Any, near: bool = False) -> bool:
+        """Of the files that are followed; near: or another one of their packages."""
+        file = _file_of(x)
+        return file in self._files or not _is_library(file) or (near and _package(file) in self._packages)
 
-    def _meet(self, value: Any) -> None:
-        """What code reaches."""
+    def _meet(self, value: Any, near: bool = True) -> None:
+        """What code reaches; near: that stands in a file that is followed."""
         for x in _functions_in(value, _DEPTH):
             if isinstance(x, types.FunctionType):
-                if id(x) not in self._functions and self._is_own(x):
-                    self._functions[id(x)] = weakref.ref(x), names_in(x.__code__), _stores_globals(x.__code__)
+                if id(x) not in self._functions and self._is_own(x, near):
+                    self._functions[id(x)] = weakref.ref(x)
                     self._todo.append(x)
             else:
                 for cls in x.__mro__:
-                    if id(cls) not in self._classes and self._is_own(cls):
+                    if id(cls) not in self._classes and self._is_own(cls, near):
                         self._classes[id(cls)] = weakref.ref(cls)
                         self._meet_methods(cls)
 
@@ -193,22 +199,20 @@ class _Code:
                 self._methods.setdefault(name, []).append(x)
 
     def _follow(self, function: types.FunctionType) -> None:
-        _, own, stores = self._functions[id(function)]
+        own, known, near = names_in(function.__code__), function.__globals__, self._is_own(function)
         self._named.update(own)
         for method in [x for name in own for x in self._methods.pop(name, ())]:
             self._meet(method)
-        values = [x for where, names in _named_by(function, own, stores) for x in Names(where, names).now().values()]
-        for x in (*values, *bound_in(function).values()):
-            self._meet(x)
-
-
-def _named_by(function: types.FunctionType, own: list[str], stores: bool) -> Iterator[tuple[Any, list[str]]]:
-    known = function.__globals__
-    named = [name for name in own if name in known]
-    yield known, own if stores else named
-    for name in named:
-        if isinstance(module := known[name], types.ModuleType) and not is_of_library(module):
-            yield module, own
+        named = {name: known[name] for name in own if name in known}
+        refs, names = self._globals.setdefault(id(known), ([], {}))
+        refs.append(weakref.ref(function))
+        names.update(dict.fromkeys(own if _stores_globals(function.__code__) else named))
+        for module in list(named.values()):
+            if isinstance(module, types.ModuleType) and self._is_own(module, near):
+                self._modules.setdefault(id(module), (module, {}))[1].update(dict.fromkeys(own))
+                named.update({f"{module.__name__}.{name}": x for name, x in vars(module).items() if name in own})
+        for x in (*named.values(), *bound_in(function).values()):
+            self._meet(x, near)
 
 
 def _stores_globals(code: types.CodeType) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dpfast.taps import kept
-from dpfast.taps.copies import copy_of, without_graphs
+from dpfast.taps.copies import copy_of, leaf_of, leaves_of_copy, without_graphs
 from dpfast.taps.detached import detached_parameters
 from dpfast.taps.fake_run import Nobody
 from dpfast.taps.fingerprints import Prints, fingerprints
@@ -247,30 +247,46 @@ def run_on(
         trial, leaves: the inputs. places: of taps. stand_ins: what stands where parameters are, by their id.
         noisy, of_witnesses: of :meth:`Witness.of`.
     """
+    with put_back(model) as outside:
+        run, witnesses = _run_on(model, taps, trial, leaves, places, size, stand_ins, noisy, of_witnesses)
+    run.keeps = run.keeps or outside.changed
+    return run, witnesses
+
+
+def _run_on(
+    model: nn.Module,
+    taps: Sequence[Tap],
+    trial: Trial,
+    leaves: Sequence[Any],
+    places: dict[Key, Place],
+    size: int,
+    stand_ins: dict[int, Any],
+    noisy: bool,
+    of_witnesses: dict[str, Any],
+) -> tuple[Run, list[Witness]]:
     # A backward pass within that one (reentrant checkpoints) must not come to the parameters themselves.
     leaves_here = leaves_of_copy(model) if noisy or trial.with_gradients else {}
     to_leaves = all(leaves_here.get(id(p)) is not p for p in model.parameters() if p.requires_grad)
-    original, (model, copies) = model, copied(model, taps, leaves_here | stand_ins)
+    model, copies = copied(model, taps, leaves_here | stand_ins)
     run = Run()
     leaves = trial.as_called([x.clone() if isinstance(x, Tensor) else x for x in leaves])
-    with put_back(original) as outside:
-        trial.run_passes(model, leaves)
-        witnesses = [Witness.of(tap, i, run, places, size, noisy=noisy, **of_witnesses) for i, tap in enumerate(copies)]
-        for witness in witnesses:
-            witness.called = trial, leaves
-        args, kwargs = trial.unflatten(leaves)
-        with (
-            following_model(witnesses[0].taps, model, leaves),
-            Picks(model, leaves, size).watching() as picks,
-            Lengths(leaves) as lengths,
-            torch.set_grad_enabled(noisy or trial.with_gradients or bool(of_witnesses.get("ways"))),
-        ):
-            before = kept.held(model, outside())
-            outputs = results_in(model(*args, **kwargs))
-            run.keeps = not kept.are_same(before, kept.held(model, outside()))
+    trial.run_passes(model, leaves)
+    witnesses = [Witness.of(tap, i, run, places, size, noisy=noisy, **of_witnesses) for i, tap in enumerate(copies)]
+    for witness in witnesses:
+        witness.called = trial, leaves
+    args, kwargs = trial.unflatten(leaves)
+    before = kept.held(model)
+    with (
+        following_model(witnesses[0].taps, model, leaves),
+        Picks(model, leaves, size).watching() as picks,
+        Lengths(leaves) as lengths,
+        torch.set_grad_enabled(noisy or trial.with_gradients or bool(of_witnesses.get("ways"))),
+    ):
+        outputs = results_in(model(*args, **kwargs))
     run.routes = picks.routes()
     run.lengths.update(lengths.found)
     run.counted.extend(lengths.counted)
+    run.keeps = not kept.are_same(before, kept.held(model))
     left = kept.differentiable(model, outputs) if noisy else {}
     run.held.extend(left)
     outputs = [torch.view_as_real(x) if _is_complex(x) else x for x in (*outputs, *left.values())]
@@ -286,25 +302,6 @@ def run_on(
 
 def _is_complex(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_complex()
-
-
-def leaves_of_copy(model: nn.Module) -> dict[int, nn.Parameter]:
-    """What stands in a copy for the parameters, where gradients may come to them, by their ids."""
-    return {id(p): leaf_of(p) for p in model.parameters()}
-
-
-def leaf_of(parameter: nn.Parameter) -> nn.Parameter:
-    """Another of the same numbers, which keeps no gradient."""
-    if type(parameter) is not nn.Parameter:
-        return parameter
-    leaf = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
-    if leaf.requires_grad:  # the copies of a look live until the garbage collector may run again
-        leaf.register_post_accumulate_grad_hook(_forget)
-    return leaf
-
-
-def _forget(parameter: Tensor) -> None:
-    parameter.grad = None
 
 
 def copied(

@@ -1,5 +1,5 @@
-"""Layers without a rule run again in the backward pass: with what they read as their forward found it, or with an error,
-and what the second run sets on them does not stay."""
+"""Layers without a rule run again in the backward pass: with what they read as their forward found it, or with an
+error, and what the second run sets on them does not stay."""
 
 import copy
 import functools

@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from noted import Noted
 from torch import nn
 
 from dpfast import GradSampleModule, GradSampleModuleFastGradientClipping
@@ -165,7 +166,7 @@ def test_looks_leave_no_gradient_of_theirs():
 
 def test_nothing_is_recorded_where_a_model_runs_without():
     """In the forward passes that tell shapes alone: it would take memory."""
-    recorded = []
+    recorded = Noted()
 
     class Plain(nn.Module):
         def __init__(self):
@@ -173,8 +174,8 @@ def test_nothing_is_recorded_where_a_model_runs_without():
             self.lin = nn.Linear(4, 2)
 
         def forward(self, x):
-            recorded.append(torch.is_grad_enabled())
+            recorded.note(torch.is_grad_enabled())
             return self.lin(x)
 
     energy_of(GradSampleModule(Plain()), torch.randn(3, 4)).backward()
-    assert recorded[:2] == [False, False]
+    assert recorded.all()[:2] == [False, False]

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
+from noted import Noted
 from own_backwards import BatchMean
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -35,7 +36,7 @@ def switches():
 IN_A_LOOK = (True, True, False, False, False, True)
 
 
-FORWARDS, BACKWARDS, KERNELS = [], [], []
+FORWARDS, BACKWARDS, KERNELS = Noted(), Noted(), Noted()
 
 
 @pytest.fixture
@@ -52,8 +53,8 @@ class Notes(Net):
     def forward(self, x):
         y = self.first(x)
         if y.requires_grad and not isinstance(y, FakeTensor):
-            FORWARDS.append(switches())
-            y.register_hook(lambda _: BACKWARDS.append(switches()))
+            FORWARDS.note(switches())
+            y.register_hook(lambda _: BACKWARDS.note(switches()))
         return self.last(torch.tanh(y))
 
 
@@ -69,7 +70,8 @@ class Attends(nn.Module):
         if not (self.fits or torch.backends.cuda.flash_sdp_enabled() or isinstance(q, FakeTensor)):
             raise torch.OutOfMemoryError("scores")
         y = F.scaled_dot_product_attention(q, k, v)
-        KERNELS.extend([] if y.grad_fn is None else [type(y.grad_fn).__name__])
+        if y.grad_fn is not None:
+            KERNELS.note(type(y.grad_fn).__name__)
         y = y.squeeze(1)
         return self.last(BatchMean.apply(y) if self.mixing else y)
 
@@ -84,7 +86,7 @@ def test_the_switches_of_a_look_are_set_back(as_on_a_gpu, before):
             torch.use_deterministic_algorithms(True, warn_only=before == "warn")
         own, in_looks = switches(), (True, before != "strict", *IN_A_LOOK[2:])
         step(clipping(Notes()), torch.randn(N, D))
-        assert set(FORWARDS) == set(BACKWARDS) == {own, in_looks}
+        assert set(FORWARDS.all()) == set(BACKWARDS.all()) == {own, in_looks}
         assert switches() == own
 
 
@@ -107,7 +109,8 @@ def test_attention_is_looked_at_with_its_scores_written_out_where_they_fit(as_on
     refused = pytest.raises(UnsupportedModuleError, match="changes with a sample that is not its own")
     with refused if mixing else contextlib.nullcontext():
         step(clipping(Attends(mixing=mixing, fits=fits)), torch.randn(N, 5, D))
-    assert (set(KERNELS[:-1]) == {KERNELS[-1]}) != fits  # the last are the step's own
+    *in_looks, own = KERNELS.all()
+    assert (set(in_looks) == {own}) != fits  # the last are the step's own
 
 
 class Checkpointed(Attends):

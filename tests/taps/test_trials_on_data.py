@@ -5,13 +5,14 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from noted import Noted
 from torch import nn
 
 from dpfast import GradSampleModule
 from dpfast.taps import learned
 
 N, D = 6, 4
-MET = []
+MET = Noted()
 
 
 class ReadsValues(nn.Module):
@@ -23,7 +24,7 @@ class ReadsValues(nn.Module):
 
     def forward(self, x, states, order):
         number = np.asarray(order.detach().cpu()).size
-        MET.append((len(x), len(states)))
+        MET.note((len(x), len(states)))
         if number != N and len(x) == len(states):
             raise RuntimeError("a trial that fails")
         return self.lin(x) + states.index_select(0, order)
@@ -39,4 +40,4 @@ def test_inputs_that_do_not_fit_are_not_tried_where_an_index_is_fatal(monkeypatc
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         wrapped(torch.randn(N, D), torch.randn(N, 2), torch.arange(N))
-    assert all(x == states for x, states in MET) == fatal
+    assert all(x == states for x, states in MET.all()) == fatal
