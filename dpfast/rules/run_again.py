@@ -82,8 +82,9 @@ class Run:
     def _outputs(self, parameters: dict[str, Tensor], leaves: list[Any]) -> list[Tensor]:
         args, kwargs = tree_unflatten(leaves, self.structure)
         tensors = {**self._others, **parameters}
-        # The forward may write to the layer's buffers.
-        tensors.update({n: tensors[n].clone() for n, _ in self.module.named_buffers(remove_duplicate=False)})
+        own: dict[int, Tensor] = {}  # of the layer's buffers, which the forward may write to; two names may be of one
+        for name, b in self.module.named_buffers(remove_duplicate=False):
+            tensors[name] = own[id(b)] = own[id(b)] if id(b) in own else tensors[name].clone()
         # As functional_call, which would run the hooks too. A child that shares a parameter has a tap of its own: names
         # are not tied here.
         with _reparametrize_module(self.module, tensors, tie_weights=False):
@@ -165,21 +166,23 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 @contextmanager
-def _attributes_kept(module: nn.Module, began: Sequence[dict[str, Any]]) -> Iterator[None]:
+def _attributes_kept(module: nn.Module, began: Sequence[tuple[nn.Module, dict[str, Any]]]) -> Iterator[None]:
     """What runs within it finds numbers as they were when the layer's forward began, of it and its children. It may set
     attributes there, and write to tensors, arrays, lists, sets and dicts, of which it has copies: under vmap what it
     leaves is dead when the run has ended. Tensors in lists may be many, and are not copied. What it keeps outside of
     modules is put back."""
     before = [(vars(m), dict(vars(m))) for m in module.modules()]
     copies: dict[int, Any] = {}  # two may have the same
+    there = {id(now) for now, _ in before}
     try:
         for now, then in before:
             for name, x in then.items():
                 if name not in _OF_EVERY_MODULE and id(x) not in copies:
                     copies[id(x)] = _copied(x)
                 now[name] = copies.get(id(x), x)
-        for (now, _), numbers in zip(before, began, strict=False):
-            now.update(numbers)
+        for m, numbers in began:
+            if id(vars(m)) in there:  # and not gone since
+                vars(m).update(numbers)
         with put_back(module):
             yield
     finally:

@@ -32,8 +32,11 @@ _HUGE = 1e8  # scores that are masked: by infinity, by what stands for it; besid
 
 _run_again: set[Callable[..., Any]] = set()
 
-_writes: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
-"""Whether a layer's forward has been seen to write to its buffers: of what is but read, no copies are made."""
+_writes: weakref.WeakKeyDictionary[nn.Module, dict[bytes, bool]] = weakref.WeakKeyDictionary()
+"""Whether a layer's forward has been seen to write to its buffers, by which modules are in training: of large ones that
+are only read, no copies are made."""
+
+_FEW = 4096  # numbers, which are copied anyway: a layer may write to them now and then
 
 _as_found: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
 """What layers read that lasts, as it was when they last gave the same twice."""
@@ -43,32 +46,39 @@ class Before:
     """What a layer that will run again holds when its forward begins.
 
     Attributes:
-        numbers: numbers, switches and words of it and its children, by names. buffers: copies of those that its
-            forward writes to, by their names within it; until that has ended, of all that it may.
+        numbers: numbers, switches and words of it and its children, by names.
+        buffers: copies of those that its forward writes to, by their names within it; until that has ended, of all that
+            it may write to.
     """
 
     def __init__(self, module: nn.Module):
+        modules, self._module = list(module.modules()), module
         self.numbers = [
-            {name: x for name, x in vars(m).items() if type(x) in _NUMBERS and name not in _OF_EVERY_MODULE}
-            for m in module.modules()
+            (m, {name: x for name, x in vars(m).items() if type(x) in _NUMBERS and name not in _OF_EVERY_MODULE})
+            for m in modules
         ]
-        self._module, self._found = module, {name: (b, _version(b)) for name, b in module.named_buffers()}
-        may_write = _writes.get(module, True)
-        self.buffers = {name: b.detach().clone() for name, b in module.named_buffers()} if may_write else {}
+        self._mode, found = bytes(m.training for m in modules), self._buffers()
+        self._versions = {name: _version(b) for name, b in found.items()}
+        may_write = _writes.get(module, {}).get(self._mode, True)
+        self.buffers = {n: b.detach().clone() for n, b in found.items() if may_write or b.numel() <= _FEW}
+
+    def _buffers(self) -> dict[str, Tensor]:
+        return dict(self._module.named_buffers(remove_duplicate=False))
 
     def ended(self) -> None:
         """The forward has."""
-        now = dict(self._module.named_buffers())
-        written = {name for name, (b, version) in self._found.items() if _version(now.get(name, b)) != version}
+        now = self._buffers()
+        written = {name for name, b in now.items() if _version(b) != self._versions.get(name)}
         written |= {name for name, b in self.buffers.items() if name in now and not _is_equal(b, now[name])}
-        if written or self._module not in _writes:
-            _writes[self._module] = bool(written)
+        known = _writes.setdefault(self._module, {})
+        known[self._mode] = bool(written) or known.get(self._mode, False)
         self.buffers = {name: b for name, b in self.buffers.items() if name in written}
 
 
 def _is_equal(one: Tensor, two: Tensor) -> bool:
     """Not asked where it would be waited for, but for the version."""
-    return one.is_meta or is_waited_for(one) or torch.equal(one, two)
+    like = one.dtype == two.dtype and one.device == two.device
+    return like and (one.is_meta or is_waited_for(one) or torch.equal(one, two))
 
 
 class Gave:
