@@ -57,7 +57,7 @@ def attributes_of(x: Any) -> dict[str, Any]:
     """What an object of somebody's own holds by names, in slots too."""
     slots = [vars(cls) for cls in type(x).__mro__ if "__slots__" in vars(cls)]
     names = [name for known in slots for name, y in known.items() if isinstance(y, types.MemberDescriptorType)]
-    return {**{name: getattr(x, name, None) for name in names}, **getattr(x, "__dict__", {})}
+    return {**{name: getattr(x, name) for name in names if hasattr(x, name)}, **getattr(x, "__dict__", {})}
 
 
 def tensors_in(x: Any) -> list[Tensor]:

@@ -10,8 +10,8 @@ import random
 import sys
 import threading
 import types
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -25,10 +25,10 @@ from dpfast.taps.reached import Names, is_of_library, reached
 _DEPTH = 6  # of objects in objects
 _MANY = 1024  # entries: none is looked into where there are more
 _LARGE = 2**20  # numbers: a larger tensor is data, and not copied
-_DICTS = frozenset({dict, OrderedDict, defaultdict, Counter})
-_SEQUENCES = frozenset({list, tuple, set, frozenset, deque})
+_DICTS = (OrderedDict, dict)  # whose own methods are taken: somebody's classes may have others
+_SEQUENCES = (list, set, deque)
 _VALUES = frozenset({type(None), bool, int, float, complex, str, bytes})
-_PLAIN = _VALUES | _DICTS | _SEQUENCES
+_PLAIN = _VALUES | {dict, OrderedDict, defaultdict, Counter, list, tuple, set, frozenset, deque}
 _PARTS = ("_parameters", "_modules")
 _CODE = frozenset(
     {
@@ -36,7 +36,12 @@ _CODE = frozenset(
         *(types.GetSetDescriptorType, types.MemberDescriptorType, types.WrapperDescriptorType),
     }
 )
-_OPEN = (types.SimpleNamespace, threading.local)  # of the standard library's, what holds what somebody puts into it
+_OPEN = (
+    types.SimpleNamespace,
+    threading.local,
+    UserDict,
+    UserList,
+)  # of the standard library's, what holds what somebody puts into it
 
 Undo = Callable[[], bool]
 """Puts something back, and tells whether it was another."""
@@ -128,14 +133,15 @@ def _of_value(x: Any, seen: set[int], depth: int) -> Iterator[Undo]:
         return
     seen.add(id(x))
     inside: list[Any] = []
-    if type(x) in _DICTS:
-        inside = list(x.values())
-        yield partial(_put_dict_back, x, dict(x))
-    elif type(x) in _SEQUENCES:
+    if isinstance(x, dict):
+        inside = list(dict.values(x))
+        yield partial(_put_dict_back, x, dict(dict.items(x)))
+    elif isinstance(x, _SEQUENCES):
+        inside = list(_base(x, _SEQUENCES).__iter__(x))
+        yield partial(_put_sequence_back, x, [*inside])
+    elif isinstance(x, (tuple, frozenset)):
         inside = list(x)
-        if not isinstance(x, (tuple, frozenset)):
-            yield partial(_put_sequence_back, x, inside)
-    elif isinstance(x, Tensor):
+    if isinstance(x, Tensor):
         yield from _of_tensor(x)
         if x.is_leaf and x.requires_grad:  # a look's backward pass may come to it
             yield partial(_put_gradient_back, x, x.grad)
@@ -147,8 +153,8 @@ def _of_value(x: Any, seen: set[int], depth: int) -> Iterator[Undo]:
                 held = _attributes(module)
                 yield partial(_put_object_back, module, held)
                 inside += held.values()
-    elif type(x) in _CODE or isinstance(x, type):
-        return
+    elif type(x) in _CODE or type(x) in _PLAIN or isinstance(x, type):
+        pass
     elif isinstance(x, types.MethodType):
         inside = [x.__self__]
     elif _is_data(x) and not isinstance(x, _OPEN):
@@ -156,27 +162,32 @@ def _of_value(x: Any, seen: set[int], depth: int) -> Iterator[Undo]:
     elif isinstance(x, _OPEN) or not is_of_library(type(x)):
         held = _attributes(x)
         yield partial(_put_object_back, x, held)
-        inside = [*held.values()]
+        inside += held.values()
     for y in inside if len(inside) <= _MANY else ():
         yield from _of_value(y, seen, depth - 1)
 
 
+def _base(x: Any, kinds: Sequence[Any]) -> Any:
+    return next(kind for kind in kinds if isinstance(x, kind))
+
+
 def _put_dict_back(x: Any, before: dict[Any, Any]) -> bool:
-    if len(x) == len(before) and all(a is b and x[a] is before[b] for a, b in zip(x, before, strict=True)):
+    base, now = _base(x, _DICTS), dict(dict.items(x))
+    if len(now) == len(before) and all(a is b and now[a] is before[b] for a, b in zip(now, before, strict=True)):
         return False
-    stays = {key: y for key, y in x.items() if key not in before and not _is_kept(y)}
-    x.clear()
-    for some in (before, stays):
-        for key, y in some.items():
-            x[key] = y
+    base.clear(x)
+    for key, y in (*before.items(), *((k, y) for k, y in now.items() if k not in before and not _is_kept(y))):
+        base.__setitem__(x, key, y)
     return True
 
 
 def _put_sequence_back(x: Any, before: list[Any]) -> bool:
-    if len(x) == len(before) and all(a is b for a, b in zip(x, before, strict=True)):
+    base = _base(x, _SEQUENCES)
+    now = list(base.__iter__(x))
+    if len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True)):
         return False
-    x.clear()
-    (x.update if isinstance(x, set) else x.extend)(before)
+    base.clear(x)
+    (base.update if base is set else base.extend)(x, before)
     return True
 
 

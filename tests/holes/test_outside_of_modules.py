@@ -6,6 +6,7 @@ import gc
 import importlib
 import random
 import types
+import typing
 import weakref
 
 import numpy
@@ -37,6 +38,34 @@ class Meter:
 METER = Meter()
 
 
+class OwnList(list):
+    def append(self, x):
+        self.appended = x
+        super().append(x)
+
+
+class OwnDict(collections.OrderedDict):
+    """Counts what is set."""
+
+    sets = 0
+
+    def __setitem__(self, key, value):
+        OwnDict.sets += 1
+        super().__setitem__(key, value)
+
+
+class Pair(typing.NamedTuple):
+    one: list
+    two: Meter
+
+
+class Lazy:
+    __slots__ = ("made",)
+
+
+OWN_LIST, OWN_DICT, USER_DICT, PAIR, LAZY = OwnList(), OwnDict(), collections.UserDict(), Pair([], Meter()), Lazy()
+
+
 @pytest.fixture(autouse=True)
 def as_at_first():
     _anew()
@@ -58,6 +87,14 @@ def _anew():
         if name in vars(Kept):
             delattr(Kept, name)
     vars(helper).clear()
+    OWN_LIST.clear()
+    vars(OWN_LIST).clear()
+    OWN_DICT.clear()
+    USER_DICT.clear()
+    PAIR.one.clear()
+    PAIR.two.n = OwnDict.sets = 0
+    if hasattr(LAZY, "made"):
+        del LAZY.made
 
 
 def helper():
@@ -107,6 +144,16 @@ def counts(self, h):
     return h
 
 
+def keeps_in_objects(self, h):
+    OWN_LIST.append(len(OWN_LIST))
+    OWN_DICT[len(OWN_DICT)] = 1
+    USER_DICT[len(USER_DICT)] = 1
+    PAIR.one.append(1)
+    PAIR.two.update(1.0)
+    LAZY.made = getattr(LAZY, "made", 0) + 1
+    return h
+
+
 def written_in_place(self, h):
     QUEUE.add_(1)
     ARRAY[0] += 1
@@ -121,6 +168,8 @@ def draws(self, h):
 def _state():
     features = {name: x.tolist() if isinstance(x, torch.Tensor) else x for name, x in FEATURES.items()}
     objects = (vars(helper).copy(), SPACE.n, list(SPACE.inner[0]), METER.n, METER.total)
+    own = (list(OWN_LIST), vars(OWN_LIST).copy(), dict(OWN_DICT), OwnDict.sets, dict(USER_DICT), list(PAIR.one))
+    objects += (*own, PAIR.two.n, getattr(LAZY, "made", None))
     drawn = (TORCHS.get_state().tolist(), PYTHONS.getstate(), repr(NUMPYS.get_state()), NUMPYS_NEW.bit_generator.state)
     classes = (Kept.calls, list(Kept.log), vars(Kept).get("later"))
     return len(AUXILIARY), features, COUNT, objects, classes, QUEUE.tolist(), ARRAY.tolist(), drawn
@@ -147,7 +196,7 @@ def _plain(model):
     return model
 
 
-HOWS = [losses_in_a_list, features_in_a_dict, counts, written_in_place, draws]
+HOWS = [losses_in_a_list, features_in_a_dict, counts, keeps_in_objects, written_in_place, draws]
 
 
 @pytest.mark.parametrize("how", HOWS)
@@ -335,7 +384,7 @@ def test_no_model_is_held_by_its_code():
     assert gone() is None
 
 
-@pytest.mark.parametrize("how", [losses_in_a_list, features_in_a_dict, counts, written_in_place, draws])
+@pytest.mark.parametrize("how", HOWS)
 def test_what_moves_nothing_is_none(how):
     """Of a model that is looked at with all of its layers."""
     model = GradSampleModuleFastGradientClipping(Kept(how), max_grad_norm=1.0)
