@@ -29,19 +29,15 @@ _DICTS = (OrderedDict, dict)  # whose own methods are taken: somebody's classes 
 _SEQUENCES = (list, set, deque)
 _VALUES = frozenset({type(None), bool, int, float, complex, str, bytes})
 _PLAIN = _VALUES | {dict, OrderedDict, defaultdict, Counter, list, tuple, set, frozenset, deque}
-_PARTS = ("_parameters", "_modules")
+_PARTS = ("_parameters", "_modules")  # of a module, which has them copied, or which are others
 _CODE = frozenset(
     {
         *(types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type, property, staticmethod, classmethod),
         *(types.GetSetDescriptorType, types.MemberDescriptorType, types.WrapperDescriptorType),
     }
 )
-_OPEN = (
-    types.SimpleNamespace,
-    threading.local,
-    UserDict,
-    UserList,
-)  # of the standard library's, what holds what somebody puts into it
+_OPEN = (types.SimpleNamespace, threading.local, UserDict, UserList)
+"""Of the standard library's, what holds what somebody puts into it."""
 
 Undo = Callable[[], bool]
 """Puts something back, and tells whether it was another."""

@@ -136,7 +136,7 @@ def _functions_in(x: Any, depth: int) -> Iterator[Any]:
         yield type(x)
         for name in _FUNCTIONS_IN:
             if hasattr(type(x), name):
-                yield from _functions_in(getattr(x, name), depth - 1)
+                yield from _functions_in(getattr(x, name, None), depth - 1)
 
 
 class _Code:
