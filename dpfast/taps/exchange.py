@@ -4,9 +4,9 @@ which is another each time, and what changes is that one's.
 That parts the orders in which samples are folded into rows, and shows rows that several samples went into. What runs is
 a copy of the model that shares its parameters; random numbers are the same in every run, so dropout is too, and are put
 back as they were. Rows that nothing changed are the same to the bit, as no row of a product looks at others. Where two
-equal runs differ (random numbers that nobody can put back), nothing is told; where only their gradients do (a kernel that
-adds up in another order each time, and there is none that does not), what the forward passes tell, and what gradients
-tell beyond that.
+equal runs differ (random numbers that nobody can put back), nothing is told; where only their gradients do (a kernel
+that adds up in another order each time, and there is none that does not), what the forward passes tell, and what
+gradients tell beyond that.
 """
 
 from __future__ import annotations

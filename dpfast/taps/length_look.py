@@ -44,7 +44,7 @@ _CUT = (
 )
 _FROM_ELSEWHERE = "they come of no input"
 _NOT_FINITE = "gradients of its outputs are not finite"
-DIFFERS = "two runs on the same samples differ (random numbers of a generator of its own?)"
+DIFFERS = "two runs on the same samples differ (random numbers, or a count, that cannot be put back?)"
 _FAILS = "with shorter samples it fails, {}"
 _OTHERS = "what it returns is otherwise where samples are shorter"
 
