@@ -12,12 +12,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from dpfast.taps.inputs import INERT, is_a_method, names_in, stands_alone, tensors_in
+from dpfast.taps.reached import is_of_library
 
 _LIBRARIES = frozenset({"torch", "transformers", "accelerate", "opacus", "dpfast"})
 """Whose hooks mix no samples: they make weights, move tensors, and collect what layers give."""
 
 _MOST = 2**20  # numbers in tensors that are copied for a hook
-_DEPTH = 3  # of functions in functions
+_DEPTH = 8  # of functions in functions
 
 
 class _Copied:
@@ -87,20 +88,24 @@ def _tensors(x: Any) -> Iterator[Tensor]:
 
 def _copied_function(function: types.FunctionType, memo: dict[int, Any], depth: int) -> types.FunctionType:
     """With copies of what it reaches by name, in cells and by default."""
-    if stands_alone(function):
+    if stands_alone(function) or is_of_library(function):
         return function
     if not depth:
         raise NotImplementedError("functions within functions")
+    if id(function) in memo:  # it may name itself
+        return memo[id(function)]
 
     def own(x: Any) -> Any:
         return _copied(x, memo, depth - 1)
 
-    known = function.__globals__
-    named = {name: own(known[name]) for name in names_in(function.__code__) if name in known}
-    closure = function.__closure__ or ()
-    cells = tuple(c if c == types.CellType() else types.CellType(own(c.cell_contents)) for c in closure)
-    defaults = None if function.__defaults__ is None else tuple(map(own, function.__defaults__))
-    found = types.FunctionType(function.__code__, {**known, **named}, function.__name__, defaults, cells)
-    keywords: Mapping[str, Any] = function.__kwdefaults__ or {}
-    found.__kwdefaults__ = {name: own(x) for name, x in keywords.items()}
+    known, closure = function.__globals__, function.__closure__ or ()
+    cells = tuple(types.CellType() for _ in closure)
+    found = types.FunctionType(function.__code__, {**known}, function.__name__, None, cells)
+    memo[id(function)] = found
+    found.__globals__.update({name: own(known[name]) for name in names_in(function.__code__) if name in known})
+    for cell, mine in zip(closure, cells, strict=True):
+        if cell != types.CellType():
+            mine.cell_contents = own(cell.cell_contents)
+    found.__defaults__ = None if function.__defaults__ is None else tuple(map(own, function.__defaults__))
+    found.__kwdefaults__ = {name: own(x) for name, x in (function.__kwdefaults__ or {}).items()}
     return found

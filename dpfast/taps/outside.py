@@ -10,23 +10,27 @@ import random
 import sys
 import threading
 import types
+import weakref
 from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dpfast.taps.generators import Generator, generator
 from dpfast.taps.inputs import attributes_of
 from dpfast.taps.reached import Names, is_of_library, reached
 
 _DEPTH = 6  # of objects in objects
 _MANY = 1024  # entries: none is looked into where there are more
-_LARGE = 2**20  # numbers: a larger tensor is data, and not copied
+_LARGE = 2**24  # numbers: a larger tensor is data, and not copied
 _DICTS = (OrderedDict, dict)  # whose own methods are taken: somebody's classes may have others
 _SEQUENCES = (list, set, deque)
+_NONE = object()
 _VALUES = frozenset({type(None), bool, int, float, complex, str, bytes})
 _PLAIN = _VALUES | {dict, OrderedDict, defaultdict, Counter, list, tuple, set, frozenset, deque}
 _PARTS = ("_parameters", "_modules")  # of a module, which has them copied, or which are others
@@ -38,6 +42,8 @@ _CODE = frozenset(
 )
 _OPEN = (types.SimpleNamespace, threading.local, UserDict, UserList)
 """Of the standard library's, what holds what somebody puts into it."""
+
+_WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
 
 Undo = Callable[[], bool]
 """Puts something back, and tells whether it was another."""
@@ -98,7 +104,9 @@ def _is_kept(x: Any) -> bool:
 
 
 def _is_data(x: Any) -> bool:
-    return isinstance(x, (torch.Generator, random.Random, *_OPEN)) or type(x).__module__.startswith("numpy")
+    return isinstance(x, (torch.Generator, random.Random, ContextVar, *_OPEN, *_WEAK)) or type(x).__module__.startswith(
+        "numpy"
+    )
 
 
 def _of_names(names: Names, seen: set[int]) -> Iterator[Undo]:
@@ -109,19 +117,26 @@ def _of_names(names: Names, seen: set[int]) -> Iterator[Undo]:
             yield from _of_value(x, seen, _DEPTH)
 
 
+def _as_it_is_to_be(now: dict[Any, Any], before: dict[Any, Any]) -> dict[Any, Any]:
+    """As it was, but for what is not taken back."""
+    there = {key: now[key] if key in now and not _is_kept(now[key]) else x for key, x in before.items()}
+    return {**there, **{key: x for key, x in now.items() if key not in before and not _is_kept(x)}}
+
+
+def _differing(now: dict[Any, Any], then: dict[Any, Any]) -> list[Any]:
+    return [key for key in now | then if now.get(key, then) is not then.get(key, then)]
+
+
 def _put_names_back(names: Names, before: dict[str, Any]) -> bool:
-    now, changed = names.now(), False
-    for name, x in now.items():
-        if before.get(name, names) is not x and _is_kept(x) and not name.startswith("__"):
-            changed = True
-            if name in before:
-                names.put(name, before[name])
-            else:
-                names.remove(name)
-    for name in before.keys() - now.keys():
-        changed = True
-        names.put(name, before[name])
-    return changed
+    now = names.now()
+    then = _as_it_is_to_be(now, before)
+    changed = [name for name in _differing(now, then) if not name.startswith("__")]
+    for name in changed:
+        if name in then:
+            names.put(name, then[name])
+        else:
+            names.remove(name)
+    return bool(changed)
 
 
 def _of_value(x: Any, seen: set[int], depth: int) -> Iterator[Undo]:
@@ -139,9 +154,11 @@ def _of_value(x: Any, seen: set[int], depth: int) -> Iterator[Undo]:
         inside = list(x)
     if isinstance(x, Tensor):
         yield from _of_tensor(x)
+        inside += (held := _attributes(x)).values()
+        yield partial(_put_object_back, x, held)
         if x.is_leaf and x.requires_grad:  # a look's backward pass may come to it
             yield partial(_put_gradient_back, x, x.grad)
-            inside = [x.grad]
+            inside.append(x.grad)
     elif isinstance(x, nn.Module):
         for module in x.modules():
             if module is x or id(module) not in seen:
@@ -153,6 +170,11 @@ def _of_value(x: Any, seen: set[int], depth: int) -> Iterator[Undo]:
         pass
     elif isinstance(x, types.MethodType):
         inside = [x.__self__]
+    elif isinstance(x, partial):
+        inside = [x.func, *x.args, *x.keywords.values()]
+    elif isinstance(x, _WEAK):
+        yield partial(_put_weak_back, x, before := dict(x.items()))
+        inside = [*before.values()]
     elif _is_data(x) and not isinstance(x, _OPEN):
         yield from _of_state(x)
     elif isinstance(x, _OPEN) or not is_of_library(type(x)):
@@ -172,9 +194,21 @@ def _put_dict_back(x: Any, before: dict[Any, Any]) -> bool:
     if len(now) == len(before) and all(a is b and now[a] is before[b] for a, b in zip(now, before, strict=True)):
         return False
     base.clear(x)
-    for key, y in (*before.items(), *((k, y) for k, y in now.items() if k not in before and not _is_kept(y))):
+    for key, y in _as_it_is_to_be(now, before).items():
         base.__setitem__(x, key, y)
     return True
+
+
+def _put_weak_back(x: Any, before: dict[Any, Any]) -> bool:
+    now = dict(x.items())
+    then = _as_it_is_to_be(now, before)
+    changed = _differing(now, then)
+    for key in changed:
+        if key in then:
+            x[key] = then[key]
+        else:
+            del x[key]
+    return bool(changed)
 
 
 def _put_sequence_back(x: Any, before: list[Any]) -> bool:
@@ -192,16 +226,17 @@ def _attributes(x: Any) -> dict[str, Any]:
 
 
 def _put_object_back(x: Any, before: dict[str, Any]) -> bool:
-    now, changed = _attributes(x), False
-    for name in now.keys() | before.keys():
-        if name not in before:
-            if _is_kept(now[name]):
-                changed = True
-                object.__delattr__(x, name)
-        elif name not in now or (now[name] is not before[name] and _is_kept(now[name])):
-            changed = True
-            object.__setattr__(x, name, before[name])
-    return changed
+    now = _attributes(x)
+    then = _as_it_is_to_be(now, before)
+    changed = _differing(now, then)
+    for name in changed:  # past what its class makes of that
+        if isinstance(getattr(type(x), name, None), types.MemberDescriptorType):
+            object.__setattr__(x, name, then[name]) if name in then else object.__delattr__(x, name)
+        elif name in then:
+            vars(x)[name] = then[name]
+        else:
+            del vars(x)[name]
+    return bool(changed)
 
 
 def _put_gradient_back(x: Tensor, before: Tensor | None) -> bool:
@@ -230,28 +265,34 @@ def _put_tensor_back(x: Tensor, data: Tensor, before: Tensor) -> bool:
 
 
 def _of_state(x: Any) -> Iterator[Undo]:
-    """Generators of random numbers (not those that all share, of which ``same_random_numbers`` knows), and NumPy's
-    arrays. Of a generator it is not told whether it has drawn."""
+    """Random generators, variables of contexts and NumPy's arrays."""
     numpy: Any = sys.modules.get("numpy")
-    if x is torch.default_generator or (numpy is not None and x is numpy.random.mtrand._rand):
-        return
-    if isinstance(x, torch.Generator):
-        yield partial(_set, x.set_state, x.get_state())
-    elif isinstance(x, random.Random):
-        if not isinstance(x, random.SystemRandom):
-            yield partial(_set, x.setstate, x.getstate())
-    elif isinstance(x, numpy.random.RandomState):
-        yield partial(_set, x.set_state, x.get_state())
-    elif isinstance(x, (numpy.random.Generator, numpy.random.BitGenerator)):
-        bits = getattr(x, "bit_generator", x)
-        yield partial(_set, partial(setattr, bits, "state"), bits.state)
-    elif isinstance(x, numpy.ndarray) and x.size <= _LARGE and x.flags.writeable:
+    if (own := generator(x)) is not None:
+        yield partial(_put_state_back, own, own.get(), own.digest())
+    elif isinstance(x, ContextVar):
+        if (value := _value_of(x)) is not _NONE:
+            yield partial(_put_context_back, x, value, x.set(value))
+    elif numpy is not None and isinstance(x, numpy.ndarray) and x.size <= _LARGE and x.flags.writeable:
         yield partial(_put_array_back, x, x.copy())
 
 
-def _set(put: Callable[[Any], object], state: Any) -> bool:
-    put(state)
-    return False
+def _put_state_back(own: Generator, state: Any, digest: int) -> bool:
+    changed = own.digest() != digest
+    own.put(state)
+    return changed
+
+
+def _value_of(x: ContextVar[Any]) -> Any:
+    try:
+        return x.get()
+    except LookupError:
+        return _NONE
+
+
+def _put_context_back(x: ContextVar[Any], value: Any, token: Any) -> bool:
+    changed = _value_of(x) is not value
+    x.reset(token)
+    return changed
 
 
 def _put_array_back(x: Any, before: Any) -> bool:

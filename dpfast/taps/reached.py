@@ -26,11 +26,12 @@ _INSTALLED = ("site-packages", "dist-packages")
 _UNNAMED = frozenset({"__call__", "__getattr__"})
 """Methods that run without being named, of classes of modules; of other classes, all that have such names may."""
 
-_FUNCTIONS_IN = ("__func__", "__self__", "__wrapped__", "func", "fget", "fset")
+_FUNCTIONS_IN = ("__func__", "__self__", "__wrapped__", "func", "args", "fget", "fset")
 """Of methods, of what a decorator has made, of partials and properties."""
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
+_BY_STRINGS = frozenset({"globals", "vars", "getattr", "setattr", "modules", "__dict__"})
 _FEW = 64  # functions in a container of somebody's own
 _DEPTH = 3  # of functions in functions
 _STORE_GLOBAL = opmap["STORE_GLOBAL"]
@@ -199,20 +200,34 @@ class _Code:
                 self._methods.setdefault(name, []).append(x)
 
     def _follow(self, function: types.FunctionType) -> None:
-        own, known, near = names_in(function.__code__), function.__globals__, self._is_own(function)
+        own, known, near = _names_in(function.__code__), function.__globals__, self._is_own(function)
         self._named.update(own)
         for method in [x for name in own for x in self._methods.pop(name, ())]:
             self._meet(method)
         named = {name: known[name] for name in own if name in known}
         refs, names = self._globals.setdefault(id(known), ([], {}))
         refs.append(weakref.ref(function))
-        names.update(dict.fromkeys(own if _stores_globals(function.__code__) else named))
+        names.update(dict.fromkeys(own if _stores_globals(function.__code__) or _BY_STRINGS & {*own} else named))
         for module in list(named.values()):
             if isinstance(module, types.ModuleType) and self._is_own(module, near):
                 self._modules.setdefault(id(module), (module, {}))[1].update(dict.fromkeys(own))
                 named.update({f"{module.__name__}.{name}": x for name, x in vars(module).items() if name in own})
         for x in (*named.values(), *bound_in(function).values()):
             self._meet(x, near)
+
+
+def _names_in(code: types.CodeType) -> list[str]:
+    """And strings, where it asks by these."""
+    own = names_in(code)
+    return [*own, *_strings_in(code)] if _BY_STRINGS & {*own} else own
+
+
+def _strings_in(code: types.CodeType) -> Iterator[str]:
+    for x in code.co_consts:
+        if isinstance(x, types.CodeType):
+            yield from _strings_in(x)
+        elif isinstance(x, str) and x.isidentifier():
+            yield x
 
 
 def _stores_globals(code: types.CodeType) -> bool:

@@ -2,8 +2,15 @@
 move later sums, are refused as those in its modules are."""
 
 import collections
+import contextvars
+import functools
+import random
+import sys
+import threading
 import types
+import weakref
 
+import numpy
 import pytest
 import torch
 from two_linears import D, N, Net, clipping
@@ -28,9 +35,11 @@ def helper():
 def as_at_first():
     global LAST
     LAST, HELD.mean, Centred.mean, Helper.mean = None, 0.0, 0, 0
-    for some in (BY_NAME, LISTED, QUEUED, vars(helper)):
+    for some in (BY_NAME, LISTED, QUEUED, HOLDS, OWN, vars(helper), vars(MEAN), vars(LOCAL)):
         some.clear()
     MEAN.zero_()
+    QUEUE.zero_()
+    PARTIAL.args[0][0] = 0
     if "mean" in vars(Kept):
         del Kept.mean
 
@@ -141,6 +150,100 @@ def of_an_object(self, h):
     return self.helper.centred(h)
 
 
+HOLDS, KEY, CONTEXT = weakref.WeakKeyDictionary(), Helper(), contextvars.ContextVar("mean", default=0)
+QUEUE, LOCAL, OWN = torch.zeros(2**18, 7), threading.local(), collections.UserDict()
+TORCHS, PYTHONS, NUMPYS = torch.Generator(), random.Random(), numpy.random.RandomState()
+
+
+def _kept_in_a_list(kept, h):
+    output = h - kept[0]
+    kept[0] = h.detach().mean()
+    return output
+
+
+PARTIAL = functools.partial(_kept_in_a_list, [0])
+
+
+def argument_of_a_partial(self, h):
+    return PARTIAL(h)
+
+
+def weak_dict(self, h):
+    output = h - HOLDS.get(KEY, 0)
+    HOLDS[KEY] = h.detach().mean()
+    return output
+
+
+def context_variable(self, h):
+    output = h - CONTEXT.get()
+    CONTEXT.set(h.detach().mean())
+    return output
+
+
+def attribute_of_a_tensor(self, h):
+    output = h - getattr(MEAN, "last", 0)
+    MEAN.last = h.detach().mean()
+    return output
+
+
+def large_queue(self, h):
+    output = h - QUEUE[0]
+    QUEUE[0] = h.detach().mean(0)
+    return output
+
+
+def of_a_thread(self, h):
+    output = h - getattr(LOCAL, "mean", 0)
+    LOCAL.mean = h.detach().mean()
+    return output
+
+
+def somebodys_dict(self, h):
+    output = h - OWN.get("mean", 0)
+    OWN["mean"] = h.detach().mean()
+    return output
+
+
+def by_a_string(self, h):
+    output = h - globals().get("BY_STRING", 0)
+    globals()["BY_STRING"] = h.detach().mean()
+    return output
+
+
+def by_the_module(self, h):
+    output = h - getattr(sys.modules[__name__], "BY_MODULE", 0)
+    sys.modules[__name__].BY_MODULE = h.detach().mean()
+    return output
+
+
+def _seed(h):
+    return int(h.detach().abs().sum() * 1000)
+
+
+def seed_of_torch(self, h):
+    output = h * (1 + torch.rand(1, generator=TORCHS))
+    TORCHS.manual_seed(_seed(h))
+    return output
+
+
+def seed_of_python(self, h):
+    output = h * (1 + PYTHONS.random())
+    PYTHONS.seed(_seed(h))
+    return output
+
+
+def seed_of_numpy(self, h):
+    output = h * (1 + float(NUMPYS.rand()))
+    NUMPYS.seed(_seed(h))
+    return output
+
+
+def seed_of_its_own(self, h):
+    output = h * (1 + torch.rand(1, generator=self.generator))
+    self.generator.manual_seed(_seed(h))
+    return output
+
+
 MOVES = [global_tensor, global_dict, global_list, global_name, global_queue, global_object, attribute_of_a_class]
 MOVES += [
     attribute_of_a_function,
@@ -152,13 +255,30 @@ MOVES += [
 ]
 
 
+MOVES += [argument_of_a_partial, weak_dict, context_variable, attribute_of_a_tensor, large_queue, of_a_thread]
+MOVES += [somebodys_dict, by_a_string, by_the_module, seed_of_torch, seed_of_python, seed_of_numpy, seed_of_its_own]
+
+
 @pytest.mark.parametrize("how", MOVES)
 def test_samples_in_it_move_later_sums(how):
     """These were not seen, or taken on trust with a warning."""
     net = Kept(how)
-    net.helper = Helper()
+    net.helper, net.generator = Helper(), torch.Generator()
     with pytest.raises(UnsupportedModuleError, match="changes what the next one gives"):
         clipping(net)(torch.randn(N, D))
+
+
+def centred_by_a_global(module, inputs, output):
+    return global_dict(module, output)
+
+
+def test_hooks_keep_in_globals():
+    """By functions that others name, and that name themselves."""
+    net = Kept(lambda self, h: h)
+    net.first.register_forward_hook(centred_by_a_global)
+    with pytest.raises(UnsupportedModuleError, match="changes what the next one gives"):
+        clipping(net)(torch.randn(N, D))
+    assert not BY_NAME
 
 
 def test_hooks_keep_too():
