@@ -20,7 +20,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dpfast.errors import UnsupportedModuleError
-from dpfast.taps import Gave, put_back
+from dpfast.taps import Gave, numbers_of, put_back
 
 WAYS_OUT = "Register a rule (dpfast.register_rule) or freeze its parameters."
 
@@ -182,6 +182,8 @@ def _attributes_kept(module: nn.Module, began: Sequence[tuple[nn.Module, dict[st
                 now[name] = copies.get(id(x), x)
         for m, numbers in began:
             if id(vars(m)) in there:  # and not gone since
+                for name in numbers_of(m).keys() - numbers.keys():  # the forward has made it
+                    del vars(m)[name]
                 vars(m).update(numbers)
         with put_back(module):
             yield

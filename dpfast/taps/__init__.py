@@ -15,7 +15,7 @@ from dpfast.taps.document_look import Told
 from dpfast.taps.documents import Documents
 from dpfast.taps.followed import Source
 from dpfast.taps.gathered import end_model, experts_of, follow_model
-from dpfast.taps.gave import Gave, runs_again
+from dpfast.taps.gave import Gave, numbers_of, runs_again
 from dpfast.taps.held import Held
 from dpfast.taps.inputs import keys_of, leaves_of, results_in
 from dpfast.taps.kept import trained_beside
@@ -116,6 +116,7 @@ __all__ = [
     "never_compiled",
     "nodes_behind",
     "noise_like",
+    "numbers_of",
     "owned_modules",
     "owned_parameters",
     "picked_or_zeros",

@@ -42,6 +42,11 @@ _as_found: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDict
 """What layers read that lasts, as it was when they last gave the same twice."""
 
 
+def numbers_of(module: nn.Module) -> dict[str, Any]:
+    """Its own attributes that are numbers, switches or words."""
+    return {name: x for name, x in vars(module).items() if type(x) in _NUMBERS and name not in _OF_EVERY_MODULE}
+
+
 class Before:
     """What a layer that will run again holds when its forward begins.
 
@@ -53,10 +58,7 @@ class Before:
 
     def __init__(self, module: nn.Module):
         modules, self._module = list(module.modules()), module
-        self.numbers = [
-            (m, {name: x for name, x in vars(m).items() if type(x) in _NUMBERS and name not in _OF_EVERY_MODULE})
-            for m in modules
-        ]
+        self.numbers = [(m, numbers_of(m)) for m in modules]
         self._mode, found = bytes(m.training for m in modules), self._buffers()
         self._versions = {name: _version(b) for name, b in found.items()}
         may_write = _writes.get(module, {}).get(self._mode, True)

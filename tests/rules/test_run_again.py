@@ -134,6 +134,11 @@ def _buffer_now_and_then(self, distances):
     return distances / self.tau
 
 
+def _number_that_it_makes(self, distances):
+    self.phase = 1.0 - getattr(self, "phase", 1.0)
+    return distances * (1.0 + self.phase)
+
+
 def _buffer_of_two_names(self, distances):
     self.tau.mul_(0.9)
     return distances / self.other
@@ -144,7 +149,15 @@ def _tensor(self, distances):
     return distances * self.factor
 
 
-MOVES = [_buffer_in_place, _buffer_anew, _buffer_now_and_then, _buffer_of_two_names, _number, _count]
+MOVES = [
+    _buffer_in_place,
+    _buffer_anew,
+    _buffer_now_and_then,
+    _buffer_of_two_names,
+    _number,
+    _count,
+    _number_that_it_makes,
+]
 
 
 @pytest.mark.parametrize("n", [1, 4])
