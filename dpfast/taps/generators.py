@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import random
 import sys
 from collections.abc import Callable
@@ -16,10 +15,6 @@ class Generator(NamedTuple):
 
     get: Callable[[], Any]
     put: Callable[[Any], object]
-
-    def digest(self) -> int:
-        """A number that is another where the state is."""
-        return hash(pickle.dumps(self.get()))
 
 
 def generator(x: Any) -> Generator | None:

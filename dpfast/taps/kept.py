@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpfast.taps.generators import generator
 from dpfast.taps.inputs import attributes_of
 from dpfast.taps.reached import bound_in, is_of_library
 from dpfast.taps.tap import Tap, TappedForward
@@ -145,9 +144,6 @@ def _parts(path: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple[
         value = value.__self__
         if isinstance(value, nn.Module) or type(value).__module__.startswith(_OTHERS):
             return
-    if (own := generator(value)) is not None:
-        yield path, own.digest()
-        return
     if hasattr(value, "tobytes"):  # NumPy's arrays and numbers
         yield path, hash(value.tobytes())
         return

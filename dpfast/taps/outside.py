@@ -268,7 +268,7 @@ def _of_state(x: Any) -> Iterator[Undo]:
     """Random generators, variables of contexts and NumPy's arrays."""
     numpy: Any = sys.modules.get("numpy")
     if (own := generator(x)) is not None:
-        yield partial(_put_state_back, own, own.get(), own.digest())
+        yield partial(_put_state_back, own, own.get())
     elif isinstance(x, ContextVar):
         if (value := _value_of(x)) is not _NONE:
             yield partial(_put_context_back, x, value, x.set(value))
@@ -276,10 +276,10 @@ def _of_state(x: Any) -> Iterator[Undo]:
         yield partial(_put_array_back, x, x.copy())
 
 
-def _put_state_back(own: Generator, state: Any, digest: int) -> bool:
-    changed = own.digest() != digest
+def _put_state_back(own: Generator, state: Any) -> bool:
+    """Not said to have changed: how much is drawn may follow from samples, and what comes next is as random then."""
     own.put(state)
-    return changed
+    return False
 
 
 def _value_of(x: ContextVar[Any]) -> Any:
