@@ -88,12 +88,12 @@ def _tensors(x: Any) -> Iterator[Tensor]:
 
 def _copied_function(function: types.FunctionType, memo: dict[int, Any], depth: int) -> types.FunctionType:
     """With copies of what it reaches by name, in cells and by default."""
-    if stands_alone(function) or is_of_library(function):
+    if stands_alone(function) or (function.__closure__ is None and is_of_library(function)):
         return function
-    if not depth:
-        raise NotImplementedError("functions within functions")
     if id(function) in memo:  # it may name itself
         return memo[id(function)]
+    if not depth:
+        raise NotImplementedError("functions within functions")
 
     def own(x: Any) -> Any:
         return _copied(x, memo, depth - 1)
