@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from torch.func import grad, vmap
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from dpfast.arithmetic import is_traced
 from dpfast.errors import UnsupportedModuleError
 from dpfast.taps import Gave, numbers_of, put_back
 
@@ -185,7 +186,7 @@ def _attributes_kept(module: nn.Module, began: Sequence[tuple[nn.Module, dict[st
                 for name in numbers_of(m).keys() - numbers.keys():  # the forward has made it
                     del vars(m)[name]
                 vars(m).update(numbers)
-        with put_back(module):
+        with nullcontext() if is_traced() else put_back(module):  # a capture puts all back itself
             yield
     finally:
         for now, then in before:

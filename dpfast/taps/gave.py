@@ -2,9 +2,9 @@
 
 A layer without a rule runs again in the backward pass: with the numbers and buffers that it had when its forward began,
 which may move them on (a temperature that falls, a power iteration), and for the rest with the attributes of then. What
-it gives is compared with what it gave. No outputs are kept for
-that (what follows may change these in place, and they take memory) but two numbers of each. Comparing these waits for a
-GPU: there it is done the first time, and where the layer reads something else than it did, as far as that can be seen.
+it gives is compared with what it gave. No outputs are kept for that (what follows may change these in place, and they
+take memory) but two numbers of each. Comparing these waits for a GPU: there it is done the first time, and where the
+layer reads something else than it did, as far as that can be seen.
 """
 
 from __future__ import annotations
