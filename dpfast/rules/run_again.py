@@ -164,6 +164,7 @@ class Run:
 
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_FEW = 4096  # numbers: each step makes copies
 
 
 @contextmanager
@@ -186,7 +187,7 @@ def _attributes_kept(module: nn.Module, began: Sequence[tuple[nn.Module, dict[st
                 for name in numbers_of(m).keys() - numbers.keys():  # the forward has made it
                     del vars(m)[name]
                 vars(m).update(numbers)
-        with nullcontext() if is_traced() else put_back(module):  # a capture puts all back itself
+        with nullcontext() if is_traced() else put_back(module, most=_FEW):  # a capture does it all
             yield
     finally:
         for now, then in before:

@@ -6,6 +6,8 @@ Looks run copies of a model. What its modules hold is copied with them, and what
 
 from __future__ import annotations
 
+import functools
+import gc
 import random
 import sys
 import threading
@@ -15,7 +17,6 @@ from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, d
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from dpfast.taps.reached import Names, is_of_library, reached
 
 _DEPTH = 6  # of objects in objects
 _MANY = 1024  # entries: none is looked into where there are more
-_LARGE = 2**24  # numbers: a larger tensor is data, and not copied
+_LARGE = 2**24
 _DICTS = (OrderedDict, dict)  # whose own methods are taken: somebody's classes may have others
 _SEQUENCES = (list, set, deque)
 _NONE = object()
@@ -57,15 +58,16 @@ class Outside:
 
     Args:
         functions: what runs the model, and may keep something too.
+        most: numbers in a tensor; of larger ones, which are data, no copies are made.
     """
 
     changed = False
 
-    def __init__(self, model: nn.Module, *functions: Any):
+    def __init__(self, model: nn.Module, *functions: Any, most: int = _LARGE):
         self._names, self._defaults = reached(model, *functions)
-        seen = set(map(id, model.modules()))
-        self._undo = [x for some in self._names for x in _of_names(some, seen)]
-        self._undo += [x for value in self._defaults for x in _of_value(value, seen, _DEPTH)]
+        self._seen, self._most = set(map(id, model.modules())), most
+        self._undo = [x for some in self._names for x in self._of_names(some)]
+        self._undo += [x for value in self._defaults for x in self._of_value(value, _DEPTH)]
 
     def put_back(self) -> None:
         told = [undo() for undo in self._undo]  # each of them
@@ -81,11 +83,84 @@ class Outside:
         of_modules = [(f"{name}.{x}", b) for name, y in found if isinstance(y, nn.Module) for x, b in y.named_buffers()]
         return [(name, y) for name, y in found if _is_kept(y)] + of_modules
 
+    def _of_names(self, names: Names) -> Iterator[Undo]:
+        before = names.now()
+        yield functools.partial(_put_names_back, names, before)
+        for x in before.values():
+            if type(x) not in _CODE:
+                yield from self._of_value(x, _DEPTH)
+
+    def _of_value(self, x: Any, depth: int) -> Iterator[Undo]:
+        if type(x) in _VALUES or id(x) in self._seen or not depth:
+            return
+        self._seen.add(id(x))
+        inside: list[Any] = []
+        if isinstance(x, dict):
+            inside = list(dict.values(x))
+            yield functools.partial(_put_dict_back, x, dict(dict.items(x)))
+        elif isinstance(x, _SEQUENCES):
+            inside = list(_base(x, _SEQUENCES).__iter__(x))
+            yield functools.partial(_put_sequence_back, x, [*inside])
+        elif isinstance(x, (tuple, frozenset)):
+            inside = list(x)
+        if isinstance(x, Tensor):
+            yield from self._of_tensor(x)
+            inside += (held := _attributes(x)).values()
+            yield functools.partial(_put_object_back, x, held)
+            if x.is_leaf and x.requires_grad:  # a look's backward pass may come to it
+                yield functools.partial(_put_gradient_back, x, x.grad)
+                inside.append(x.grad)
+        elif isinstance(x, nn.Module):
+            for module in x.modules():
+                if module is x or id(module) not in self._seen:
+                    self._seen.add(id(module))
+                    held = _attributes(module)
+                    yield functools.partial(_put_object_back, module, held)
+                    inside += held.values()
+        elif type(x) in _CODE or type(x) in _PLAIN or isinstance(x, type):
+            pass
+        elif isinstance(x, types.MethodType):
+            inside = [x.__self__]
+        elif isinstance(x, functools.partial):
+            inside = [x.func, *x.args, *x.keywords.values()]
+        elif isinstance(x, functools._lru_cache_wrapper):
+            inside = _remembered(x)
+        elif isinstance(x, _WEAK):
+            yield functools.partial(_put_weak_back, x, before := dict(x.items()))
+            inside = [*before.values()]
+        elif _is_data(x) and not isinstance(x, _OPEN):
+            yield from self._of_state(x)
+        elif isinstance(x, _OPEN) or not is_of_library(type(x)):
+            held = _attributes(x)
+            yield functools.partial(_put_object_back, x, held)
+            inside += held.values()
+        for y in inside if len(inside) <= _MANY else ():
+            yield from self._of_value(y, depth - 1)
+
+    def _of_tensor(self, x: Tensor) -> Iterator[Undo]:
+        plain = type(x) in (Tensor, nn.Parameter) and x.layout is torch.strided and not (x.is_meta or x.is_quantized)
+        if plain and x.numel() <= self._most:
+            yield functools.partial(_put_tensor_back, x, x.data, x.detach().clone(), _version(x))
+        elif not x.is_inference():
+            version = _version(x)
+            yield lambda: _version(x) != version
+
+    def _of_state(self, x: Any) -> Iterator[Undo]:
+        """Random generators, variables of contexts and NumPy's arrays."""
+        numpy: Any = sys.modules.get("numpy")
+        if (own := generator(x)) is not None:
+            yield functools.partial(_put_state_back, own, own.get())
+        elif isinstance(x, ContextVar):
+            if (value := _value_of(x)) is not _NONE:
+                yield functools.partial(_put_context_back, x, value, x.set(value))
+        elif numpy is not None and isinstance(x, numpy.ndarray) and x.size <= self._most and x.flags.writeable:
+            yield functools.partial(_put_array_back, x, x.copy())
+
 
 @contextmanager
-def put_back(model: nn.Module, *functions: Any) -> Iterator[Outside]:
+def put_back(model: nn.Module, *functions: Any, most: int = _LARGE) -> Iterator[Outside]:
     """What forwards of the model reach outside of its modules is as it was when this ends; arguments as Outside's."""
-    outside = Outside(model, *functions)
+    outside = Outside(model, *functions, most=most)
     try:
         yield outside
     finally:
@@ -109,12 +184,9 @@ def _is_data(x: Any) -> bool:
     )
 
 
-def _of_names(names: Names, seen: set[int]) -> Iterator[Undo]:
-    before = names.now()
-    yield partial(_put_names_back, names, before)
-    for x in before.values():
-        if type(x) not in _CODE:
-            yield from _of_value(x, seen, _DEPTH)
+def _remembered(x: Any) -> list[Any]:
+    """The results that a function remembers (``functools.cache``), which it tells nobody but the garbage collector."""
+    return [z for y in gc.get_referents(x) for z in (y.values() if type(y) is dict else [y])]
 
 
 def _as_it_is_to_be(now: dict[Any, Any], before: dict[Any, Any]) -> dict[Any, Any]:
@@ -137,52 +209,6 @@ def _put_names_back(names: Names, before: dict[str, Any]) -> bool:
         else:
             names.remove(name)
     return bool(changed)
-
-
-def _of_value(x: Any, seen: set[int], depth: int) -> Iterator[Undo]:
-    if type(x) in _VALUES or id(x) in seen or not depth:
-        return
-    seen.add(id(x))
-    inside: list[Any] = []
-    if isinstance(x, dict):
-        inside = list(dict.values(x))
-        yield partial(_put_dict_back, x, dict(dict.items(x)))
-    elif isinstance(x, _SEQUENCES):
-        inside = list(_base(x, _SEQUENCES).__iter__(x))
-        yield partial(_put_sequence_back, x, [*inside])
-    elif isinstance(x, (tuple, frozenset)):
-        inside = list(x)
-    if isinstance(x, Tensor):
-        yield from _of_tensor(x)
-        inside += (held := _attributes(x)).values()
-        yield partial(_put_object_back, x, held)
-        if x.is_leaf and x.requires_grad:  # a look's backward pass may come to it
-            yield partial(_put_gradient_back, x, x.grad)
-            inside.append(x.grad)
-    elif isinstance(x, nn.Module):
-        for module in x.modules():
-            if module is x or id(module) not in seen:
-                seen.add(id(module))
-                held = _attributes(module)
-                yield partial(_put_object_back, module, held)
-                inside += held.values()
-    elif type(x) in _CODE or type(x) in _PLAIN or isinstance(x, type):
-        pass
-    elif isinstance(x, types.MethodType):
-        inside = [x.__self__]
-    elif isinstance(x, partial):
-        inside = [x.func, *x.args, *x.keywords.values()]
-    elif isinstance(x, _WEAK):
-        yield partial(_put_weak_back, x, before := dict(x.items()))
-        inside = [*before.values()]
-    elif _is_data(x) and not isinstance(x, _OPEN):
-        yield from _of_state(x)
-    elif isinstance(x, _OPEN) or not is_of_library(type(x)):
-        held = _attributes(x)
-        yield partial(_put_object_back, x, held)
-        inside += held.values()
-    for y in inside if len(inside) <= _MANY else ():
-        yield from _of_value(y, seen, depth - 1)
 
 
 def _base(x: Any, kinds: Sequence[Any]) -> Any:
@@ -244,36 +270,23 @@ def _put_gradient_back(x: Tensor, before: Tensor | None) -> bool:
     return False
 
 
-def _of_tensor(x: Tensor) -> Iterator[Undo]:
-    plain = type(x) in (Tensor, nn.Parameter) and x.layout is torch.strided and not (x.is_meta or x.is_quantized)
-    if plain and x.numel() <= _LARGE:
-        yield partial(_put_tensor_back, x, x.data, x.detach().clone())
-    elif not x.is_inference():
-        version = x._version
-        yield lambda: bool(x._version != version)
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version
 
 
-def _put_tensor_back(x: Tensor, data: Tensor, before: Tensor) -> bool:
+def _put_tensor_back(x: Tensor, data: Tensor, before: Tensor, version: int) -> bool:
     changed = x.data_ptr() != data.data_ptr() or x.shape != data.shape
     if changed:
         x.data = data
-    if not torch.equal(data, before):  # or it is NaN
-        changed = changed or not bool(((data == before) | ((data != data) & (before != before))).all())
+    if x.device.type != "cpu":  # whose values would be waited for
+        differs = written = _version(x) != version
+    else:
+        differs = not torch.equal(data, before)  # or it is NaN
+        written = differs and not bool(((data == before) | ((data != data) & (before != before))).all())
+    if differs:
         with torch.inference_mode(x.is_inference()):
             data.copy_(before)
-    return changed
-
-
-def _of_state(x: Any) -> Iterator[Undo]:
-    """Random generators, variables of contexts and NumPy's arrays."""
-    numpy: Any = sys.modules.get("numpy")
-    if (own := generator(x)) is not None:
-        yield partial(_put_state_back, own, own.get())
-    elif isinstance(x, ContextVar):
-        if (value := _value_of(x)) is not _NONE:
-            yield partial(_put_context_back, x, value, x.set(value))
-    elif numpy is not None and isinstance(x, numpy.ndarray) and x.size <= _LARGE and x.flags.writeable:
-        yield partial(_put_array_back, x, x.copy())
+    return changed or written
 
 
 def _put_state_back(own: Generator, state: Any) -> bool:
