@@ -168,7 +168,9 @@ _FEW = 4096  # numbers: each step makes copies
 
 
 @contextmanager
-def _attributes_kept(module: nn.Module, began: Sequence[tuple[nn.Module, dict[str, Any]]]) -> Iterator[None]:
+def _attributes_kept(
+    module: nn.Module, began: Sequence[tuple[nn.Module, dict[str, Any], frozenset[str]]]
+) -> Iterator[None]:
     """What runs within it finds numbers as they were when the layer's forward began, of it and its children. It may set
     attributes there, and write to tensors, arrays, lists, sets and dicts, of which it has copies: under vmap what it
     leaves is dead when the run has ended. Tensors in lists may be many, and are not copied. What it keeps outside of
@@ -182,9 +184,9 @@ def _attributes_kept(module: nn.Module, began: Sequence[tuple[nn.Module, dict[st
                 if name not in _OF_EVERY_MODULE and id(x) not in copies:
                     copies[id(x)] = _copied(x)
                 now[name] = copies.get(id(x), x)
-        for m, numbers in began:
+        for m, numbers, names in began:
             if id(vars(m)) in there:  # and not gone since
-                for name in numbers_of(m).keys() - numbers.keys():  # the forward has made it
+                for name in numbers_of(m).keys() - names:  # the forward has made it
                     del vars(m)[name]
                 vars(m).update(numbers)
         with nullcontext() if is_traced() else put_back(module, most=_FEW):  # a capture does it all

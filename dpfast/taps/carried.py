@@ -57,10 +57,11 @@ def carried(
             for witness in witnesses:
                 witness.called = trial, some
             args, kwargs = trial.unflatten(some)
-            before = kept.beside_parameters(copy)
+            before, beside = kept.beside_parameters(copy), kept.made_outside(outside.values())
             with following_model(witnesses[0].taps, copy, some), torch.enable_grad():  # as in training
                 results = results_in(copy(*args, **kwargs))
                 results += kept.made(copy, before)
+                results += kept.made_outside(outside.values(), beside)
                 results += _gradients(results, copy)
                 return [x.detach() if isinstance(x, Tensor) else x for x in results]
 
@@ -90,7 +91,7 @@ def _gradients(results: Sequence[Any], copy: nn.Module) -> list[Any]:
     parameters = [p for p in copy.parameters() if p.requires_grad]
     if not ends or not parameters:
         return []
-    sums = [x.sum() for x in ends]
+    sums = [(x + x.square()).sum() for x in ends]  # with gradients that follow samples behind a linear layer too
     if not in_reentrant_checkpoint(sums):
         return [*torch.autograd.grad(sums, parameters, allow_unused=True)]
     if any(type(p) is not nn.Parameter for p in parameters):  # the model's own, whose gradients are the caller's

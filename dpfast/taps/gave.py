@@ -51,14 +51,14 @@ class Before:
     """What a layer that will run again holds when its forward begins.
 
     Attributes:
-        numbers: numbers, switches and words of it and its children, by names.
+        numbers: numbers, switches and words of it and its children, by names, and the names of all that they have.
         buffers: copies of those that its forward writes to, by their names within it; until that has ended, of all that
             it may write to.
     """
 
     def __init__(self, module: nn.Module):
         modules, self._module = list(module.modules()), module
-        self.numbers = [(m, numbers_of(m)) for m in modules]
+        self.numbers = [(m, numbers_of(m), frozenset(vars(m))) for m in modules]
         self._mode, found = bytes(m.training for m in modules), self._buffers()
         self._versions = {name: _version(b) for name, b in found.items()}
         may_write = _writes.get(module, {}).get(self._mode, True)
@@ -69,6 +69,11 @@ class Before:
 
     def ended(self) -> None:
         """The forward has."""
+        made = any(
+            x is True and not began.get(name) for m, began, _ in self.numbers for name, x in numbers_of(m).items()
+        )
+        if made:  # a switch is on now: what was made once is there when it runs again
+            self.numbers, self.buffers = [], {}
         now = self._buffers()
         written = {name for name, b in now.items() if _version(b) != self._versions.get(name)}
         written |= {name for name, b in self.buffers.items() if name in now and not _is_equal(b, now[name])}
@@ -80,7 +85,8 @@ class Before:
 def _is_equal(one: Tensor, two: Tensor) -> bool:
     """Not asked where it would be waited for, but for the version."""
     like = one.dtype == two.dtype and one.device == two.device
-    return like and (one.is_meta or is_waited_for(one) or torch.equal(one, two))
+    told = one.is_meta or is_waited_for(one) or one.layout is not torch.strided or one.is_quantized
+    return like and (told or torch.equal(one, two))
 
 
 class Gave:

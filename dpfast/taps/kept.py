@@ -189,6 +189,13 @@ def made(model: nn.Module, before: dict[str, Any]) -> list[Tensor]:
     return [x for x in found if is_differentiable(x) and x.grad_fn is not None]
 
 
+def made_outside(outside: Iterable[tuple[str, Any]], before: Sequence[Tensor] = ()) -> list[Tensor]:
+    """The same of what it has put elsewhere, where nothing of that was there."""
+    seen, there = set[int](), set(map(id, before))
+    found = [x for name, value in outside for _, x in _parts(name, value, seen, _DEPTH) if id(x) not in there]
+    return [x for x in found if is_differentiable(x) and x.grad_fn is not None]
+
+
 def differentiable(model: nn.Module, outputs: Sequence[Any]) -> dict[str, Tensor]:
     """What a forward pass has left in attributes of its modules beside its outputs, and a loss may be made of, by their
     names."""

@@ -28,6 +28,8 @@ from dpfast.taps.reached import Names, is_of_library, reached
 
 _DEPTH = 6  # of objects in objects
 _MANY = 1024  # entries: none is looked into where there are more
+_LONG = 2**16  # entries: what has more is data
+_MOST = 2**14  # objects
 _LARGE = 2**24
 _DICTS = (OrderedDict, dict)  # whose own methods are taken: somebody's classes may have others
 _SEQUENCES = (list, set, deque)
@@ -67,10 +69,10 @@ class Outside:
         self._names, self._defaults = reached(model, *functions)
         self._seen, self._most = set(map(id, model.modules())), most
         self._undo = [x for some in self._names for x in self._of_names(some)]
-        self._undo += [x for value in self._defaults for x in self._of_value(value, _DEPTH)]
+        self._undo += [x for value in self._defaults for x in self._of_whatever(value)]
 
     def put_back(self) -> None:
-        told = [undo() for undo in self._undo]  # each of them
+        told = list(map(_done, self._undo))  # each of them
         self.changed = any(told)
 
     def values(self) -> list[tuple[str, Any]]:
@@ -81,27 +83,35 @@ class Outside:
         ]
         found += [(f"default {number}", y) for number, y in enumerate(self._defaults)]
         of_modules = [(f"{name}.{x}", b) for name, y in found if isinstance(y, nn.Module) for x, b in y.named_buffers()]
-        return [(name, y) for name, y in found if _is_kept(y)] + of_modules
+        return [(name, y) for name, y in found if _is_kept(y) and not _is_long(y)] + of_modules
 
     def _of_names(self, names: Names) -> Iterator[Undo]:
         before = names.now()
         yield functools.partial(_put_names_back, names, before)
         for x in before.values():
             if type(x) not in _CODE:
-                yield from self._of_value(x, _DEPTH)
+                yield from self._of_whatever(x)
+
+    def _of_whatever(self, x: Any) -> list[Undo]:
+        """Nothing of what cannot be looked at."""
+        try:
+            return list(self._of_value(x, _DEPTH))
+        except Exception:  # whatever an object of somebody's own raises
+            return []
 
     def _of_value(self, x: Any, depth: int) -> Iterator[Undo]:
-        if type(x) in _VALUES or id(x) in self._seen or not depth:
+        if type(x) in _VALUES or id(x) in self._seen or not depth or len(self._seen) > _MOST or _is_long(x):
             return
         self._seen.add(id(x))
         inside: list[Any] = []
-        if isinstance(x, dict):
+        cls = type(x)  # what an object says of its class may be another's (a proxy)
+        if issubclass(cls, dict):
             inside = list(dict.values(x))
             yield functools.partial(_put_dict_back, x, dict(dict.items(x)))
-        elif isinstance(x, _SEQUENCES):
+        elif issubclass(cls, _SEQUENCES):
             inside = list(_base(x, _SEQUENCES).__iter__(x))
             yield functools.partial(_put_sequence_back, x, [*inside])
-        elif isinstance(x, (tuple, frozenset)):
+        elif issubclass(cls, (tuple, frozenset)):
             inside = list(x)
         if isinstance(x, Tensor):
             yield from self._of_tensor(x)
@@ -167,15 +177,17 @@ def put_back(model: nn.Module, *functions: Any, most: int = _LARGE) -> Iterator[
         outside.put_back()
 
 
-def _is_kept(x: Any) -> bool:
-    """Whether a pass may have left it, and meets it in the next: no function, module or class, and nothing that a
-    library has made once for all (a kernel, a pool of threads), unless it holds tensors."""
+def _stays(x: Any) -> bool:
+    """Whether it is what a library has made once for all (a kernel, a pool of threads) and holds no tensors."""
     cls = type(x)
-    if cls in _CODE or isinstance(x, (type, nn.Module)):
+    if cls in _CODE or cls in _PLAIN or issubclass(cls, (type, nn.Module, Tensor)) or not is_of_library(cls):
         return False
-    if cls in _PLAIN or isinstance(x, Tensor):
-        return True
-    return not is_of_library(cls) or _is_data(x) or any(isinstance(y, Tensor) for y in attributes_of(x).values())
+    return not (_is_data(x) or any(isinstance(y, Tensor) for y in attributes_of(x).values()))
+
+
+def _is_kept(x: Any) -> bool:
+    """Whether a pass may have left it, and meets it in the next."""
+    return not (type(x) in _CODE or issubclass(type(x), (type, nn.Module)) or _stays(x))
 
 
 def _is_data(x: Any) -> bool:
@@ -184,15 +196,26 @@ def _is_data(x: Any) -> bool:
     )
 
 
+def _is_long(x: Any) -> bool:
+    return issubclass(type(x), (dict, *_SEQUENCES, tuple)) and x.__len__() > _LONG
+
+
+def _done(undo: Undo) -> bool:
+    try:
+        return undo()
+    except Exception:  # of an object that lets nobody write to it
+        return True
+
+
 def _remembered(x: Any) -> list[Any]:
     """The results that a function remembers (``functools.cache``), which it tells nobody but the garbage collector."""
     return [z for y in gc.get_referents(x) for z in (y.values() if type(y) is dict else [y])]
 
 
 def _as_it_is_to_be(now: dict[Any, Any], before: dict[Any, Any]) -> dict[Any, Any]:
-    """As it was, but for what is not taken back."""
-    there = {key: now[key] if key in now and not _is_kept(now[key]) else x for key, x in before.items()}
-    return {**there, **{key: x for key, x in now.items() if key not in before and not _is_kept(x)}}
+    """As it was, but for what stays."""
+    there = {key: now[key] if key in now and now[key] is not x and _stays(now[key]) else x for key, x in before.items()}
+    return {**there, **{key: x for key, x in now.items() if key not in before and _stays(x)}}
 
 
 def _differing(now: dict[Any, Any], then: dict[Any, Any]) -> list[Any]:
@@ -202,7 +225,7 @@ def _differing(now: dict[Any, Any], then: dict[Any, Any]) -> list[Any]:
 def _put_names_back(names: Names, before: dict[str, Any]) -> bool:
     now = names.now()
     then = _as_it_is_to_be(now, before)
-    changed = [name for name in _differing(now, then) if not name.startswith("__")]
+    changed = [name for name in _differing(now, then) if not (name[:2] == name[-2:] == "__")]
     for name in changed:
         if name in then:
             names.put(name, then[name])
@@ -212,7 +235,7 @@ def _put_names_back(names: Names, before: dict[str, Any]) -> bool:
 
 
 def _base(x: Any, kinds: Sequence[Any]) -> Any:
-    return next(kind for kind in kinds if isinstance(x, kind))
+    return next(kind for kind in kinds if issubclass(type(x), kind))
 
 
 def _put_dict_back(x: Any, before: dict[Any, Any]) -> bool:
@@ -279,11 +302,11 @@ def _put_tensor_back(x: Tensor, data: Tensor, before: Tensor, version: int) -> b
     if changed:
         x.data = data
     if x.device.type != "cpu":  # whose values would be waited for
-        differs = written = _version(x) != version
+        written = _version(x) != version
     else:
-        differs = not torch.equal(data, before)  # or it is NaN
-        written = differs and not bool(((data == before) | ((data != data) & (before != before))).all())
-    if differs:
+        same = torch.equal(data, before)  # or it is NaN; item(), as a look answers bool() itself
+        written = not (same or ((data == before) | ((data != data) & (before != before))).all().item())
+    if written:
         with torch.inference_mode(x.is_inference()):
             data.copy_(before)
     return changed or written

@@ -62,16 +62,20 @@ class Names(NamedTuple):
             self.where.cell_contents = value
         elif isinstance(self.where, dict):
             self.where[name] = value
+        elif isinstance(self.where, type):
+            type.__setattr__(self.where, name, value)  # past what a metaclass makes of it
         else:
-            setattr(self.where, name, value)
+            vars(self.where)[name] = value
 
     def remove(self, name: str) -> None:
         if isinstance(self.where, types.CellType):
             del self.where.cell_contents
         elif isinstance(self.where, dict):
             del self.where[name]
+        elif isinstance(self.where, type):
+            type.__delattr__(self.where, name)
         else:
-            delattr(self.where, name)
+            del vars(self.where)[name]
 
     def __str__(self) -> str:
         if isinstance(self.where, dict):
