@@ -34,7 +34,6 @@ def _write(tensor):
 
 # What the layer reads: what it holds, how that changes, how it comes to a factor, and whether that is seen on a GPU.
 _READ = {
-    "a number": (lambda: 1.0, lambda m: setattr(m, "kept", 3.0), lambda m: m.kept, True),
     "a tensor": (lambda: torch.ones(3), lambda m: _write(m.kept), lambda m: m.kept, True),
     "its data": (lambda: torch.ones(3), lambda m: _write(m.kept.data), lambda m: m.kept, False),
     "another tensor": (lambda: torch.ones(3), lambda m: setattr(m, "kept", torch.zeros(3)), lambda m: m.kept, True),
@@ -70,6 +69,26 @@ def test_whatever_it_reads_may_not_change_between_forward_and_backward(monkeypat
     change(model.m)
     with pytest.raises(UnsupportedModuleError) if seen or not (steps and as_on_a_gpu) else contextlib.nullcontext():
         loss.backward()
+
+
+@pytest.mark.on_cpu
+@pytest.mark.parametrize("as_on_a_gpu", [False, True])
+def test_a_number_is_found_as_the_forward_found_it(monkeypatch, wrap, as_on_a_gpu):
+    model = Model(Distances())
+    if as_on_a_gpu:
+        monkeypatch.setattr(dpfast.taps.gave, "is_waited_for", lambda x: True)
+    wrapped, gradients = wrap(model), []
+    x = inputs()
+    for changed in (1.0, 3.0):
+        model.m.scale = 1.0
+        wrapped.zero_grad()
+        loss = loss_of(wrapped, x)
+        model.m.scale = changed
+        loss.backward()
+        gradients.append([p.grad if p.grad is not None else p.grad_sample for p in model.parameters()])
+        assert model.m.scale == changed
+    for one, other in zip(*gradients, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_ordinary_steps_do_not_wait_for_a_gpu(monkeypatch):
