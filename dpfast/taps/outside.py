@@ -68,6 +68,7 @@ class Outside:
     def __init__(self, model: nn.Module, *functions: Any, most: int = _LARGE):
         self._names, self._defaults = reached(model, *functions)
         self._seen, self._most = set(map(id, model.modules())), most
+        self._limit = len(self._seen) + _MOST
         self._undo = [x for some in self._names for x in self._of_names(some)]
         self._undo += [x for value in self._defaults for x in self._of_whatever(value)]
 
@@ -100,7 +101,7 @@ class Outside:
             return []
 
     def _of_value(self, x: Any, depth: int) -> Iterator[Undo]:
-        if type(x) in _VALUES or id(x) in self._seen or not depth or len(self._seen) > _MOST or _is_long(x):
+        if type(x) in _VALUES or id(x) in self._seen or not depth or len(self._seen) > self._limit or _is_long(x):
             return
         self._seen.add(id(x))
         inside: list[Any] = []
