@@ -304,3 +304,25 @@ def test_how_much_is_drawn_may_follow_from_samples(of):
     net = Kept(how)
     net.generator = torch.Generator()
     clipping(net)(torch.randn(N, D))
+
+
+def test_states_that_a_backward_pass_moves():
+    """Behind a linear layer the gradient of a sum of outputs does not follow from samples: that showed nothing."""
+
+    def how(self, h):
+        output = h - HELD.mean
+        output.register_hook(lambda gradient: setattr(HELD, "mean", gradient.mean().item()))
+        return output
+
+    with pytest.raises(UnsupportedModuleError, match="changes what the next one gives"):
+        clipping(Kept(how))(torch.randn(N, D))
+
+
+def test_states_that_move_a_loss_kept_outside():
+    def how(self, h):
+        BY_NAME["loss"] = (h - HELD.mean).square().mean(1)
+        HELD.mean = h.detach().mean()
+        return h
+
+    with pytest.raises(UnsupportedModuleError, match="changes what the next one gives"):
+        clipping(Kept(how))(torch.randn(N, D))
