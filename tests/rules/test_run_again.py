@@ -4,6 +4,7 @@ error, and what the second run sets on them does not stay."""
 import copy
 import functools
 import random
+import types
 import warnings
 
 import numpy
@@ -181,6 +182,22 @@ def test_a_state_that_each_forward_moves_on(wrap, forward, n):
 def test_a_tensor_that_each_forward_moves_on_is_refused(wrap):
     with pytest.raises(UnsupportedModuleError, match=CHANGED):
         loss_of(wrap(Model(Distances(_tensor))), inputs()).backward()
+
+
+@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_object_that_comes_back_with_every_second_run_is_refused(wrap, dtype, n):
+    """A third run gives what the first gave, and its agreement is no evidence."""
+
+    class Alternating(Distances):
+        def forward(self, x):
+            self.state.phase = 1 - self.state.phase
+            return torch.cdist(x.float(), self.rows.float()).to(x.dtype) * (1 + self.state.phase)
+
+    model = Model(Alternating()).to(dtype)
+    model.m.state = types.SimpleNamespace(phase=0)
+    with pytest.raises(UnsupportedModuleError, match="gave another output"):
+        loss_of(wrap(model), inputs(n).to(dtype)).backward()
 
 
 @pytest.mark.parametrize("n", [1, 4])
