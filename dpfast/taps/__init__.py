@@ -9,6 +9,7 @@ from dpfast.taps.activations import Activations
 from dpfast.taps.around import sees_its_own_heads
 from dpfast.taps.bags import bags_in_rows, picked_or_zeros
 from dpfast.taps.broadcast import BroadcastMethod
+from dpfast.taps.called import looks_again_at
 from dpfast.taps.copies import tapped_again, without_graphs
 from dpfast.taps.detached import DetachableParameters
 from dpfast.taps.document_look import Told
@@ -40,7 +41,7 @@ from dpfast.taps.own_node import OwnStep, register_node
 from dpfast.taps.owned import has_something_to_tap, owned_modules, owned_parameters
 from dpfast.taps.passes import forget_compiled_code, in_backward, never_compiled, suspended, taps_suspended
 from dpfast.taps.pieces import Pieces
-from dpfast.taps.probe import Probe, looks_again_at
+from dpfast.taps.probe import Probe
 from dpfast.taps.pulled_back import pulled_back, remaining
 from dpfast.taps.random_numbers import same_random_numbers
 from dpfast.taps.registry import (

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from dpfast.errors import DpfastWarning, InputError
 from dpfast.taps.boundaries import shows
+from dpfast.taps.called import looks_again_at
 from dpfast.taps.document_look import DocumentLook, Told
 from dpfast.taps.inputs import leaves_of
 from dpfast.taps.layout import kind_here
-from dpfast.taps.probe import looks_again_at
 from dpfast.taps.tap import Tap
 
 _LONGER = 2

@@ -181,25 +181,8 @@ class _Exchange:
         self.lengths |= base.lengths
         self.counted = self._counted_by(base)
         runs = [self._run(j, noisy) for j in which]
-        found: dict[Key, Place] = {}
-        wrong: list[Key] = []
-        not_run: set[Key] = set()
-        for key, place in self.places.items():
-            calls = [base.calls.get(key), *(run.calls.get(key) for run in runs)]
-            if not any(calls):
-                not_run.add(key)
-                continue
-            if key in self.also_alone:
-                calls = [some and [x for x in some if isinstance(x, Tensor)] for some in calls]
-            told = place_told(self.size, place, calls[0], calls[1:], which)
-            if isinstance(told, str):
-                wrong.append(key)
-            found[key] = told
-        for key, place in base.met.items():  # noted if it is wrong: shapes have told where it is
-            told = place_told(self.size, place, base.calls[key], [run.calls.get(key) for run in runs], which)
-            if isinstance(told, str):
-                wrong.append(key)
-                found[key] = told
+        found, not_run = self._of_taps(base, runs, which)
+        wrong = [key for key, place in found.items() if isinstance(place, str)]
         parted = {i: parted_told(i, base, runs, which) for i in range(len(base.outputs))}
         outputs = dict.fromkeys((i for i, dims in parted.items() if dims == []), _MIXED)
         exchanged, differ = Exchanged(base, runs, which, base.met | found, self.size), False
@@ -223,17 +206,7 @@ class _Exchange:
             if outputs:
                 outputs = self._of_batch(outputs, base, noisy)
         outputs |= losses
-        mixed = [key for key in wrong if isinstance(found[key], Mixed)]
-        if mixed:
-            # Those whose shapes did not part the samples are before those that see what came of it.
-            suspects = {*wrong, *(key for key, place in self.by_shapes.items() if _is_odd(place))} & base.order.keys()
-            first = self.taps[min(suspects, key=lambda key: base.order[key])[0]].layer
-            where = f"; samples meet in {first}, or between it and the layer before"
-            found.update({key: Mixed(f"{found[key]}{where}") for key in mixed})
-            outputs = {i: message + where for i, message in outputs.items()}
-        if met:  # those next to the loss are the first that see it
-            last = self.taps[max(met, key=lambda key: base.order[key])[0]].layer
-            found.update(dict.fromkeys(met, Mixed(_IN_BACKWARD.format(last))))
+        found, outputs = self._and_where(found, outputs, met, base)
         changed = any(
             not equal(x, y)
             for run in runs
@@ -252,10 +225,50 @@ class _Exchange:
             changed,
             why=why,
             parted=of_samples,
-            not_run=frozenset(not_run),
+            not_run=not_run,
             packed=frozenset(base.packed),
             draws=self.again.are_drawn(),
         )
+
+    def _of_taps(self, base: Run, runs: Sequence[Run], which: Which) -> tuple[dict[Key, Place], frozenset[Key]]:
+        """Where taps have their samples, or why these are not apart, and which taps did not run."""
+        found: dict[Key, Place] = {}
+        not_run: set[Key] = set()
+        for key, place in self.places.items():
+            calls = [base.calls.get(key), *(run.calls.get(key) for run in runs)]
+            if not any(calls):
+                not_run.add(key)
+                continue
+            if key in self.also_alone:
+                calls = [some and [x for x in some if isinstance(x, Tensor)] for some in calls]
+            found[key] = place_told(self.size, place, calls[0], calls[1:], which)
+        for key, place in base.met.items():  # noted if it is wrong: shapes have told where it is
+            told = place_told(self.size, place, base.calls[key], [run.calls.get(key) for run in runs], which)
+            if isinstance(told, str):
+                found[key] = told
+        return found, frozenset(not_run)
+
+    def _and_where(
+        self, found: dict[Key, Place], outputs: dict[int, str], met: Sequence[Key], base: Run
+    ) -> tuple[dict[Key, Place], dict[int, str]]:
+        """What is told of taps and outputs, with the layer that samples meet in.
+
+        Args:
+            met: taps where they do in the backward pass.
+        """
+        found, wrong = dict(found), {key for key, place in found.items() if isinstance(place, str)}
+        mixed = [key for key in wrong if isinstance(found[key], Mixed)]
+        if mixed:
+            # Those whose shapes did not part the samples are before those that see what came of it.
+            suspects = {*wrong, *(key for key, place in self.by_shapes.items() if _is_odd(place))} & base.order.keys()
+            first = self.taps[min(suspects, key=lambda key: base.order[key])[0]].layer
+            where = f"; samples meet in {first}, or between it and the layer before"
+            found.update({key: Mixed(f"{found[key]}{where}") for key in mixed})
+            outputs = {i: message + where for i, message in outputs.items()}
+        if met:  # those next to the loss are the first that see it
+            last = self.taps[max(met, key=lambda key: base.order[key])[0]].layer
+            found.update(dict.fromkeys(met, Mixed(_IN_BACKWARD.format(last))))
+        return found, outputs
 
     def carried(self, told: Told) -> tuple[Sequence[str], str | None]:
         """What of a sample changes the forward after its own, and why that is not told; not asked where something is

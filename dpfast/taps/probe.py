@@ -13,9 +13,10 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from dpfast.arithmetic import buffers, in_cuda_graph
+from dpfast.arithmetic import buffers
 from dpfast.errors import DpfastWarning, InputError, UnsupportedModuleError
 from dpfast.taps.bags import NO_BAGS, Bags
+from dpfast.taps.called import Called, Due, Looks
 from dpfast.taps.exchange import told_by_exchange
 from dpfast.taps.inputs import no_samples_in, refuse_nested, refuse_sparse, warn_of_lists
 from dpfast.taps.kinds import alike_by_accident, kind_of
@@ -32,10 +33,6 @@ from dpfast.taps.trial import Trial
 
 _MORE_SAMPLES = 8  # for what three do not show: groups, parts of the batch
 _SOME_SAMPLES = 4  # three of which are exchanged
-_LATER = frozenset({1, *(8**k - 1 for k in range(1, 9))})
-"""Forwards after the first that are looked at, for what that did not show: a branch, random numbers, a weight that was
-zero."""
-
 _LATER_PASSES = (1, 3, 2)  # after the one that has run
 
 _MOST_DRAWS = 12  # of random numbers that may let run what has run now
@@ -58,31 +55,8 @@ _NOT_SEEN = (
 _TOO_MANY = f"this is another kind of input than the {_MOST_LOOKS} that were looked at (and so are later ones)"
 
 
-def looks_again_at(forward: int) -> bool:
-    """Whether that forward after the first is one to look at."""
-    return forward in _LATER
-
-
 New = tuple[Tap, Record, tuple[int, ...] | None]
 """What runs for the first time, and the shape of its output; None: of pieces."""
-
-
-class _Looks:
-    """At inputs of one kind.
-
-    Attributes:
-        due: how many more are to come at once. forwards: since the first. first: what that told.
-    """
-
-    def __init__(self, due: int, first: Learned):
-        self.due, self.first, self.forwards = due, first, 0
-
-    def one_more(self) -> bool:
-        """Whether another forward is one to look at: none that goes into a CUDA graph, where no value can be read."""
-        if self.due == 0 and in_cuda_graph():
-            return False
-        self.forwards += 1
-        return self.due > 0 or (looks_again_at(self.forwards) and bool(self.first.dims))
 
 
 class Probe:
@@ -96,14 +70,14 @@ class Probe:
     def __init__(self, receiver: Any, taps: list[Tap]):
         self._receiver = weakref.ref(receiver)
         self._taps = taps
-        self._looks: dict[tuple[Any, ...], _Looks] = {}
+        self._looks: dict[tuple[Any, ...], Looks] = {}
         self.outputs: dict[Any, dict[int | str, str]] = {}  # of the model's outputs, by kind: those that mix samples
         self._parted: dict[Any, Mapping[int, Sequence[int]] | None] = {}  # likewise
         self._asks_no_more = self._is_full = False
         self._dims: dict[tuple[Any, ...], list[set[int]]] = {}  # of each input, those that may follow the batch
         self._bags: dict[tuple[Any, ...], Bags] = {}  # by kinds of input
-        self._called: tuple[Any, ...] | None = None  # what is to be noted if the forward runs
-        self._inputs: tuple[Any, ...] | None = None  # that it runs with
+        self._due: Due | None = None
+        self._called: Called | None = None
         self._seen: dict[Any, set[Any]] = {}  # what has been told of, by kind: numbers of taps, and ranks
         self._new: list[New] = []  # what runs beside
         self._modules: list[nn.Module] = []
@@ -128,7 +102,7 @@ class Probe:
                 something of its samples.
         """
         receiver: Any = self._receiver()
-        self._inputs, self._new = None, []
+        self._called, self._new = None, []
         if receiver.enabled:
             refuse_nested(receiver.model, leaves)
         if receiver.enabled and torch.is_grad_enabled():
@@ -147,12 +121,12 @@ class Probe:
             note_kind(receiver, known)
             return False
         by_accident = alike_by_accident(leaves, dims)
-        for some, before in zip(dims, self._dims.get(kind[1:], dims), strict=True):
+        for some, before in zip(dims, self._dims.get(anyhow, dims), strict=True):
             some &= before  # what once was not as long as the batch does not follow it
-        like, kind = kind[1:], (*kind, *by_accident)
+        kind = (*kind, *by_accident)
         note_kind(receiver, kind)
         look = (*kind, *map(frozenset, dims))
-        self._called, self._inputs = (like, dims, look, None), (inputs, leaves, bags, dims, n)
+        self._due, self._called = Due(anyhow, dims, look), Called(inputs, leaves, bags, dims, n)
         if not (receiver.enabled and torch.is_grad_enabled()):
             return False
         looks = self._looks.get(look)
@@ -162,53 +136,60 @@ class Probe:
             # With other parameters frozen all is as it was, but what is not known by its way is an error.
             note_kind(receiver, next((k for k in self.outputs if k[1:] == kind[1:]), None))
             if not self._is_full:
-                self._called = like, dims, None, _TOO_MANY
+                self._due = self._due._replace(look=None, why=_TOO_MANY)
             return False
-        if in_backward() is None and looks is not None and looks.due == 0:
+        if in_backward() is not None:
+            return True
+        if looks is not None and looks.due == 0:
             few = min(n, _SOME_SAMPLES) if looks.forwards == 1 else n
             why = self._look_again(kind, looks.first, few, at_once=True, looks=looks)
-            self._called = like, dims, look, why
+            self._due = self._due._replace(why=why)
             return looks.forwards > 1
-        elif in_backward() is None:
-            found = self._learned()
-            if found.bags is not None:
-                self._bags[anyhow] = found.bags
-                return self.look(inputs, leaves, n, trainable)
-            if not self._looks and bags is NO_BAGS:
-                warn_of_lists(receiver.model, receiver.batch_dim, inputs, leaves, n, _CALLER)
-            if add_routes(receiver, self._taps, found.told.routes):
-                found = self._learned()
-            self._refuse_carried(found.told.carried)
-            say_what_is_not_told(receiver.model, found.told)
-            if found.told.why is None:
-                due = _AGAIN if looks is None else looks.due
-                self._looks[look] = _Looks(0 if found.settled else due - (n > 0), found)
-            else:  # it may be a batch that the model cannot take, which says nothing of the next
-                self._called = like, dims, look, found.told.why
-            self.outputs[kind], self._parted[kind] = found.told.outputs, found.told.parted
-            if found.dims and found.told.why is None:
-                self._seen[kind] = {*found.places, *found.told.packed}
-            else:  # on trust
-                self._seen.pop(kind, None)
-            for i, tap in enumerate(self._taps):
-                for rank in {*tap.places, *(rank for number, rank in found.places if number == i)}:
-                    self._note(tap.places, rank, kind, found.places.get((i, rank)))
-                    if (i, rank) in found.shapes:
-                        tap.shapes[rank] = found.shapes[i, rank]
-                tap.note_uses()
-            if n > SAMPLES and found.dims and found.told.why is None:
-                self._called = like, dims, look, self._look_again(kind, found, n)
+        found = self._learned()
+        if found.bags is not None:
+            self._bags[anyhow] = found.bags
+            return self.look(inputs, leaves, n, trainable)
+        if not self._looks and bags is NO_BAGS:
+            warn_of_lists(receiver.model, receiver.batch_dim, inputs, leaves, n, _CALLER)
+        why = self._note_first(kind, look, found, looks)
+        self._due = self._due._replace(why=why)
         return True
 
+    def _note_first(self, kind: Any, look: Any, found: Learned, looks: Looks | None) -> str | None:
+        """What the first look at inputs of a kind has told. Returns why they could not be looked at."""
+        receiver, n = cast(Any, self._receiver()), cast(Called, self._called).n
+        if add_routes(receiver, self._taps, found.told.routes):
+            found = self._learned()
+        self._refuse_carried(found.told.carried)
+        say_what_is_not_told(receiver.model, found.told)
+        if found.told.why is None:
+            due = _AGAIN if looks is None else looks.due
+            self._looks[look] = Looks(0 if found.settled else due - (n > 0), found)
+        # Else it may be a batch that the model cannot take, which says nothing of the next.
+        self.outputs[kind], self._parted[kind] = found.told.outputs, found.told.parted
+        if found.dims and found.told.why is None:
+            self._seen[kind] = {*found.places, *found.told.packed}
+        else:  # on trust
+            self._seen.pop(kind, None)
+        for i, tap in enumerate(self._taps):
+            for rank in {*tap.places, *(rank for number, rank in found.places if number == i)}:
+                self._note(tap.places, rank, kind, found.places.get((i, rank)))
+                if (i, rank) in found.shapes:
+                    tap.shapes[rank] = found.shapes[i, rank]
+            tap.note_uses()
+        if n > SAMPLES and found.dims and found.told.why is None:
+            return self._look_again(kind, found, n)
+        return found.told.why
+
     def _look_again(
-        self, kind: Any, first: Learned, n: int, at_once: bool = False, looks: _Looks | None = None
+        self, kind: Any, first: Learned, n: int, at_once: bool = False, looks: Looks | None = None
     ) -> str | None:
         """With up to so many samples, and the numbers of now. What is wrong counts, and nothing else, but that a layer
         has several rows a sample now, of ``looks``. Returns why it could not be run."""
-        receiver, (inputs, _, bags, *_) = cast(Any, self._receiver()), cast(Any, self._inputs)
+        receiver, called = cast(Any, self._receiver()), cast(Called, self._called)
         size = min(max(n, SAMPLES), _MORE_SAMPLES)
         places = {**first.by_shapes, **{key: x for key, x in first.told.places.items() if isinstance(x, Rows)}}
-        trial = Trial(inputs, bags, with_gradients=first.with_gradients)
+        trial = Trial(called.inputs, called.bags, with_gradients=first.with_gradients)
         told = told_by_exchange(receiver.model, self._taps, trial, list(first.dims), places, (size,), at_once=at_once)
         buffers.give_back()  # a step takes less
         others = [key for key, place in told.places.items() if isinstance(place, OtherRows)]
@@ -223,7 +204,7 @@ class Probe:
             self._taps[number].note_uses()
         return told.why
 
-    def _have_rows(self, kind: Any, keys: Sequence[Any], looks: _Looks) -> bool:
+    def _have_rows(self, kind: Any, keys: Sequence[Any], looks: Looks) -> bool:
         """Whether it is told whose the rows are of these, which had one a sample; then it is noted."""
         found = self._learned()
         rows: Found = {key: place for key in keys if isinstance(place := found.places.get(key), Rows)}
@@ -260,7 +241,7 @@ class Probe:
         self._new.append((tap, record, shape))
         return True
 
-    def _look_at_new(self, new: Sequence[New], looks: _Looks | None) -> dict[Any, str]:
+    def _look_at_new(self, new: Sequence[New], looks: Looks | None) -> dict[Any, str]:
         """What has just run for the first time is looked at, as it is now, once. Returns the layers that no trial has
         run: those are taken on trust, when that has been said.
 
@@ -270,7 +251,7 @@ class Probe:
         """
         kind, receiver = kind_here(self._receiver()), cast(Any, self._receiver())
         seen, where = self._seen[kind], [(self._taps.index(tap), _rank(shape)) for tap, _, shape in new]
-        picks, mixed, n = False, self._mixed(kind), cast(Any, self._inputs)[-1]
+        picks, mixed, n = False, self._mixed(kind), cast(Called, self._called).n
         with same_random_numbers() as again:
             for _ in range(_MOST_DRAWS):
                 found = self._learned()
@@ -303,7 +284,7 @@ class Probe:
             record.place = NOT_RUN if picks else place_in(tap, place, shape, record.batch_size or 0)
         return unseen
 
-    def _add(self, kind: Any, found: Learned, looks: _Looks | None) -> None:
+    def _add(self, kind: Any, found: Learned, looks: Looks | None) -> None:
         """What another look has told of what is new, or wrong."""
         seen = self._seen[kind]
         for (number, rank), place in found.places.items():
@@ -323,8 +304,8 @@ class Probe:
 
     def _learned(self, passes: int = 0) -> Learned:
         """Of the forward that runs, or has; or of one that comes so many passes later."""
-        assert self._inputs is not None  # while one does
-        receiver, (inputs, leaves, bags, dims, n) = cast(Any, self._receiver()), self._inputs
+        assert self._called is not None  # while one does
+        receiver, (inputs, leaves, bags, dims, n) = cast(Any, self._receiver()), self._called
         follow = [receiver.batch_dim if receiver.batch_dim in some else min(some, default=None) for some in dims]
         return learned(receiver.model, self._taps, inputs, leaves, follow, n, bags, passes)
 
@@ -346,27 +327,27 @@ class Probe:
 
     def forward_ended(self, output: Any) -> None:
         """Where it ran and could not be looked at, this is said, once; what it failed with is as if it never came."""
-        (called, self._called), (new, self._new) = (self._called, None), (self._new, [])
+        (due, self._due), (new, self._new) = (self._due, None), (self._new, [])
         unseen: dict[Any, str] = {}
         try:
-            if called is None or (output is None and sys.exc_info()[0] is not None):
+            if due is None or (output is None and sys.exc_info()[0] is not None):
                 return
-            kind, dims, look, why = called
-            if new and self._inputs:
-                unseen = self._look_at_new(new, self._looks.get(look))
+            if new and self._called:
+                unseen = self._look_at_new(new, None if due.look is None else self._looks.get(due.look))
         finally:
-            self._inputs = None
+            self._called = None
         if unseen:  # said first, as below
             warnings.warn(_NOT_SEEN.format(", ".join(unseen.values())), DpfastWarning, stacklevel=_CALLER)
             self._seen[kind_here(self._receiver())].update(unseen)
-        self._dims[kind] = dims
-        if why is not None:
+        self._dims[due.kind] = due.dims
+        if due.why is not None:
             receiver: Any = self._receiver()
             # First: where warnings are errors, the next forward pass is told again.
-            warnings.warn(_NOT_LOOKED_AT.format(type(receiver.model).__name__, why), DpfastWarning, stacklevel=_CALLER)
-            if look is not None:
-                self._looks[look] = _Looks(0, NOTHING)
-        self._is_full = self._is_full or why is _TOO_MANY
+            message = _NOT_LOOKED_AT.format(type(receiver.model).__name__, due.why)
+            warnings.warn(message, DpfastWarning, stacklevel=_CALLER)
+            if due.look is not None:
+                self._looks[due.look] = Looks(0, NOTHING)
+        self._is_full = self._is_full or due.why is _TOO_MANY
 
     def mixed_outputs(self) -> dict[int | str, str]:
         """Of the model's outputs, by number, and what it keeps in attributes, by name, why those have no gradients by

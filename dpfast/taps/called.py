@@ -1,0 +1,66 @@
+"""What a forward of a tapped model is called with, what is to be noted of it, and how often its kind is looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from dpfast.arithmetic import in_cuda_graph
+from dpfast.taps.bags import Bags
+from dpfast.taps.learned import Learned
+
+_LATER = frozenset({1, *(8**k - 1 for k in range(1, 9))})
+"""Forwards after the first that are looked at, for what that did not show: a branch, random numbers, a weight that was
+zero."""
+
+
+def looks_again_at(forward: int) -> bool:
+    """Whether that forward after the first is one to look at."""
+    return forward in _LATER
+
+
+class Called(NamedTuple):
+    """What the forward that runs is called with.
+
+    Attributes:
+        inputs: (args, kwargs). leaves: what is in them. dims: of each, those that may follow the batch. n: how many
+            samples there are.
+    """
+
+    inputs: Any
+    leaves: Sequence[Any]
+    bags: Bags
+    dims: list[set[int]]
+    n: int
+
+
+class Due(NamedTuple):
+    """What is to be noted if the forward runs.
+
+    Attributes:
+        kind: of its inputs, whatever is trainable. dims: of each input. look: whose looks; None: there are too many.
+        why: it could not be looked at.
+    """
+
+    kind: tuple[Any, ...]
+    dims: list[set[int]]
+    look: tuple[Any, ...] | None
+    why: str | None = None
+
+
+class Looks:
+    """At inputs of one kind.
+
+    Attributes:
+        due: how many more are to come at once. forwards: since the first. first: what that told.
+    """
+
+    def __init__(self, due: int, first: Learned):
+        self.due, self.first, self.forwards = due, first, 0
+
+    def one_more(self) -> bool:
+        """Whether another forward is one to look at: none that goes into a CUDA graph, where no value can be read."""
+        if self.due == 0 and in_cuda_graph():
+            return False
+        self.forwards += 1
+        return self.due > 0 or (looks_again_at(self.forwards) and bool(self.first.dims))
