@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from dpfast.taps.inputs import names_in
+from dpfast.taps.inputs import attributes_of, names_in
 from dpfast.taps.tap import TappedForward
 
 _LIBRARIES = frozenset({"torch", "opacus", "dpfast"}) | sys.stdlib_module_names
@@ -28,6 +28,8 @@ _UNNAMED = frozenset({"__call__", "__getattr__"})
 
 _FUNCTIONS_IN = ("__func__", "__self__", "__wrapped__", "func", "args", "fget", "fset")
 """Of methods, of what a decorator has made, of partials and properties."""
+
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
@@ -142,6 +144,9 @@ def _functions_in(x: Any, depth: int) -> Iterator[Any]:
         for name in _FUNCTIONS_IN:
             if hasattr(type(x), name):
                 yield from _functions_in(getattr(x, name, None), depth - 1)
+        for y in () if is_of_library(type(x)) else attributes_of(x).values():
+            if type(y) in _FUNCTIONS:
+                yield from _functions_in(y, depth - 1)
 
 
 class _Code:
@@ -209,9 +214,14 @@ class _Code:
         for method in [x for name in own for x in self._methods.pop(name, ())]:
             self._meet(method)
         named = {name: known[name] for name in own if name in known}
+        package = known.get("__package__")
+        for name in (x for some in own for x in (some, f"{package}.{some}")):  # may be imported within it
+            if name not in named and isinstance(module := sys.modules.get(name), types.ModuleType):
+                named[name] = module
         refs, names = self._globals.setdefault(id(known), ([], {}))
         refs.append(weakref.ref(function))
-        names.update(dict.fromkeys(own if _stores_globals(function.__code__) or _BY_STRINGS & {*own} else named))
+        all_of_them = _stores_globals(function.__code__) or _BY_STRINGS & {*own}
+        names.update(dict.fromkeys(own if all_of_them else [name for name in own if name in known]))
         for module in list(named.values()):
             if isinstance(module, types.ModuleType) and self._is_own(module, near):
                 self._modules.setdefault(id(module), (module, {}))[1].update(dict.fromkeys(own))

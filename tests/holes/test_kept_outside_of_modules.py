@@ -33,6 +33,8 @@ def helper():
 def as_at_first():
     global LAST
     LAST, HELD.mean, Centred.mean, Helper.mean = None, 0.0, 0, 0
+    STANDS_ELSEWHERE.MEANS.clear()
+    SOMEBODYS.how = functools.partial(STANDS_ELSEWHERE.centred)
     for some in (BY_NAME, LISTED, QUEUED, HOLDS, OWN, vars(helper), vars(MEAN), vars(LOCAL)):
         some.clear()
     MEAN.zero_()
@@ -232,6 +234,37 @@ def by_the_module(self, h):
     return output
 
 
+STANDS_ELSEWHERE = types.ModuleType("stands_elsewhere")  # its functions are found by what imports it
+exec(
+    "MEANS = {}\n"
+    "def centred(h):\n"
+    "    output = h - MEANS.get('last', 0)\n"
+    "    MEANS['last'] = h.detach().mean()\n"
+    "    return output\n",
+    vars(STANDS_ELSEWHERE),
+)
+sys.modules["stands_elsewhere"] = STANDS_ELSEWHERE
+
+
+def imported_within(self, h):
+    import stands_elsewhere
+
+    return stands_elsewhere.centred(h)
+
+
+def imported_by_name_within(self, h):
+    from stands_elsewhere import centred
+
+    return centred(h)
+
+
+SOMEBODYS = Helper()
+
+
+def function_in_an_object(self, h):
+    return SOMEBODYS.how(h)
+
+
 MOVES = [global_tensor, global_dict, global_list, global_name, global_queue, global_object, attribute_of_a_class]
 MOVES += [
     attribute_of_a_function,
@@ -253,7 +286,7 @@ MOVES += [
     large_queue,
     of_a_thread,
 ]
-MOVES += [somebodys_dict, by_a_string, by_the_module]
+MOVES += [somebodys_dict, by_a_string, by_the_module, imported_within, imported_by_name_within, function_in_an_object]
 
 
 @pytest.mark.parametrize("how", MOVES)
