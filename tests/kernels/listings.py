@@ -48,6 +48,9 @@ def _in_ptx(lines):
             yield line.strip()
 
 
+_RESIDUAL = re.compile(r"-(R\d+)(?:\.reuse)?, \1\b")  # x - y², of a square root that is rounded correctly
+
+
 def _in_sass(lines):
     shuffled = set()
     for line in lines:
@@ -57,7 +60,7 @@ def _in_sass(lines):
             continue
         name, target = instruction[1], int(registers[0])
         addend = re.search(r"\bR(\d+)[^,]*$", instruction[2])  # none where it is zero
-        if name.startswith("FFMA") and addend:
+        if name.startswith("FFMA") and addend and not _RESIDUAL.search(instruction[2]):
             of_pair = {int(addend[1]) + 1} if name.startswith("FFMA2") else set()
             if shuffled & {int(addend[1]), *of_pair}:
                 yield instruction[0].strip()
