@@ -2,12 +2,14 @@
 
 import argparse
 import copy
+import gc
 import importlib
 import importlib.util
 import json
 import os
 import subprocess
 import sys
+import types
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,6 +46,14 @@ RIGHT_INTERPRETER = pytest.mark.skipif(
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True)
+def collects_nothing(monkeypatch):
+    """Between legs, and half a second each: the tests' process holds much."""
+    own = types.SimpleNamespace(collect=lambda: 0, enable=gc.enable, disable=gc.disable)
+    for module in (step, kernel_table):
+        monkeypatch.setattr(module, "gc", own)
 
 
 def never():

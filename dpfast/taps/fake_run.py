@@ -49,6 +49,7 @@ _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 def _remembering(modules: int) -> list[Any]:
     """Functions that remember results (``functools.cache``) and may be a model's; found again when more modules are
     imported. What torch's own remember, but for layers, are no tensors."""
+    gc.unfreeze()  # or it would not be among all objects
     found = [f for f in gc.get_objects() if type(f) is functools._lru_cache_wrapper]
     return [f for f in found if not _OF_NO_MODEL.match(getattr(f, "__module__", None) or "")]
 

@@ -69,6 +69,7 @@ class LeftBehind:
     def __init__(self) -> None:
         self._made: list[weakref.ref[Tensor]] = []
         self._collects = gc.isenabled()
+        gc.unfreeze()  # what is frozen (gc.freeze()) is named as nobody's holder
         gc.collect(0)  # what is young afterwards has come with the pass
         gc.disable()
 

@@ -17,6 +17,7 @@ from torch import nn
 import dpfast
 from dpfast import GradSampleModule, GradSampleModuleFastGradientClipping
 from dpfast.errors import DpfastWarning, UnsupportedModuleError
+from dpfast.taps import fake_run
 from dpfast.testing import clipped_sum, loop_over_samples, relative_error
 
 T = 6
@@ -144,6 +145,15 @@ def test_a_cache_of_ones_own(mask_of):
     for name, total in clipped_sum(loop_over_samples(plain, squared, x), 0.01).items():
         assert relative_error(net.get_parameter(name).grad, total) < 1e-4, name
     assert all(type(x) is torch.Tensor for x in [*LISTED, *(x for _, x in LOGGED)])
+
+
+def test_what_is_frozen_is_found():
+    """A cache that the garbage collector does not name (``gc.freeze()``) gave a forward a tensor without values."""
+    fake_run._remembering.cache_clear()
+    gc.freeze()
+    test_a_cache_of_ones_own(remembered)
+    gc.freeze()
+    test_what_is_not_known_is_none_and_said()
 
 
 def test_a_forward_that_fails_leaves_nothing():
