@@ -26,12 +26,14 @@ _ASKED = 64  # so many at most
 # The dimensions are what they have saved; None: all.
 _ALONG = ("Topk", "Sort", "Kthvalue", "Max", "Min", "Amax", "Amin", "Aminmax", "Cummax", "Cummin")
 _RANK = {
-    **{f"{name}Backward0": "dim" for name in (*_ALONG, "LinalgVectorNorm")},
+    **{f"{name}Backward0": "dim" for name in (*_ALONG, "LinalgVectorNorm", "Gather")},
     **{f"{name}Backward1": None for name in ("Max", "Min")},
     **{f"{name}Backward0": None for name in ("Median", "Nanmedian")},
     **{f"{name}Backward1": "dim" for name in ("Sort", "Median", "Nanmedian")},
 }
 _NORM = "LinalgVectorNormBackward0"
+_GATHER = "GatherBackward0"
+"""Of one entry among many: by ``argmax``, and in ``torch.quantile``, in whose graph torch 2.15 has no sort."""
 
 _BENT = frozenset(
     f"{name}Backward{number}"
@@ -111,7 +113,8 @@ def _dims(node: Any, dims: int) -> list[int]:
     which = getattr(node, f"_saved_{saved}", ()) if saved else ()
     some = [int(d) for d in (which if isinstance(which, (tuple, list)) else (which,)) if d is not None]
     some = [d - 2**64 if d >= 2**63 else d for d in some]  # torch loses its sign
-    return sorted({d % dims for d in some or range(dims)})
+    found = sorted({d % dims for d in some or range(dims)})
+    return found if name != _GATHER or all(node._input_metadata[0].shape[d] == 1 for d in found) else []
 
 
 class _Chosen:

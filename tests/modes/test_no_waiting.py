@@ -21,7 +21,7 @@ from whole_steps import MODELS, WRAPPERS, step
 from dpfast.arithmetic import stream_here
 from dpfast.errors import DpfastWarning
 from dpfast.modes.nonfinite_samples import DroppedSamples
-from dpfast.taps import Probe, probe
+from dpfast.taps import Probe, called
 
 WORKER = str(Path(__file__).parents[1] / "support" / "capture_worker.py")
 
@@ -98,10 +98,10 @@ def test_a_step_that_is_captured_is_not_looked_at(model, monkeypatch):
     step(wrapped, x, y)
     looks, again = [], Probe._look_again
     monkeypatch.setattr(Probe, "_look_again", lambda self, *args, **kw: looks.append(args) or again(self, *args, **kw))
-    monkeypatch.setattr(probe, "in_cuda_graph", lambda: True)
+    monkeypatch.setattr(called, "in_cuda_graph", lambda: True)
     step(wrapped, x, y)
     assert not looks
-    monkeypatch.setattr(probe, "in_cuda_graph", lambda: False)
+    monkeypatch.setattr(called, "in_cuda_graph", lambda: False)
     step(wrapped, x, y)
     assert len(looks) == 1
 
