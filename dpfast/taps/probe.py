@@ -126,7 +126,8 @@ class Probe:
         kind = (*kind, *by_accident)
         note_kind(receiver, kind)
         look = (*kind, *map(frozenset, dims))
-        self._due, self._called = Due(anyhow, dims, look), Called(inputs, leaves, bags, dims, n)
+        due, called = Due(anyhow, dims, look), Called(inputs, leaves, bags, dims, n)
+        self._due, self._called = due, called  # which another thread's forward may end meanwhile
         if not (receiver.enabled and torch.is_grad_enabled()):
             return False
         looks = self._looks.get(look)
@@ -136,36 +137,37 @@ class Probe:
             # With other parameters frozen all is as it was, but what is not known by its way is an error.
             note_kind(receiver, next((k for k in self.outputs if k[1:] == kind[1:]), None))
             if not self._is_full:
-                self._due = self._due._replace(look=None, why=_TOO_MANY)
+                self._due = due._replace(look=None, why=_TOO_MANY)
             return False
         if in_backward() is not None:
             return True
         if looks is not None and looks.due == 0:
             few = min(n, _SOME_SAMPLES) if looks.forwards == 1 else n
-            why = self._look_again(kind, looks.first, few, at_once=True, looks=looks)
-            self._due = self._due._replace(why=why)
+            why = self._look_again(called, kind, looks.first, few, at_once=True, looks=looks)
+            self._due = due._replace(why=why)
             return looks.forwards > 1
-        found = self._learned()
+        found = self._learned(called)
         if found.bags is not None:
             self._bags[anyhow] = found.bags
             return self.look(inputs, leaves, n, trainable)
         if not self._looks and bags is NO_BAGS:
             warn_of_lists(receiver.model, receiver.batch_dim, inputs, leaves, n, _CALLER)
-        why = self._note_first(kind, look, found, looks)
-        self._due = self._due._replace(why=why)
-        return True
-
-    def _note_first(self, kind: Any, look: Any, found: Learned, looks: Looks | None) -> str | None:
-        """What the first look at inputs of a kind has told. Returns why they could not be looked at."""
-        receiver, n = cast(Any, self._receiver()), cast(Called, self._called).n
         if add_routes(receiver, self._taps, found.told.routes):
-            found = self._learned()
+            found = self._learned(called)
         self._refuse_carried(found.told.carried)
         say_what_is_not_told(receiver.model, found.told)
-        if found.told.why is None:
-            due = _AGAIN if looks is None else looks.due
-            self._looks[look] = Looks(0 if found.settled else due - (n > 0), found)
-        # Else it may be a batch that the model cannot take, which says nothing of the next.
+        if found.told.why is None:  # else it may be a batch that the model cannot take, which tells nothing of the next
+            left = _AGAIN if looks is None else looks.due
+            self._looks[look] = Looks(0 if found.settled else left - (n > 0), found)
+        self._note_first(kind, found)
+        why = found.told.why
+        if n > SAMPLES and found.dims and why is None:
+            why = self._look_again(called, kind, found, n)
+        self._due = due._replace(why=why)
+        return True
+
+    def _note_first(self, kind: Any, found: Learned) -> None:
+        """What the first look at inputs of a kind has told."""
         self.outputs[kind], self._parted[kind] = found.told.outputs, found.told.parted
         if found.dims and found.told.why is None:
             self._seen[kind] = {*found.places, *found.told.packed}
@@ -177,24 +179,21 @@ class Probe:
                 if (i, rank) in found.shapes:
                     tap.shapes[rank] = found.shapes[i, rank]
             tap.note_uses()
-        if n > SAMPLES and found.dims and found.told.why is None:
-            return self._look_again(kind, found, n)
-        return found.told.why
 
     def _look_again(
-        self, kind: Any, first: Learned, n: int, at_once: bool = False, looks: Looks | None = None
+        self, called: Called, kind: Any, first: Learned, n: int, at_once: bool = False, looks: Looks | None = None
     ) -> str | None:
         """With up to so many samples, and the numbers of now. What is wrong counts, and nothing else, but that a layer
         has several rows a sample now, of ``looks``. Returns why it could not be run."""
-        receiver, called = cast(Any, self._receiver()), cast(Called, self._called)
+        receiver: Any = self._receiver()
         size = min(max(n, SAMPLES), _MORE_SAMPLES)
         places = {**first.by_shapes, **{key: x for key, x in first.told.places.items() if isinstance(x, Rows)}}
         trial = Trial(called.inputs, called.bags, with_gradients=first.with_gradients)
         told = told_by_exchange(receiver.model, self._taps, trial, list(first.dims), places, (size,), at_once=at_once)
         buffers.give_back()  # a step takes less
         others = [key for key, place in told.places.items() if isinstance(place, OtherRows)]
-        if others and looks is not None and self._have_rows(kind, others, looks):
-            return self._look_again(kind, looks.first, n, at_once)
+        if others and looks is not None and self._have_rows(called, kind, others, looks):
+            return self._look_again(called, kind, looks.first, n, at_once)
         self._refuse_carried(told.carried)
         say_what_is_not_told(receiver.model, told)
         self.outputs[kind] = {**self.outputs.get(kind, {}), **told.outputs}
@@ -204,9 +203,9 @@ class Probe:
             self._taps[number].note_uses()
         return told.why
 
-    def _have_rows(self, kind: Any, keys: Sequence[Any], looks: Looks) -> bool:
+    def _have_rows(self, called: Called, kind: Any, keys: Sequence[Any], looks: Looks) -> bool:
         """Whether it is told whose the rows are of these, which had one a sample; then it is noted."""
-        found = self._learned()
+        found = self._learned(called)
         rows: Found = {key: place for key in keys if isinstance(place := found.places.get(key), Rows)}
         if found.told.why is not None or len(rows) < len(keys):
             return False
@@ -241,7 +240,7 @@ class Probe:
         self._new.append((tap, record, shape))
         return True
 
-    def _look_at_new(self, new: Sequence[New], looks: Looks | None) -> dict[Any, str]:
+    def _look_at_new(self, called: Called, new: Sequence[New], looks: Looks | None) -> dict[Any, str]:
         """What has just run for the first time is looked at, as it is now, once. Returns the layers that no trial has
         run: those are taken on trust, when that has been said.
 
@@ -251,12 +250,12 @@ class Probe:
         """
         kind, receiver = kind_here(self._receiver()), cast(Any, self._receiver())
         seen, where = self._seen[kind], [(self._taps.index(tap), _rank(shape)) for tap, _, shape in new]
-        picks, mixed, n = False, self._mixed(kind), cast(Called, self._called).n
+        picks, mixed = False, self._mixed(kind)
         with same_random_numbers() as again:
             for _ in range(_MOST_DRAWS):
-                found = self._learned()
+                found = self._learned(called)
                 if add_routes(receiver, self._taps, found.told.routes):
-                    picks, found = True, self._learned()
+                    picks, found = True, self._learned(called)
                 self._refuse_carried(found.told.carried)
                 if found.told.why is None:
                     self._add(kind, found, looks)
@@ -266,12 +265,12 @@ class Probe:
         for passes in _LATER_PASSES:  # a layer may run in every second or fourth
             if seen.issuperset(where) or picks or found.told.why is not None:
                 break
-            later = self._learned(passes)
+            later = self._learned(called, passes)
             self._refuse_carried(later.told.carried)
             if later.told.why is None:
                 self._add(kind, later, looks)
-        if found.told.why is None and found.dims and n > SAMPLES:
-            self._look_again(kind, found, n)
+        if found.told.why is None and found.dims and called.n > SAMPLES:
+            self._look_again(called, kind, found, called.n)
         for key, why in self._mixed(kind).items():
             if key not in mixed and key not in where:  # whose place this forward has taken already
                 raise UnsupportedModuleError(f"{self._taps[key[0]].layer}: {why}")
@@ -302,10 +301,9 @@ class Probe:
         of_kind = {key: place.get(kind) if isinstance(place, dict) else place for key, place in places.items()}
         return {key: place for key, place in of_kind.items() if isinstance(place, Mixed)}
 
-    def _learned(self, passes: int = 0) -> Learned:
-        """Of the forward that runs, or has; or of one that comes so many passes later."""
-        assert self._called is not None  # while one does
-        receiver, (inputs, leaves, bags, dims, n) = cast(Any, self._receiver()), self._called
+    def _learned(self, called: Called, passes: int = 0) -> Learned:
+        """Of a forward that runs, or has; or of one that comes so many passes later."""
+        receiver, (inputs, leaves, bags, dims, n) = cast(Any, self._receiver()), called
         follow = [receiver.batch_dim if receiver.batch_dim in some else min(some, default=None) for some in dims]
         return learned(receiver.model, self._taps, inputs, leaves, follow, n, bags, passes)
 
@@ -327,15 +325,13 @@ class Probe:
 
     def forward_ended(self, output: Any) -> None:
         """Where it ran and could not be looked at, this is said, once; what it failed with is as if it never came."""
-        (due, self._due), (new, self._new) = (self._due, None), (self._new, [])
+        due, called, new = self._due, self._called, self._new
+        self._due, self._called, self._new = None, None, []
+        if due is None or (output is None and sys.exc_info()[0] is not None):
+            return
         unseen: dict[Any, str] = {}
-        try:
-            if due is None or (output is None and sys.exc_info()[0] is not None):
-                return
-            if new and self._called:
-                unseen = self._look_at_new(new, None if due.look is None else self._looks.get(due.look))
-        finally:
-            self._called = None
+        if new and called:
+            unseen = self._look_at_new(called, new, None if due.look is None else self._looks.get(due.look))
         if unseen:  # said first, as below
             warnings.warn(_NOT_SEEN.format(", ".join(unseen.values())), DpfastWarning, stacklevel=_CALLER)
             self._seen[kind_here(self._receiver())].update(unseen)
