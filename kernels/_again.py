@@ -21,9 +21,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ._tiles import Tile
 
-# Triton 3.6 and 3.7 specialise as `key_of` says and call `CompiledKernel.run` with what `start` gives it. On AMD they
+# Triton 3.6 to 3.9 specialise as `key_of` says and call `CompiledKernel.run` with what `start` gives it. On AMD they
 # specialise on a tensor's storage, too, which is not looked at here.
-_KNOWN = triton.__version__.startswith(("3.6.", "3.7.")) and torch.version.hip is None
+_KNOWN = triton.__version__.startswith(("3.6.", "3.7.", "3.8.", "3.9.")) and torch.version.hip is None
 
 _IN_ONE = not triton.__version__.startswith("3.6.")
 """Whether a launcher's function takes a kernel's arguments as one."""
@@ -40,11 +40,17 @@ def start(kernel, programs: int, tile: Tile, device: int, arguments: dict[str, A
     if compiled is not None:
         run(compiled, programs, device, arguments.values())
         return
-    compiled = kernel[(programs,)](**arguments, num_warps=tile.num_warps, num_stages=tile.num_stages)
+    compiled = kernel[(programs,)](**arguments, **options_of(tile))
     if key is not None and type(compiled) is CompiledKernel:
         if len(_compiled) >= _MOST:
             _compiled.clear()
         _compiled[key] = compiled
+
+
+def options_of(tile: Tile) -> dict[str, Any]:
+    """Triton's, of a launch. Fused multiply-adds are asked for: from 3.10 on they are not its default, by which tiles
+    are measured."""
+    return {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True}
 
 
 def run(compiled: CompiledKernel, programs: int, device: int, values: Iterable[Any]) -> None:
@@ -91,17 +97,13 @@ def straight(
     run: Any = getattr(compiled, "run", None)
     if type(run).__name__ != "CudaLauncher" or run.global_scratch_size or run.profile_scratch_size:
         return None
-    function, metas, encode = run.launch, [], None
-    if getattr(function, "__qualname__", "") == "wrap_handle_tensordesc.<locals>.inner":
-        cells = zip(function.__code__.co_freevars, function.__closure__, strict=True)
-        closed = {name: cell.cell_contents for name, cell in cells}
-        if {*closed} != {"launcher", "tensordesc_indices", "tensordesc_meta"}:
-            return None
-        if closed["tensordesc_indices"] != {place for place, *_ in descriptors}:
-            return None
-        encode, metas = function.__globals__.get("make_tensordesc_arg"), closed["tensordesc_meta"]
-        function = closed["launcher"]
-    if len(metas) != len(descriptors) or (metas and encode is None):
+    if getattr(run, "gsan_enabled", False):  # it adds arguments of its own
+        return None
+    apart = _apart(run.launch)
+    if apart is None:
+        return None
+    function, places, metas, encode = apart
+    if {*places} != {place for place, *_ in descriptors} or len(metas) != len(descriptors):
         return None
     if any(meta is None or meta["fp4_padded"] for meta in metas):
         return None
@@ -126,6 +128,22 @@ def straight(
         else:
             arguments.append(value)
     return Straight(function, front, _IN_ONE, arguments, tuple((moved[p], n) for p, n in tensors), tuple(maps))
+
+
+def _apart(launch: Any) -> tuple[Any, Iterable[int], Sequence[Any], Any] | None:
+    """Of a launcher's function: that in C, and what it is given descriptors by: their places, what the compiler says of
+    them, and what encodes one; None where that is not as it is known here."""
+    if not getattr(launch, "__qualname__", "").startswith("wrap_handle_tensordesc"):
+        return launch, (), (), None
+    cells = zip(launch.__code__.co_freevars, launch.__closure__, strict=True)
+    closed = {name: cell.cell_contents for name, cell in cells}
+    if {*closed} == {"launcher", "tensordesc_indices", "tensordesc_meta"}:  # Triton 3.6 and 3.7
+        alone = launch.__globals__.get("make_tensordesc_arg")
+        return alone and (closed["launcher"], closed["tensordesc_indices"], closed["tensordesc_meta"], alone)
+    if {*closed} != {"launcher", "make_tensordesc_arg", "relevant_paths", "signature", "tensordesc_meta"}:
+        return None
+    encode = closed["make_tensordesc_arg"]  # of the launch's other arguments, too, which NVIDIA's maps do not follow
+    return closed["launcher"], closed["relevant_paths"], closed["tensordesc_meta"], lambda x, meta: encode(x, meta, ())
 
 
 def _map_maker(encode: Any, rest: dict[str, Any], meta: Any) -> Callable[[Any], Any]:
@@ -157,7 +175,10 @@ def circumstances(kernel) -> Hashable | None:
     """What of a launch's key does not follow from its arguments; None where somebody wants to see launches."""
     if _is_hooked(kernel):
         return None
-    return bool(kernel.debug or knobs.runtime.debug), knobs.compilation.instrumentation_mode
+    compilation = knobs.compilation
+    # The last one is of Triton 3.9.
+    casts = getattr(compilation, "fpsan_homomorphic_casts", None)
+    return bool(kernel.debug or knobs.runtime.debug), compilation.instrumentation_mode, casts
 
 
 def key_of(kernel, tile: Tile, device: int, arguments: dict[str, Any]) -> Hashable | None:

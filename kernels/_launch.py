@@ -9,7 +9,7 @@ import torch
 import triton
 
 from . import _tiles
-from ._again import start
+from ._again import options_of, start
 from ._repeat import noted
 from ._tiles import Tile
 
@@ -76,7 +76,7 @@ def launch(kernel, programs: int, tile: Tile, device: torch.device, **arguments)
     One grid axis only: the first may be 2³¹-1 long, the others end at 65535.
     """
     if device.type != "cuda":
-        kernel[(programs,)](**arguments, num_warps=tile.num_warps, num_stages=tile.num_stages)
+        kernel[(programs,)](**arguments, **options_of(tile))
     elif device.index == torch.cuda.current_device():
         start(kernel, programs, tile, device.index, arguments)
     else:

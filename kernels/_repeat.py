@@ -340,7 +340,7 @@ def _start(of: _Launch, tensors: Sequence[torch.Tensor], device: torch.device, *
     if device.type == "cuda":
         _again.start(of.kernel, of.programs, of.tile, device.index, arguments)
     else:
-        of.kernel[(of.programs,)](**arguments, num_warps=of.tile.num_warps, num_stages=of.tile.num_stages)
+        of.kernel[(of.programs,)](**arguments, **_again.options_of(of.tile))
 
 
 _empty_like, _IN_ORDER = torch.empty_like, torch.contiguous_format

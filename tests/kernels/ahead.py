@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from dpfast.kernels._again import options_of
 from dpfast.kernels._tiles import Tile
 
 TARGETS = {
@@ -99,8 +100,7 @@ def compile_ahead(
     paths = (name if isinstance(name, tuple) else (name,) for name in aligned)
     attributes = {(kernel.arg_names.index(name), *i): [["tt.divisibility", 16]] for name, *i in paths}
     source = ASTSource(kernel, signature, constexprs, attributes)
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    compiled = triton.compile(source, target=target, options=options)
+    compiled = triton.compile(source, target=target, options=options_of(tile))
     report = _amd_report if target.backend == "hip" else _nvidia_report
     return Compiled(
         ttgir=compiled.asm["ttgir"],

@@ -50,6 +50,7 @@ class Driver:
         self.utils = SimpleNamespace(
             get_device_properties=lambda device: {"max_shared_mem": 2**17},
             load_binary=lambda name, kernel, shared, device: (name, kernel, 0, 0, 1024),
+            unload_module=lambda module: None,  # from Triton 3.8 on, when a compiled kernel goes
         )
 
     def get_current_device(self):
@@ -95,8 +96,12 @@ def arguments(**changed):
 def theirs(kernel, tile, values):
     """Triton's key, which its tables know compiled kernels by."""
     _, keys, _, _, bind = kernel.device_caches[0]
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "debug": kernel.debug or knobs.runtime.debug}
-    _, specialization, options = bind(**values, **options, instrumentation_mode=knobs.compilation.instrumentation_mode)
+    # As `JITFunction.run` passes them on; the last one is of Triton 3.9.
+    around = {"debug": kernel.debug or knobs.runtime.debug}
+    for name in ("instrumentation_mode", "fpsan_homomorphic_casts"):
+        if hasattr(knobs.compilation, name):
+            around[name] = getattr(knobs.compilation, name)
+    _, specialization, options = bind(**values, **_again.options_of(tile), **around)
     return jit.compute_cache_key(keys, specialization, options)
 
 
@@ -192,7 +197,9 @@ def test_devices_and_debugging_have_keys_of_their_own(kernel, monkeypatch):
     keys.append(_again.key_of(kernel, TILE, 0, arguments()))
     monkeypatch.setattr(knobs.compilation, "instrumentation_mode", "fpsan")
     keys.append(_again.key_of(kernel, TILE, 0, arguments()))
-    assert len(set(keys)) == 4
+    monkeypatch.setattr(knobs.compilation, "fpsan_homomorphic_casts", "of 3.9", raising=False)
+    keys.append(_again.key_of(kernel, TILE, 0, arguments()))
+    assert len(set(keys)) == 5
 
 
 # -- launches ------------------------------------------------------------------------------------------

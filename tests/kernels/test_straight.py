@@ -7,7 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dpfast.kernels import _again, _repeat
@@ -21,6 +24,9 @@ pytestmark = [
 ]
 
 META = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [1, 8, 8], "fp4_padded": False}
+
+
+CPU = torch.device("cpu")
 
 
 class Utils:
@@ -49,6 +55,7 @@ def compiled_like(values, metas=(META, META), **of_launcher):
     signature = {i: "tensordesc<bf16[1,8,8]>" if yes else "other" for i, yes in enumerate(described)}
     launch = nvidia.wrap_handle_tensordesc(lambda *a: got.append(a), signature, list(metas)[: sum(described)])
     known = {"launch": launch, "num_ctas": 1, "launch_cooperative_grid": False, "launch_pdl": True}
+    known["gsan_enabled"] = False  # from Triton 3.8 on
     sizes = dict.fromkeys(("global_scratch_size", "profile_scratch_size"), 0)
     aligned = dict.fromkeys(("global_scratch_align", "profile_scratch_align"), 1)
     run.__dict__.update(known, **sizes, **aligned, arg_annotations=["of all"], kernel_signature=b"of all")
@@ -89,7 +96,7 @@ def flat(call):
 @pytest.mark.parametrize("described", [False, True], ids=["pointers", "descriptors"])
 def test_it_gets_what_tritons_launcher_gives_it(gpu, described, monkeypatch):
     """Of the second call, whose tensors are others than those of the first, and of a third with the second's."""
-    tile, device, kernel = Tile(16, 16, 16, 0, 4, 1, "a test's"), torch.device("cpu"), object()
+    tile, kernel = Tile(16, 16, 16, 0, 4, 1, "a test's"), object()
     tensors, of_first = arguments(described)
     compiled, got = compiled_like([*of_first.values()])
     monkeypatch.setattr(_again, "compiled_for", lambda *of: compiled)
@@ -101,7 +108,7 @@ def test_it_gets_what_tritons_launcher_gives_it(gpu, described, monkeypatch):
     others, theirs = arguments(described, seed=9)
     for _ in range(2):
         got.clear()
-        _repeat._repeated([(call, [*others], [x.data_ptr() for x in others])], device)
+        _repeat._repeated([(call, [*others], [x.data_ptr() for x in others])], CPU)
         _again.run(compiled, 3, 0, theirs.values())
         ours, tritons = got
         assert len(ours) == len(tritons) and flat(ours) == flat(tritons)
@@ -109,6 +116,62 @@ def test_it_gets_what_tritons_launcher_gives_it(gpu, described, monkeypatch):
         assert not any(isinstance(x, torch.Tensor) for x in kernels_own)
     maps = [of for *_, of in launch.straight.descriptors]
     assert [[*of] for of in maps] == ([[x.data_ptr()] for x in others[:2]] if described else [])
+
+
+def moved(x, y, z_ptr, T, D, BLOCK: tl.constexpr):
+    tile = x.load([0, 0, 0]) + y.load([0, 0, 0])
+    places = tl.arange(0, BLOCK)[:, None] * D + tl.arange(0, BLOCK)
+    tl.store(z_ptr + places, tile.reshape(BLOCK, BLOCK), mask=tl.arange(0, BLOCK)[:, None] < T)
+
+
+def added(x_ptr, y_ptr, z_ptr, T, D, BLOCK: tl.constexpr):
+    places = tl.arange(0, BLOCK)
+    total = tl.load(x_ptr + places) + tl.load(y_ptr + places)
+    tl.store(z_ptr + places, total * D, mask=places < T)
+
+
+@pytest.fixture
+def sm_90(gpu, compiler, monkeypatch, tmp_path):
+    """Compiles for one, and starts what it has compiled through Triton's launcher; what its function gets is noted."""
+    got, active = [], driver.active
+    active.launcher_cls = nvidia.CudaLauncher
+    active.get_current_device = lambda: 0
+    active.get_current_target = lambda: GPUTarget("cuda", 90, 32)
+    of_utils = {
+        "get_device_properties": lambda device: {"max_shared_mem": 2**17},
+        "load_binary": lambda name, kernel, shared, device: (name, kernel, 0, 0, 1024),
+        "unload_module": lambda module: None,
+        "build_signature_metadata": tuple,
+        "launch": lambda *of: got.append(of),
+    }
+    for name, value in of_utils.items():
+        setattr(active.utils, name, value)
+    # Which the driver's C defines.
+    monkeypatch.setattr(nvidia, "PyKernelArg", lambda **of: of["type"], raising=False)
+    for name in ("ARG_CONSTEXPR", "ARG_KERNEL", "ARG_TUPLE"):
+        monkeypatch.setattr(nvidia, name, name, raising=False)
+    monkeypatch.setattr(_again, "_compiled", {})
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    return got
+
+
+@pytest.mark.skipif(not _again._IN_ONE, reason="Triton 3.6 compiles a launcher in C of each kernel, for the driver's")
+@pytest.mark.parametrize("described", [True, False], ids=["descriptors", "pointers"])
+def test_of_a_kernel_that_triton_has_compiled(sm_90, described, monkeypatch):
+    tile, kernel = Tile(16, 16, 16, 0, 4, 1, "a test's"), JITFunction(moved if described else added)
+    tensors = [torch.zeros(1, 16, 16) for _ in range(3)]
+    x, y = (TensorDescriptor(t, [1, 16, 16], [256, 16, 1], [1, 16, 16]) if described else t for t in tensors[:2])
+    of = dict(zip(kernel.arg_names, (x, y, tensors[2], 5, 16, 16), strict=True))
+    _again.start(kernel, 3, tile, 0, of)  # Triton's way
+    found = _again.compiled_for
+    monkeypatch.setattr(_again, "compiled_for", lambda kernel, tile, index, of: found(kernel, tile, 0, of))
+    launch = _repeat._launch({id(t): i for i, t in enumerate(tensors)}, 3, kernel, 3, tile, of)
+    _repeat._repeated([(_repeat._Call((), (launch,), (), tuple), [*tensors], [t.data_ptr() for t in tensors])], CPU)
+    theirs, ours = sm_90
+    assert len(launch.straight.descriptors) == (2 if described else 0)
+    hooks = slice(8, 11)  # and metadata for them: of nobody, which Triton asks all the same
+    assert ours[hooks] == (None, None, None)
+    assert flat(ours[:8] + ours[11:]) == flat(theirs[:8] + theirs[11:])
 
 
 def test_maps_are_few(gpu, monkeypatch):
@@ -122,7 +185,7 @@ def test_maps_are_few(gpu, monkeypatch):
     kept = [arguments(True, seed)[0] for seed in range(5)]
     for others in kept:
         call = _repeat._Call((), (launch,), (), tuple)
-        _repeat._repeated([(call, [*others], [x.data_ptr() for x in others])], torch.device("cpu"))
+        _repeat._repeated([(call, [*others], [x.data_ptr() for x in others])], CPU)
         assert all(len(maps) <= 2 for *_, maps in launch.straight.descriptors)
 
 
@@ -133,8 +196,9 @@ def test_maps_are_few(gpu, monkeypatch):
         ((META, {**META, "fp4_padded": True}), {}),
         ((META, META), {"global_scratch_size": 1}),
         ((META, META), {"profile_scratch_size": 1}),
+        ((META, META), {"gsan_enabled": True}),
     ],
-    ids=["no map", "of four bits", "scratch", "profiled"],
+    ids=["no map", "of four bits", "scratch", "profiled", "with arguments of its own"],
 )
 def test_other_launchers_than_these_run_as_they_are(gpu, metas, of_launcher):
     tensors, of = arguments(True)
@@ -170,6 +234,6 @@ def test_a_launch_that_is_not_as_then_goes_tritons_way(gpu, monkeypatch, why):
         odd = torch.zeros(513, dtype=torch.bfloat16)[1:].view(2, 16, 16)
         monkeypatch.setattr(_repeat, "_empty_like", lambda like, memory_format: odd)
     given = tensors[:3]
-    (found,) = _repeat._repeated([(call, [*given], [x.data_ptr() for x in given])], torch.device("cpu"))
+    (found,) = _repeat._repeated([(call, [*given], [x.data_ptr() for x in given])], CPU)
     assert not got and len(started) == 1
     assert started[0]["out"] is found and started[0]["x"] is given[0]
