@@ -136,7 +136,11 @@ HEADS = {
 
 _SWIN = {"image_size": 32, "patch_size": 4, "window_size": 2, "depths": [2, 1], "num_heads": [2, 2], "embed_dim": 8}
 
+_LAYERS = {"layer_types": ["sliding_attention", "full_attention"]}  # of the two that are left
+
 OPTIONS = {
+    "gemma4_unified": {"inside text_config": _LAYERS},
+    "gemma4_unified_text": _LAYERS,
     "swin": _SWIN,
     "swinv2": _SWIN,
     "segformer": {"image_size": 64},
