@@ -19,8 +19,9 @@ _ODD = -7046029254386353131  # 2^64 over the golden ratio
 def fingerprints(x: Tensor, dim: int) -> Tensor:
     """One number for the bits of each row along the dimension."""
     with torch._C._DisableTorchDispatch():  # modes that follow what a model does have nothing to see here
-        rows = x.detach().movedim(dim, 0).reshape(x.shape[dim], -1)
-        total, power = torch.zeros(len(rows), dtype=torch.int64, device=x.device), 1
+        count = x.shape[dim]
+        rows = x.detach().movedim(dim, 0).reshape(count, x.numel() // max(count, 1))
+        total, power = None, 1
         each = 8 // x.element_size()
         for start in range(0, rows.shape[1], _AT_ONCE * each):  # no copy of all: of logits it would be the largest
             part = rows[:, start : start + _AT_ONCE * each] + 0.0  # a zero's sign may come of zero times a row
@@ -29,9 +30,10 @@ def fingerprints(x: Tensor, dim: int) -> Tensor:
             words = part.reshape(-1).view(torch.int64).view(len(rows), part.shape[1] // each)
             # The upper half in the lower as well: of what changes the highest bit alone, a sign, products keep no more.
             mixed = (words >> 32).bitwise_xor_(words)
-            total += mixed.mul_(_factors(x.device)[: words.shape[1]]).sum(1) * power  # zeros at a row's end: no change
+            found = mixed.mul_(_factors(x.device)[: words.shape[1]]).sum(1)  # zeros at a row's end: no change
+            total = found if total is None else total.add_(found, alpha=power)
             power = (power * _ODD + 2**63) % 2**64 - 2**63
-        return total
+        return torch.zeros(count, dtype=torch.int64, device=x.device) if total is None else total
 
 
 @functools.lru_cache(maxsize=8)

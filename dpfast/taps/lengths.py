@@ -76,15 +76,18 @@ class Lengths(TorchFunctionMode):
             self._of[storage._cdata] = StorageWeakRef(storage), inputs
 
     def _made_of(self, some: Any) -> frozenset[int]:
-        with torch._C.DisableTorchFunction():
-            storages = [x.untyped_storage() for x in tensors_in(some) if x.layout is torch.strided]
+        storages = [x.untyped_storage() for x in tensors_in(some) if x.layout is torch.strided]
         found = [self._of[storage._cdata][1] for storage in storages if storage._cdata in self._of]
         return frozenset().union(*found)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunction():  # who follows the model is not to see what is done here: it takes time
+            self._note(func, args, kwargs or {}, tensors_in(result))
+        return result
+
+    def _note(self, func: Any, args: Any, kwargs: Any, made: list[Tensor]) -> None:
         name = getattr(func, "__name__", "")
-        made = tensors_in(result)
         if func is PACK:  # lengths that were read before, and are a list, have no history
             inputs = self._made_of(args[1]) or self._read
             self.found |= inputs
@@ -104,7 +107,6 @@ class Lengths(TorchFunctionMode):
                     for x in tensors_in((args, kwargs))
                     if any(x is some for some in self._counts)
                 ]
-        return result
 
 
 _WHOLE_NUMBERS = (torch.int64, torch.int32)

@@ -166,12 +166,15 @@ class Picks(WithoutGradients):
         kwargs = kwargs or {}
         result = super().__torch_function__(func, types, args, kwargs)
         name = getattr(func, "__name__", "")
-        if name == "__get__" and not isinstance(result, Tensor):  # a shape, most often
-            return result
-        name = name if name.startswith("__") else name.rstrip("_")
+        if name != "__get__" or isinstance(result, Tensor):  # a shape, most often
+            with torch._C.DisableTorchFunction():  # as in Lengths
+                self._note(func, name if name.startswith("__") else name.rstrip("_"), args, kwargs, result)
+        return result
+
+    def _note(self, func: Any, name: str, args: Any, kwargs: Any, result: Any) -> None:
         made = [args[0]] if name == "__setitem__" else tensors_in(result)
         if name.endswith(_SHAPES_ALONE) or not (made or name in READ):
-            return result
+            return
         took = tensors_in(args[:1] if name in _FIRST_ALONE else (args, kwargs))
         marks = [mark for x in took if (mark := self._mark(x)) is not None]
         if marks:
@@ -181,7 +184,6 @@ class Picks(WithoutGradients):
             mark = self._of_result(func, name, args, kwargs, marks, result)
             for x in made:
                 self._set(x, mark)
-        return result
 
     def _of_result(self, func: Any, name: str, args: Any, kwargs: Any, marks: list[_Mark], result: Any) -> _Mark:
         if name in _SCATTER or name in ("__setitem__", "masked_scatter"):

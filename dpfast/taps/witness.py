@@ -205,7 +205,11 @@ class Witness(AtMeetings):
         together = place.together if isinstance(place, Rows) else True
         if together is None:
             return None
-        x, packed = x.movedim(prints.dim, 0), prints.packed
+        with torch._C._DisableTorchDispatch():  # modes that follow what a model does have nothing to see here
+            return self._noise_of(x.detach().movedim(prints.dim, 0), together, call, prints)
+
+    def _noise_of(self, x: Tensor, together: bool, call: int, prints: Prints) -> Tensor:
+        packed = prints.packed
         # Of packed samples the same at all times, or it would change with how long others are.
         noise = noise_like(x if packed is None else x[: packed.batch_sizes[0]], hash((self.number, call)))
         k = len(noise) // self.size
@@ -215,8 +219,7 @@ class Witness(AtMeetings):
         if prints.order is not None:
             noise = noise[prints.order.argsort()]
         noise = noise if packed is None else noise[rows_of(packed)[0]]
-        # A constant: autograd would keep the noise of every layer for its derivative.
-        noise.addcmul_(x.detach(), noise)
+        noise.addcmul_(x, noise)
         return noise if prints.dim == 0 else noise.movedim(0, prints.dim)
 
 

@@ -44,3 +44,4 @@ def test_zeros_have_no_sign_and_strides_do_not_count():
     assert torch.equal(fingerprints(x.permute(2, 0, 1), 1), fingerprints(x.permute(0, 2, 1).contiguous(), 0))
     assert torch.equal(fingerprints(x[:1].expand(3, 6, 5), 0), fingerprints(x[0].repeat(3, 1, 1), 0))
     assert fingerprints(torch.zeros(3, 0), 0).tolist() == [0, 0, 0]
+    assert fingerprints(torch.zeros(0, 3), 0).tolist() == []  # an expert that nothing was sent to
