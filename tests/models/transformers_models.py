@@ -105,7 +105,9 @@ HEADS = {
         "deepseek_v32 diffllama electra emu3 ernie ernie4_5 exaone4 falcon_mamba flint doge falcon fuyu gemma "
         "gemma2 gemma3 gemma3_text gemma4_unified gemma4_unified_text git glm glm4 gpt_neox opt roberta mistral "
         "qwen2 whisper mixtral rwkv xlnet xlm gpt_neo gptj gpt_bigcode granite aria_text axk1 axk2 cohere2_moe "
-        "gpt_oss qwen2_moe qwen3_moe olmoe deepseek_v2",
+        "gpt_oss qwen2_moe qwen3_moe olmoe deepseek_v2 qwen3 qwen3_next qwen3_5_text smollm3 phi phi3 olmo2 olmo3 "
+        "olmo_hybrid starcoder2 stablelm nanochat lfm2 seed_oss minimax_m2 ministral3 helium jamba glm4_moe granitemoe "
+        "modernbert-decoder internlm3 persimmon",
     ),
     "AutoModel (images)": (
         pixels,
@@ -113,11 +115,12 @@ HEADS = {
     ),
     "AutoModelForMaskedLM": (
         ids,
-        "albert convbert deberta deberta-v2 distilbert esmc eurobert flaubert fnet mpnet ibert layoutlm",
+        "albert convbert deberta deberta-v2 distilbert esmc eurobert flaubert fnet mpnet ibert layoutlm xlm-roberta "
+        "nomic_bert mobilebert rembert squeezebert funnel",
     ),
     "AutoModelForSeq2SeqLM": (
         both,
-        "t5 audioflamingo3 encoder-decoder umt5 longt5 switch_transformers",
+        "t5 audioflamingo3 encoder-decoder umt5 longt5 switch_transformers pegasus_x qwen3_asr voxtral",
     ),
     "AutoModel (text)": (
         ids,
