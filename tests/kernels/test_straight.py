@@ -47,7 +47,7 @@ def gpu():
     driver.set_active(before)
 
 
-def compiled_like(values, metas=(META, META), **of_launcher):
+def compiled_like(values, metas=(META, {**META, "swizzle": 2}), **of_launcher):
     """A compiled kernel of such arguments, and what its function has got."""
     got = []
     run = nvidia.CudaLauncher.__new__(nvidia.CudaLauncher)
