@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from dpfast.arithmetic import capturing
 from dpfast.compiled.batches import Batch
 from dpfast.compiled.draws import same_draws
+from dpfast.compiled.graph import plain
 from dpfast.compiled.mode import GraphMode, running
 from dpfast.compiled.pins import pin_where_made
 from dpfast.errors import DpfastError, InputError, UnsupportedModuleError
@@ -42,7 +43,7 @@ class Captured:
 
     Attributes:
         graph: (*parameters, *buffers, *others, *batch's tensors, valid or ids, C) -> (*sums, norms, factors, measured),
-            the last three as of ``modes.Clipped``.
+            the first of them ``plain``, the last three as of ``modes.Clipped``.
         others: tensors beside its parameters and buffers that its modules hold, those of other models among them.
         of: the trainable parameters that have a sum, in the graph's order.
         counts: whether whoever runs it counts what it drops.
@@ -81,12 +82,12 @@ def capture(
         generators = (x for m in model.modules() for x in vars(m).values() if isinstance(x, torch.Generator))
         known: dict[int, Any] = {id(x): x for x in generators}  # whose state no fake tensor can hold
         with _FakeCopy(fakes) as copying:
-            copied = copy.deepcopy(model, known)
+            copied = _copied(model, known, copying)
         own = [*model.parameters(), *model.buffers()]
         # Parameters are copied past the mode; copy.deepcopy keeps what it has copied in its memo, under the memo's id.
         parameters = {id(x): x for x in known.get(id(known), ()) if isinstance(x, nn.Parameter)}
         others = [x for x in {**copying.copied, **parameters}.values() if all(x is not y for y in own)]
-        state = [*own, *others]
+        state = plain(known[id(x)] for x in (*own, *others))
         mode = GraphMode(copied, loss_reduction="sum", **options)
         mode.knows(learned)
         mode.num_units = num_units
@@ -111,7 +112,7 @@ def capture(
 
         try:
             with fakes, capturing(), running(mode), torch.autograd.set_multithreading_enabled(False):
-                graph = make_fx(step)(*(known[id(x)] for x in state), *tensors, whose, limit)
+                graph = make_fx(step)(*state, *tensors, whose, limit)
         except DpfastError:
             raise
         except Exception as error:
@@ -152,6 +153,25 @@ class _WithoutWorkspace(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         finally:
             onednn.enabled = before
+
+
+def _copied(model: nn.Module, known: dict[int, Any], copying: _FakeCopy) -> nn.Module:
+    """Raises UnsupportedModuleError where a class of tensors has a way of its own to be copied (bitsandbytes')."""
+    try:
+        copied = copy.deepcopy(model, known)
+    except Exception as error:  # whatever somebody's own class raises
+        said = f": {type(error).__name__}: {error}"
+    else:
+        if copying.copied.keys() <= known.keys():
+            return copied
+        said = ""
+    kinds = [type(x) for x in (*model.parameters(), *model.buffers())]
+    own = {kind.__name__ for kind in kinds if kind.__deepcopy__ not in (Tensor.__deepcopy__, nn.Parameter.__deepcopy__)}
+    of = f" (which holds tensors of class {', '.join(sorted(own))})" if own else ""
+    raise UnsupportedModuleError(
+        f"the model{of} cannot be copied without its values{said}; take GradSampleModuleFastGradientClipping, the same "
+        "step without a graph"
+    )
 
 
 class _FakeCopy(FakeCopyMode):

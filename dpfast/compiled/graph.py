@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, compress
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dpfast.arithmetic import exact_arithmetic, exact_convolutions
 from dpfast.compiled.pins import leave_pins_to_inductor
@@ -113,6 +114,7 @@ class Graph:
         self._in_bf16 = any(p.dtype is torch.bfloat16 for p in captured.of)
         self._others = captured.others
         self._others_were = list(map(_looks, self._others))
+        self._wrapped = any(map(is_traceable_wrapper_subclass, (*own.parameters, *own.buffers, *self._others)))
         self._backend = backend
         self._own = own
         self._taken = f"{len(captured.graph.graph.nodes)} operations captured in {time.perf_counter() - start:.1f} s"
@@ -160,6 +162,8 @@ class Graph:
                 "when the step was captured, or is trained since; make a new one with dpfast.compile_step"
             )
         state = [*own.parameters, *own.buffers, *self._others]
+        if self._wrapped:
+            state = plain(state)
         # Under the switches that its operations were captured under, which a graph does not hold: autocast's roundings
         # are operations in it, and would be taken again, of norms and sums too.
         with exact_convolutions(), exact_arithmetic():
@@ -224,6 +228,17 @@ def _compiled(graph: Any, backend: Any, inputs: list[Tensor]) -> Callable[..., S
         found: Callable[..., Sequence[Tensor]] = compile_(
             graph, [fakes.from_tensor(x.detach(), static_shapes=True) for x in inputs]
         )
+    return found
+
+
+def plain(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Quantised weights, and other tensors that are made of some, as these: what a graph computes with."""
+    found: list[Tensor] = []
+    for x in tensors:
+        if is_traceable_wrapper_subclass(x):
+            found += plain(getattr(x, name) for name in x.__tensor_flatten__()[0])
+        else:
+            found.append(x)
     return found
 
 

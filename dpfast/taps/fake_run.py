@@ -34,7 +34,7 @@ from dpfast.taps.left_behind import ONE_AT_A_TIME, LeftBehind, say_what_was_gues
 from dpfast.taps.outside import put_back
 from dpfast.taps.owned import owned_modules
 from dpfast.taps.packed import shapes_taken
-from dpfast.taps.passes import taps_suspended
+from dpfast.taps.passes import in_function, taps_suspended
 from dpfast.taps.pieces import Pieces
 from dpfast.taps.registry import find_forward, find_function, find_rule
 from dpfast.taps.shared import Meeting, Operation, Shared, without_samples
@@ -107,7 +107,7 @@ def calls_in_forward(
         probes = [ShapeTap.of(tap, size, dependence, (trial, inputs)) for tap in taps]
         args, kwargs = trial.unflatten(inputs)
         try:
-            with dependence, torch.set_grad_enabled(trial.with_gradients):
+            with dependence, torch.enable_grad():
                 model(*args, **kwargs)
         finally:
             inputs.clear()  # which the copy's taps hold, or the garbage collector would have to be asked for them
@@ -205,9 +205,10 @@ class ShapeTap(Tap):
         return super().own(owned, parameter)
 
     def elsewhere(self, parameter: nn.Parameter) -> Tensor:
-        return (
-            self._stand_in(ELSEWHERE, owned_modules(self.module), parameter) if parameter.requires_grad else parameter
-        )
+        # A reentrant checkpoint's function runs once more in the backward pass; what else turns gradients off does not.
+        if not parameter.requires_grad or not (torch.is_grad_enabled() or in_function()):
+            return parameter
+        return self._stand_in(ELSEWHERE, owned_modules(self.module), parameter)
 
     def follow(self, operation: Operation) -> Any:
         with torch.enable_grad():  # which tells what comes of parameters

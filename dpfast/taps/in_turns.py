@@ -55,12 +55,11 @@ def calls_in_turns(
         samples = [x for x, dim in zip(inputs, dims, strict=True) if isinstance(x, Tensor) and dim is not None]
         dependence = Dependence(tensors, samples, size, lambda _: None)
         original = model
-        model, copies = copied(model, taps, leaves_of_copy(model) if trial.with_gradients else {})
+        model, copies = copied(model, taps, leaves_of_copy(model))
         with put_back(original):
             trial.run_passes(model, inputs)
             probes = [ShapeTap.of(tap, size, dependence, (trial, inputs)) for tap in copies]
             args, kwargs = trial.unflatten(inputs)
-            recorded = torch.set_grad_enabled(trial.with_gradients)
-            with following_model(copies[0].taps, model, inputs), recorded, dependence:
+            with following_model(copies[0].taps, model, inputs), torch.enable_grad(), dependence:
                 model(*args, **kwargs)
         return [probe.told() for probe in probes]

@@ -99,7 +99,7 @@ def learned(
         return _untold(f"a {type(odd).__name__}'s forward is a function that may run the model itself")
     try:
         found = _learned_as(model, taps, Trial(inputs, bags, passes=passes), dims, n)
-        if found.dims or not wants_gradients(found.told.why or ""):
+        if not wants_gradients(found.told.why or ""):
             return found
         other = _learned_as(model, taps, Trial(inputs, bags, with_gradients=True, passes=passes), dims, n)
         return other._replace(with_gradients=True) if other.dims else found

@@ -26,13 +26,16 @@ def leaf(value: Tensor, layer: str, parameter: str = "") -> Tensor:
 
 def without_values(layer: str, value: FakeTensor) -> Tensor:
     """What a tensor on fake ones is where torch asks no subclass: in the arguments of an ``autograd.Function``. In a
-    graph that is captured, a gradient that comes by there is an error."""
+    graph that is captured, a gradient that comes by there is an error. Where nothing is recorded it has no gradient."""
+    recorded = torch.is_grad_enabled()
     with unset_fake_temporarily():
         if not is_traced():  # a forward pass that is looked at
-            return torch.empty(0)
+            return torch.empty(0, requires_grad=recorded)
         of_nan: Any = torch.full((), torch.nan, dtype=value.dtype, device=value.device)
-        found = of_nan.expand(value.shape).requires_grad_()
-    found.register_hook(partial(_refuse, layer, ""))
+        found = of_nan.expand(value.shape)
+    if not recorded:
+        return found
+    found.requires_grad_().register_hook(partial(_refuse, layer, ""))
     found.refuses = True
     return found
 

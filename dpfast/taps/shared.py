@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from dpfast.arithmetic import is_traced
 from dpfast.errors import UnsupportedModuleError
 from dpfast.factors import Dense, Factor, OuterProduct, merge
 from dpfast.taps.activations import Activations
@@ -121,9 +122,13 @@ class Shared(Tensor):
         Functions with a backward of their own (``autograd.Function``) run without gradients, and what they make gets
         its history as it comes out, of which no subclass is told.
         """
-        if not torch.is_grad_enabled() or isinstance(self.value, FakeTensor):
+        if not torch.is_grad_enabled():
             return self
         with torch._C.DisableTorchFunctionSubclass():
+            if isinstance(self.value, FakeTensor):  # whose own history says nothing of that
+                if self.grad_fn is not self._made_by and is_traced():
+                    raise UnsupportedModuleError(_NO_WAY_BACK.format(self.tap.layer))
+                return self if self.requires_grad else self.value.detach()
             if self.grad_fn is not self._made_by:
                 self._made_by, self.value = self.grad_fn, self.as_subclass(Tensor)
             return self if self.requires_grad else self.value
@@ -216,6 +221,10 @@ _LOOK_AT_OTHERS = {Tensor.to, Tensor.type_as, Tensor.expand_as, Tensor.reshape_a
 """Operations in which only dtype, device or shape of other tensors count."""
 
 
+_NO_WAY_BACK = (
+    "{}: no gradient goes back through what is made of its parameters alone (an autograd.Function, in a captured "
+    "step); make it of torch's own functions"
+)
 _WRITES = (
     "writes to a parameter, or to what was made of parameters alone, whose earlier uses and other names would have the "
     "gradients of later ones: make a new tensor (x = x * y, not x *= y), or torch.cat and torch.where for parts of one"
@@ -338,10 +347,7 @@ class Meeting:
             found: dict[nn.Parameter, list[Factor]] = {}
             for x, value in zip(parameters, of, strict=True):
                 if isinstance(x, Shared) and value not in of_values:
-                    raise UnsupportedModuleError(
-                        f"{layer}: no gradient goes back through what is made of its parameters alone (an "
-                        "autograd.Function, in a captured step); make it of torch's own functions"
-                    )
+                    raise UnsupportedModuleError(_NO_WAY_BACK.format(layer))
                 for parameter, factor in x.factors(of_values[value]).items() if isinstance(x, Shared) else ():
                     found.setdefault(parameter, []).append(factor)
             return {parameter: merge(several) for parameter, several in found.items()}

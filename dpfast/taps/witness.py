@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dpfast.taps import kept
@@ -339,6 +340,8 @@ def stand_ins(model: nn.Module) -> dict[int, Any]:
             if hasattr(p, "device_mesh"):
                 whole = torch.empty(p.shape, device=p.device_mesh.device_type)
                 found[id(p)] = whole_stand_in(p, noise_like(whole, len(found)) / _NOISE)
+            elif is_traceable_wrapper_subclass(p):
+                continue  # quantised: it need not know more than what its layer does with it
             elif 2 * int(torch.count_nonzero(p.abs() > _ZERO)) <= p.numel() > 0:
                 found[id(p)] = nn.Parameter(p + noise_like(p, len(found)), requires_grad=p.requires_grad)
     return found
