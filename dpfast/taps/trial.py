@@ -17,8 +17,8 @@ class Trial(Structure):
     Attributes:
         leaves: plain tensors, and what stands among them. Bags in one row are by sample.
         with_gradients: forward passes are recorded by autograd, as in training, where the forward asks for gradients
-            itself (``torch.autograd.grad``). Else, of those on numbers, only ones in which gradients are looked at, or what
-            is made without samples, which takes less memory.
+            itself (``torch.autograd.grad``). Else those on numbers are only where gradients are looked at, or what is
+            made without samples, which takes less memory.
         passes: so many come before the one that is looked at, in the same copy.
     """
 

@@ -4,6 +4,7 @@ import diffusers_models
 import litgpt_models
 import opacus_models
 import peft_models
+import quantised_models
 import timm_models
 import torchaudio_models
 import torchvision_models
@@ -19,6 +20,7 @@ _TABLES = {
     "x-transformers": x_transformers_models,
     "litgpt": litgpt_models,
     "PEFT": peft_models,
+    "PEFT on quantised weights": quantised_models,
     "torchaudio": torchaudio_models,
     "Opacus": opacus_models,
 }
