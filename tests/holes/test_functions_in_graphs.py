@@ -7,8 +7,8 @@ import torch.utils.checkpoint as checkpoints
 from cases import clipped_as_told
 from torch import nn
 
-from dpfast import compile_step
-from dpfast.errors import EscapedGradientError
+from dpfast import GradSampleModuleFastGradientClipping, compile_step
+from dpfast.errors import EscapedGradientError, UnsupportedModuleError
 from dpfast.testing import loop_over_samples, relative_error
 
 C, N, T, D = 0.5, 5, 4, 6
@@ -78,3 +78,59 @@ def test_a_checkpoint_that_runs_what_knows_the_weight():
     compiled(x)
     for name, expected in clipped_as_told(compiled.clip_factors, exact, C).items():
         assert relative_error(model.get_parameter(name).grad, expected) <= 1e-5, name
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a, b):
+        ctx.save_for_backward(a, b)
+        return a * b
+
+    @staticmethod
+    def backward(ctx, grad):
+        a, b = ctx.saved_tensors
+        return grad * b, grad * a
+
+
+class Made(nn.Module):
+    """Of parameters alone, by a function with a backward of its own, and then brought to samples."""
+
+    def __init__(self, made):
+        super().__init__()
+        self.first, self.made = nn.Linear(D, D), made
+        self.w, self.v = nn.Parameter(torch.randn(T, D)), nn.Parameter(torch.randn(T, D))
+        self.table = nn.Embedding(T, D)
+
+    def forward(self, x):
+        return torch.tanh(self.first(x)) * self.made(self)
+
+
+MADE = {
+    "two parameters": lambda m: Product.apply(m.w, m.v),
+    "and one of them": lambda m: Product.apply(m.w, m.v) + m.w,
+    "one, and the other beside it": lambda m: Product.apply(m.w, m.v.detach()) + m.v,
+    "twice": lambda m: Product.apply(Product.apply(m.w, m.v), m.v),
+    "made of a parameter": lambda m: Product.apply(m.w * 2, m.v) + m.w,
+    "a table": lambda m: Product.apply(m.table.weight, m.v) + m.table.weight,
+    "a layer's output": lambda m: Product.apply(m.table(torch.arange(T)), m.v) + m.v,
+}
+
+
+@pytest.mark.parametrize("made", MADE.values(), ids=MADE.keys())
+def test_a_function_of_parameters_alone(made):
+    """Its gradients were lost in the captured graph, wherever another came to the same parameters; eagerly they are
+    right."""
+    model, x = Made(made), torch.randn(N, T, D)
+    with pytest.raises(UnsupportedModuleError, match=r"no gradient goes back through .*autograd.Function"):
+        step(model)(x)
+    assert all(p.grad is None for p in model.parameters())
+    check_eagerly(model, x)
+
+
+def check_eagerly(model, x):
+    exact = loop_over_samples(model, lambda m, x: losses(m, x).sum(), x)
+    wrapped = GradSampleModuleFastGradientClipping(model, max_grad_norm=C, loss_reduction="sum")
+    losses(wrapped, x).sum().backward()
+    for name, expected in clipped_as_told(wrapped.get_clipping_coef(), exact, C).items():
+        if expected.any():
+            assert relative_error(model.get_parameter(name).grad, expected) <= 1e-5, name
