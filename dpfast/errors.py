@@ -3,6 +3,9 @@
 docs/errors.md is made of their docstrings (docs/errors_page.py).
 """
 
+import sys
+import warnings
+
 
 class DpfastError(Exception):
     """Base of every error that dpfast raises on purpose."""
@@ -27,6 +30,15 @@ class DpfastWarning(UserWarning):
     What to do:
         What the message says; to make sure, `warnings.simplefilter("error", dpfast.errors.DpfastWarning)`.
     """
+
+
+def warn_caller(message: str) -> None:
+    """A DpfastWarning with the line that called the model, or ``backward``: the last that is neither ours nor torch's,
+    however many frames of hooks stand in between."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("dpfast", "torch"):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, DpfastWarning, stacklevel=level)
 
 
 class InputError(DpfastError, ValueError):

@@ -10,7 +10,6 @@ numbers, so whose rows anything came to is read off, digit by digit; where a dig
 from __future__ import annotations
 
 import threading
-import warnings
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from dpfast.errors import DpfastWarning, UnsupportedModuleError
+from dpfast.errors import UnsupportedModuleError, warn_caller
 from dpfast.modes.cut_graph import Cut
 from dpfast.modes.loss_ends import REENTRANT, Looked, Output, dims_in_layer, marks
 from dpfast.taps import is_of_tap, noise_like, said_by
@@ -36,7 +35,6 @@ _ON_TRUST = (
 )
 _NOT_TOLD = "as it is not known in which of the dimensions that has them"
 _CHECKPOINT = "as they are in a reentrant checkpoint"
-_CALLER = 6  # frames from a warning to who called loss.backward()
 
 _Told = tuple[GradientEdge, int, Output]
 """What a pass gave, and in which dimension samples are."""
@@ -79,7 +77,7 @@ def _check(taken: GradientEdge, forward: Looked) -> dict[GradientEdge, Output]:
     if meet:
         raise UnsupportedModuleError(_MEET.format(shape))
     if why is not None:
-        warnings.warn(_ON_TRUST.format(why, shape), DpfastWarning, stacklevel=_CALLER)
+        warn_caller(_ON_TRUST.format(why, shape))
     return ends
 
 

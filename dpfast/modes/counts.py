@@ -8,7 +8,6 @@ differ from batch to batch.
 from __future__ import annotations
 
 import itertools
-import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,7 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from dpfast.arithmetic import in_cuda_graph
-from dpfast.errors import DpfastWarning, StateError, UnsupportedModuleError
+from dpfast.errors import StateError, UnsupportedModuleError, warn_caller
 from dpfast.taps import is_of_tap, nodes_behind
 
 _CROSS_ENTROPY = ("NllLossBackward0", "NllLoss2DBackward0")
@@ -30,7 +29,6 @@ _PICKS = ("IndexBackward0", "IndexSelectBackward0", "MaskedSelectBackward0")
 _PARTS = ("Select", "Unbind", "Split")
 _VIEWS = frozenset(f"{name}Backward0" for name in ("View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze"))
 _NEAR = 32  # so many operations in front of the loss
-_CALLER = 6  # frames from a warning to who called loss.backward()
 _SAME = 1e-5  # sums of weights are rounded
 
 _DIFFER = (
@@ -119,7 +117,7 @@ def _check_quotients(loss: Tensor, quotients: Sequence[Any]) -> None:
         known = before[taps]
         _divided[taps] = divisor if known is None else known  # whoever tries again what was refused is told again
         if known is None:
-            warnings.warn(_MAY_DIFFER.format(divisor, n, least, most), DpfastWarning, stacklevel=_CALLER)
+            warn_caller(_MAY_DIFFER.format(divisor, n, least, most))
         elif known != divisor:
             raise UnsupportedModuleError(_DIFFER.format(n, least, most))
 

@@ -8,7 +8,6 @@ multiplication by the Hessian", 1994). It must stay away from the other half.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from dpfast.arithmetic import buffers, is_traced
-from dpfast.errors import DpfastWarning, StateError, UnsupportedModuleError
+from dpfast.errors import StateError, UnsupportedModuleError, warn_caller
 from dpfast.modes.between_passes import check_between
 from dpfast.modes.cut_graph import Cut
 from dpfast.modes.loss_ends import Looked, Output, dims_of, find_ends, mark, marks, unmark
@@ -58,7 +57,6 @@ _SPREAD = (
 )
 _ONCE = ("Error", "CompiledFunctionBackwardBackward")  # torch's classes; what these come from is behind no edge
 _AT_ONCE = 2**20  # numbers of second derivatives
-_CALLER = 6  # frames from a warning to who called loss.backward()
 
 
 class _First(NamedTuple):
@@ -141,7 +139,7 @@ def _look(
     cut = Cut(list(outputs), by_hand=any(x.tensor is None for x in outputs.values()))
     _check_choices(nodes, told, cut)
     if (shapes := spread_over_samples(nodes, forwards[0].n)) is not None:
-        warnings.warn(_SPREAD.format(*shapes, forwards[0].n), DpfastWarning, stacklevel=_CALLER)
+        warn_caller(_SPREAD.format(*shapes, forwards[0].n))
     buffers.give_back()  # what is free between activations is too small for what follows, and would stay beside it
     try:
         with torch.enable_grad():
@@ -149,7 +147,7 @@ def _look(
     except (StateError, UnsupportedModuleError):  # as the backward pass itself would: an output that is not to be used
         raise
     except Exception as error:  # whatever functions raise that have no second derivative
-        warnings.warn(_NOT_SEEN.format(said_by(error)), DpfastWarning, stacklevel=_CALLER)
+        warn_caller(_NOT_SEEN.format(said_by(error)))
         return
     finally:
         buffers.give_back()  # a step takes less

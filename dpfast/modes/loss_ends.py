@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import threading
-import warnings
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from dpfast.errors import DpfastWarning
+from dpfast.errors import warn_caller
 from dpfast.modes.cut_graph import Cut
 from dpfast.taps import Leads, Rows, is_of_tap, noise_like
 
@@ -32,7 +31,6 @@ _KEPT_ON_TRUST = (
 _KEPT = "a tensor of the model's that is no output of it (an attribute, a hook's, what an output was made from)"
 REENTRANT = "CheckpointFunctionBackward"  # what is in one is not in the graph
 _MARK = "dpfast_outputs"  # in the metadata of autograd's nodes, which live as long as their graph
-_CALLER = 10  # frames from a warning to who called loss.backward()
 _now = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]  # of autograd's nodes
 
 
@@ -243,7 +241,7 @@ def _kept(edge: GradientEdge, forward: Looked, marked: dict[Any, dict[int, Outpu
         return None
     found = Output(None, {}, _KEPT, forward, dims).told_by_layer(edge)
     if found.dims is None:
-        warnings.warn(_KEPT_ON_TRUST.format(_KEPT, shape, forward.n), DpfastWarning, stacklevel=_CALLER)
+        warn_caller(_KEPT_ON_TRUST.format(_KEPT, shape, forward.n))
     return found
 
 

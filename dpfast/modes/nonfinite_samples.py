@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections import deque
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dpfast.arithmetic import in_cuda_graph
-from dpfast.errors import DpfastWarning
+from dpfast.errors import warn_caller
 
 
 class DroppedSamples:
@@ -67,11 +66,7 @@ class DroppedSamples:
 
     def _arrived(self, count: int, n: int) -> None:
         if count and not self._count:
-            warnings.warn(
-                self.message.format(count=count, n=n),
-                DpfastWarning,
-                stacklevel=4,
-            )
+            warn_caller(self.message.format(count=count, n=n))
         self._count += count
 
     def __getstate__(self) -> dict[str, Any]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
-from dpfast.errors import DpfastWarning, InputError
+from dpfast.errors import InputError, warn_caller
 from dpfast.taps.boundaries import shows
 from dpfast.taps.called import looks_again_at
 from dpfast.taps.document_look import DocumentLook, Told
@@ -22,7 +21,6 @@ _LONGER = 2
 
 
 _ON_TRUST = "that units do not meet in this batch either, as they did not before, is taken on trust: {}"
-_CALLER = 10  # frames from the warning to who called the model
 
 
 class _Looked:
@@ -82,7 +80,7 @@ class Documents:
         try:
             looked.told = looked.told.joined(DocumentLook(self._receiver(), self._taps, inputs, ids).told())
         except InputError as error:  # a batch that tells nothing says nothing of the model
-            warnings.warn(_ON_TRUST.format(error), DpfastWarning, stacklevel=_CALLER)
+            warn_caller(_ON_TRUST.format(error))
 
     def _key(self, inputs: Any, ids: Tensor) -> Any:
         """What is looked at by itself: a kind of inputs, and what they show of where units end."""

@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import enum
 import types
-import warnings
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
@@ -17,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from dpfast.errors import DpfastWarning, InputError
+from dpfast.errors import InputError, warn_caller
 
 WITHOUT_TENSORS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 INERT = (*WITHOUT_TENSORS, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, enum.Enum)
@@ -106,15 +105,53 @@ def no_samples_in(model: torch.nn.Module, leaves: Sequence[Any], dim: int) -> st
     )
 
 
-def warn_of_lists(
-    model: torch.nn.Module, dim: int, inputs: Any, leaves: Sequence[Any], n: int, stacklevel: int
-) -> None:
+def warn_of_lists(model: torch.nn.Module, dim: int, inputs: Any, leaves: Sequence[Any], n: int) -> None:
     """Where what is taken for the first input is the first of several in a list: these may be samples."""
     first = next((x for x in leaves if isinstance(x, Tensor)), None)
     for x in (*inputs[0], *inputs[1].values()):
         if type(x) is list and len(x) > 1 and x[0] is first is not None and all(isinstance(y, Tensor) for y in x):
             said = _LISTED.format(type(model).__name__, len(x), dim, n)
-            warnings.warn(said, DpfastWarning, stacklevel=stacklevel)
+            warn_caller(said)
+
+
+_WHICH = (
+    "{} is called with tensors that have {} in dimension {}: the {} of the first are taken for the samples, and {}. "
+    "Where the samples are those of another (times or a grid that all share came first), clipping would bound "
+    "positions, and a sample by nothing: pass a tensor of the batch first, by keyword too, and return one with the "
+    "samples in dimension {} (docs/layouts.md#which-input-has-the-samples)"
+)
+
+
+def check_which_is_the_batch(
+    model: torch.nn.Module,
+    dim: int,
+    n: int,
+    leaves: Sequence[Any],
+    outputs: Sequence[Any],
+    apart: Mapping[int, Sequence[int]],
+) -> None:
+    """Where inputs differ in what may be the number of samples, what comes out must have them in the same dimension.
+
+    Args:
+        n: as the first has. apart: of each output, the dimensions in which samples stayed apart when exchanged.
+
+    Raises:
+        InputError: it has another input's there.
+    """
+    sizes = {x.shape[dim] for x in leaves if isinstance(x, Tensor) and x.dim() > dim}
+    others = sizes - {n, 1}
+    given = {i: x for i, x in enumerate(outputs) if isinstance(x, Tensor) and x.requires_grad}
+    at = {i: apart.get(i, [d for d, size in enumerate(x.shape) if size == n]) for i, x in given.items()}
+    if not others or not given or any(dim in dims for dims in at.values()):
+        return
+    swapped = next((x for x in given.values() if x.dim() > dim and x.shape[dim] in others), None)
+    comes = f"no output has them there ({', '.join(str(tuple(x.shape)) for x in given.values())})"
+    if swapped is not None:
+        comes = f"an output is {tuple(swapped.shape)}, with another one's there"
+    said = _WHICH.format(type(model).__name__, " and ".join(map(str, sorted(sizes))), dim, n, comes, dim)
+    if swapped is not None:
+        raise InputError(said)
+    warn_caller(said)
 
 
 def keys_of(args: Any, kwargs: Any) -> tuple[str, ...]:

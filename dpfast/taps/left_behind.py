@@ -13,7 +13,6 @@ import gc
 import threading
 import traceback
 import types
-import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -22,14 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpfast.errors import DpfastWarning
+from dpfast.errors import warn_caller
 from dpfast.taps.inputs import tensors_in
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _DEPTH = 6  # holders of holders: a tensor in a tuple, in an object's dict, in a cache
-_CALLER = 12  # about so many frames from a warning to who called the model
 _GUESSED = (
     "a trial run of the model on tensors without values has left some in {}; it is None now, as nobody knows what it "
     "was before. Keep what a forward remembers in a dict, a list, or an attribute of the module or its class"
@@ -151,7 +149,7 @@ def say_what_was_guessed() -> None:
     names = ", ".join(dict.fromkeys(_guessed))
     _guessed.clear()
     if names:
-        warnings.warn(_GUESSED.format(names), DpfastWarning, stacklevel=_CALLER)
+        warn_caller(_GUESSED.format(names))
 
 
 class _Noting(TorchDispatchMode):

@@ -5,7 +5,6 @@ model is called with, and again now and then for what the first look did not sho
 from __future__ import annotations
 
 import sys
-import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -14,11 +13,18 @@ import torch
 from torch import nn
 
 from dpfast.arithmetic import buffers
-from dpfast.errors import DpfastWarning, InputError, UnsupportedModuleError
+from dpfast.errors import InputError, UnsupportedModuleError, warn_caller
 from dpfast.taps.bags import NO_BAGS, Bags
 from dpfast.taps.called import Called, Due, Looks
 from dpfast.taps.exchange import told_by_exchange
-from dpfast.taps.inputs import no_samples_in, refuse_nested, refuse_sparse, warn_of_lists
+from dpfast.taps.inputs import (
+    check_which_is_the_batch,
+    no_samples_in,
+    refuse_nested,
+    refuse_sparse,
+    results_in,
+    warn_of_lists,
+)
 from dpfast.taps.kinds import alike_by_accident, kind_of
 from dpfast.taps.layout import NOT_RUN, Mixed, OtherRows, Place, Places, Rows, kind_here, note_kind, place_in
 from dpfast.taps.learned import NOTHING, SAMPLES, Found, Learned, learned, with_own
@@ -38,7 +44,6 @@ _LATER_PASSES = (1, 3, 2)  # after the one that has run
 _MOST_DRAWS = 12  # of random numbers that may let run what has run now
 _AGAIN = 4  # looks at batches that tell too little (empty ones)
 _MOST_LOOKS = 64  # a model that takes lists of tensors might see ever new ones
-_CALLER = 9  # frames from a warning to who called the model
 
 _NOT_LOOKED_AT = (
     "{} could not be run to see what it does with samples: {}. That it does not mix them, and that its layers have "
@@ -74,6 +79,7 @@ class Probe:
         self.outputs: dict[Any, dict[int | str, str]] = {}  # of the model's outputs, by kind: those that mix samples
         self._parted: dict[Any, Mapping[int, Sequence[int]] | None] = {}  # likewise
         self._asks_no_more = self._is_full = False
+        self._is_checked = True  # which of the inputs has the samples, since the last first look
         self._dims: dict[tuple[Any, ...], list[set[int]]] = {}  # of each input, those that may follow the batch
         self._bags: dict[tuple[Any, ...], Bags] = {}  # by kinds of input
         self._due: Due | None = None
@@ -146,12 +152,13 @@ class Probe:
             why = self._look_again(called, kind, looks.first, few, at_once=True, looks=looks)
             self._due = due._replace(why=why)
             return looks.forwards > 1
+        self._is_checked = n == 0
         found = self._learned(called)
         if found.bags is not None:
             self._bags[anyhow] = found.bags
             return self.look(inputs, leaves, n, trainable)
         if not self._looks and bags is NO_BAGS:
-            warn_of_lists(receiver.model, receiver.batch_dim, inputs, leaves, n, _CALLER)
+            warn_of_lists(receiver.model, receiver.batch_dim, inputs, leaves, n)
         if add_routes(receiver, self._taps, found.told.routes):
             found = self._learned(called)
         self._refuse_carried(found.told.carried)
@@ -333,14 +340,18 @@ class Probe:
         if new and called:
             unseen = self._look_at_new(called, new, None if due.look is None else self._looks.get(due.look))
         if unseen:  # said first, as below
-            warnings.warn(_NOT_SEEN.format(", ".join(unseen.values())), DpfastWarning, stacklevel=_CALLER)
+            warn_caller(_NOT_SEEN.format(", ".join(unseen.values())))
             self._seen[kind_here(self._receiver())].update(unseen)
+        receiver: Any = self._receiver()
+        if called is not None and not self._is_checked:
+            apart, results = self.parted_outputs() or {}, results_in(output)
+            check_which_is_the_batch(receiver.model, receiver.batch_dim, called.n, called.leaves, results, apart)
+            self._is_checked = True
         self._dims[due.kind] = due.dims
         if due.why is not None:
-            receiver: Any = self._receiver()
             # First: where warnings are errors, the next forward pass is told again.
             message = _NOT_LOOKED_AT.format(type(receiver.model).__name__, due.why)
-            warnings.warn(message, DpfastWarning, stacklevel=_CALLER)
+            warn_caller(message)
             if due.look is not None:
                 self._looks[due.look] = Looks(0, NOTHING)
         self._is_full = self._is_full or due.why is _TOO_MANY

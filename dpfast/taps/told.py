@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from torch import nn
 
-from dpfast.errors import DpfastWarning
+from dpfast.errors import warn_caller
 from dpfast.taps.layout import Place
 from dpfast.taps.picks import NO_ROUTES, Routes
 from dpfast.taps.seen import Key
@@ -29,7 +28,6 @@ _OF_KEPT = (
     "own: {}. That they do not is taken on trust: if it is not so, a sample moves sums of later steps, past clipping "
     "(docs/layouts.md)"
 )
-_CALLER = 11  # frames from a warning to who called the model
 
 
 class Told(NamedTuple):
@@ -97,4 +95,4 @@ def say_what_is_not_told(model: nn.Module, told: Told) -> None:
     for message, why in ((_OF_LENGTHS, told.lengths), (_OF_NOISE, told.noise), (_OF_KEPT, told.kept)):
         if why is not None and message not in _said.setdefault(model, set()):
             _said[model].add(message)
-            warnings.warn(message.format(type(model).__name__, why), DpfastWarning, stacklevel=_CALLER)
+            warn_caller(message.format(type(model).__name__, why))
