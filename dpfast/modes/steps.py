@@ -283,13 +283,22 @@ class Steps:
 
     def ended(self, step: Step) -> bool:
         """A step is over. Returns whether that was a private backward pass."""
+        of_others = step.asks_for_others()
+        if of_others and _keeps_graph():  # an attack on inputs, in front of a loss of both
+            self._to_come.update(step.graphs)
         if not self._to_come:
             self._uses = Counter()
-        if step.ordinary or step.asks_for_others():
+        if step.ordinary or of_others:
             return False
         if step.first is not None:
             self.last_first = step.first
         return True
+
+
+def _keeps_graph() -> bool:
+    """Whether the backward pass that runs in this thread leaves its graph to later ones (``retain_graph=True``)."""
+    keeps: Any = torch._C._autograd._get_current_graph_task_keep_graph
+    return bool(keeps())
 
 
 def check_own(own: Mapping[nn.Parameter, Any], parameters: Iterable[nn.Parameter]) -> None:

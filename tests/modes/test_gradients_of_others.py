@@ -136,3 +136,46 @@ def test_a_second_pass_that_reaches_more_than_the_first_is_refused_all_the_same(
     model.disable_hooks()
     with pytest.raises(StateError, match="would be added unclipped"):
         ((factors * found).sum() + other.sum()).backward()
+
+
+@pytest.mark.parametrize("mode", ["grad_sample", "one pass", "two passes"])
+def test_a_loss_of_the_batch_and_of_what_attacks_it(mode):
+    """One graph gives the attack, and is gone through again beside that of the attacked batch."""
+    torch.manual_seed(1)
+    x = torch.randn(N, D)
+    plain = Net()
+
+    def attacked(model, x):
+        x = x.clone().requires_grad_()
+        clean = loss(model, x)
+        (g,) = torch.autograd.grad(clean.sum(), x, retain_graph=True)
+        return clean + loss(model, (x + 0.1 * g.sign()).detach())
+
+    exact = loop_over_samples(plain, lambda m, x: attacked(m, x).sum(), x)
+    if mode == "grad_sample":
+        model = dpfast.GradSampleModule(Net(), loss_reduction="sum")
+        for _ in range(2):  # uses are counted anew
+            model.zero_grad()
+            attacked(model, x).sum().backward()
+        for name, g in exact.items():
+            torch.testing.assert_close(model._module.get_parameter(name).grad_sample.double(), g, rtol=1e-4, atol=1e-5)
+        return
+    model = dpfast.GradSampleModuleFastGradientClipping(
+        Net(), max_grad_norm=C, loss_reduction="sum", passes=1 if mode == "one pass" else 2
+    )
+    for _ in range(2):
+        model.zero_grad()
+        losses = attacked(model, x)
+        in_two_passes(model, losses, "sum") if mode == "two passes" else losses.sum().backward()
+    assert_gradients({name: p.grad for name, p in model._module.named_parameters()}, clipped_sum(exact, C))
+
+
+def test_an_attack_whose_graph_is_gone_leaves_one_use():
+    """So the layers of the step that follows are taken one by one, as without an attack."""
+    model, x = wrap(), torch.randn(N, D).requires_grad_()
+    seen = []
+    of_the_input(model, x)
+    model._tapped.observe = lambda record, parameter, factor: seen.append(record.is_only_use(parameter))
+    found = loss(model, x.detach()).mean()
+    found.backward()
+    assert seen and all(seen)
