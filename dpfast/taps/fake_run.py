@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from dpfast.errors import InputError
+from dpfast.taps.beside_outputs import left_beside
 from dpfast.taps.copies import copy_of
 from dpfast.taps.dependence import Dependence
 from dpfast.taps.detached import detached_parameters
@@ -41,6 +42,7 @@ from dpfast.taps.shared import Meeting, Operation, Shared, without_samples
 from dpfast.taps.tap import ALONE, ELSEWHERE, OWN, Tap
 from dpfast.taps.trial import Trial
 from dpfast.taps.unsharded import copied_whole
+from dpfast.taps.watch import BESIDE
 
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
@@ -132,12 +134,13 @@ class ShapeTap(Tap):
     calls: list[tuple[Any, Call]]
     fine: dict[Any, bool]
     asked: bool  # whether its own forward has asked for a parameter
+    values: list[Tensor]  # of those, what stands there
 
     @classmethod
     def of(cls, tap: Tap, size: int, dependence: Dependence, called: tuple[Trial, Sequence[Any]]) -> ShapeTap:
         tap.__class__ = cls
         assert isinstance(tap, cls)
-        tap.size, tap.dependence, tap.calls, tap.fine, tap.asked = size, dependence, [], {}, False
+        tap.size, tap.dependence, tap.calls, tap.fine, tap.asked, tap.values = size, dependence, [], {}, False, []
         tap.called = called
         tap.stand_in_elsewhere()
         return tap
@@ -166,6 +169,10 @@ class ShapeTap(Tap):
         else:
             with detached_parameters(owned, self.as_it_is if rule is not None else functools.partial(self.own, owned)):
                 output = forward(*args, **kwargs)
+        if self.asked and self.module._modules:
+            place = left_beside(self.module, forward, output, self.values)
+            if place is not None:
+                self.fine[(BESIDE, place)] = True
         found = [x for x in tensors_in(output) if x.is_floating_point()]
         outputs = [x.shape for x in found]
         rank = len(outputs[0]) if outputs and substitute is None else None
@@ -202,7 +209,9 @@ class ShapeTap(Tap):
 
     def own(self, owned: Sequence[nn.Module], parameter: nn.Parameter) -> Tensor:
         self.asked = True
-        return super().own(owned, parameter)
+        found = super().own(owned, parameter)
+        self.values += [found.value] if isinstance(found, Shared) else []
+        return found
 
     def elsewhere(self, parameter: nn.Parameter) -> Tensor:
         # A reentrant checkpoint's function runs once more in the backward pass; what else turns gradients off does not.

@@ -34,7 +34,7 @@ from dpfast.taps.pieces import Pieces
 from dpfast.taps.plain import caught_plainly
 from dpfast.taps.registry import Rule, find_fault, find_forward, find_function, find_rule, makes_fresh_output
 from dpfast.taps.shared import Meeting, Operation, Shared, Source, without_samples
-from dpfast.taps.watch import Watch, may_keep_output
+from dpfast.taps.watch import Watch, may_keep_output, refuse_what_is_left
 
 # What ways begin with: a parameter in its own module's forward, in another's, what a layer gave.
 OWN, ELSEWHERE, ALONE = "own", "elsewhere", "alone"
@@ -128,6 +128,8 @@ class Tap(RoutedLayer):
         if rule is None and self.known((OWN,)) == 0 and not (self.taps.force_functorch or self._by_rows()):
             with detached_parameters(owned, partial(self.own, owned)):
                 return forward(*args, **kwargs)
+        if rule is None and self.module._modules:
+            refuse_what_is_left(self.layer, [key for key in self.places if self.known(key) == 0])
         fresh = makes_fresh_output(rule)
         watch = Watch(self) if not fresh and may_keep_output(forward) else None
         shown: Callable[[nn.Parameter], Tensor] = Tensor.detach

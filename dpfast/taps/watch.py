@@ -4,7 +4,8 @@ A forward of somebody's own may keep its output, or something made on the way to
 What the loss makes of that would be missing in the gradients of the module's parameters, so it is an error that names
 the layer. Seen are all such gradients of a module without children whose inputs need no gradient; else those that come
 to an output, or to what the forward has left in the module's own attributes. One that comes to something kept elsewhere
-goes on to the inputs alone.
+goes on to the inputs alone; where that has none but the module's own parameters, fake tensors show it
+(``beside_outputs``).
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from dpfast.errors import EscapedGradientError
+from dpfast.errors import EscapedGradientError, UnsupportedModuleError
 from dpfast.taps.nodes import nodes_behind
+
+BESIDE = "beside its outputs"
+"""What is known of a layer that leaves something of its own parameters there."""
 
 _NOT_KEPT = frozenset(vars(nn.Module()))
 """Attributes of every module, which hold its parameters, buffers, children and hooks."""
@@ -159,3 +163,14 @@ def _is_passed_through(outputs: Sequence[Tensor], place: int) -> bool:
             seen.add(node)
             edges.extend(node.next_functions)
     return False
+
+
+def refuse_what_is_left(layer: str, known: Sequence[Any]) -> None:
+    """Raises UnsupportedModuleError where that is among what is known of the layer, as keys of ``Tap.places``."""
+    places = [key[1] for key in known if isinstance(key, tuple) and key[0] == BESIDE]
+    if places:
+        raise UnsupportedModuleError(
+            f"{layer}: its forward leaves something that it makes of its own parameters beside its outputs, "
+            f"{places[0]}, where it would have no gradient: return it as a tensor, in tuples, lists or dicts, and make "
+            "the object of it where the loss is made; or freeze these parameters"
+        )
