@@ -71,7 +71,7 @@ class TappedModel:
         layout: where layers have their samples, by name, where that must not be found out.
     """
 
-    picks_rows = False  # whether its own forward picks rows of all samples, as has been seen
+    picks_rows, gives_batches = False, True  # of its own forward, as has been seen (``node.TappedModel``)
 
     def __init__(
         self,
@@ -256,7 +256,7 @@ class TappedModel:
     # --- nothing escapes ---
 
     def guard_parameters(self) -> bytes:
-        """Gradients may reach parameters through taps alone; any other is an error. Returns which are trainable."""
+        """Gradients may reach parameters through taps alone. Returns which are trainable."""
         return self.guards.set()
 
     def _is_fine(self, parameter: nn.Parameter, grad: Tensor) -> bool | None:

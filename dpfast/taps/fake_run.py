@@ -92,7 +92,8 @@ def calls_in_forward(
         leaves, trial: the inputs, flattened.
         dims: the dimension of each of them that is set to ``size``, if any.
     """
-    memo: dict[int, Any] = {id(taps[0].taps): Nobody(), **parameters}
+    memo: dict[int, Any] = {id(taps[0].taps): (nobody := Nobody()), **parameters}
+    nobody.gives_batches = taps[0].taps.gives_batches
     original = model
     with copied_whole(model, memo, mode), FakeCopyMode(mode):
         model, taps = copy_of(model, taps, memo)
@@ -262,6 +263,7 @@ class Nobody:
     """Stands where the tapped model is, in a copy: catches nothing."""
 
     active = inserts = picks_rows = False
+    gives_batches = True
     batch_dim = 0
     shared: Sequence[tuple[nn.Parameter, Tensor]] = ()  # the model's parameters, and what the copy has in their place
 

@@ -30,6 +30,7 @@ class Receiver(Protocol):
     probe: Any  # what has been learned of the model by running it
     force_functorch: bool
     picks_rows: bool  # whether the model's own forward picks rows of all samples
+    gives_batches: bool  # whether a table that gets one row for all samples gets one for each
 
     @property
     def inserts(self) -> bool:

@@ -312,7 +312,13 @@ class Probe:
         """Of a forward that runs, or has; or of one that comes so many passes later."""
         receiver, (inputs, leaves, bags, dims, n) = cast(Any, self._receiver()), called
         follow = [receiver.batch_dim if receiver.batch_dim in some else min(some, default=None) for some in dims]
-        return learned(receiver.model, self._taps, inputs, leaves, follow, n, bags, passes)
+        found = learned(receiver.model, self._taps, inputs, leaves, follow, n, bags, passes)
+        if found.told.why is None or found.bags is not None or not receiver.gives_batches:
+            return found
+        receiver.gives_batches = False  # where samples are folded, there are more rows than samples to meet
+        without = learned(receiver.model, self._taps, inputs, leaves, follow, n, bags, passes)
+        receiver.gives_batches = without.told.why is not None
+        return found if receiver.gives_batches else without
 
     @property
     def is_settled(self) -> bool:
@@ -324,6 +330,7 @@ class Probe:
         self._asks_no_more, self.outputs = True, dict(other.outputs)
         receiver: Any = self._receiver()
         original: Any = other._receiver()
+        receiver.gives_batches = original.gives_batches
         add_routes(receiver, self._taps, routes_of(original, other._taps))
         named = {tap.name: tap for tap in other._taps}
         for tap, like in ((tap, named[tap.name]) for tap in self._taps):

@@ -101,7 +101,7 @@ class Tap(RoutedLayer):
         expanded = False
         if isinstance(self.module, nn.Embedding) and self.taps.inserts and not suspended():
             n = self.taps.batch_size()
-            if n is not None and n > 1 and self.module.weight.requires_grad:
+            if n is not None and n > 1:
                 args, kwargs, expanded = self.with_whole_batch(args, kwargs, n)
         if not self.active:
             if in_function():
@@ -229,6 +229,8 @@ class Tap(RoutedLayer):
         """An input with a batch of one that the model broadcasts later (``position_ids``), expanded to the batch;
         and whether there was one."""
         dim = self.batch_dim
+        if not (self.taps.gives_batches and self.module.weight.requires_grad):
+            return args, kwargs, False
         leaves, structure = tree_flatten((args, kwargs))
         tensors = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
         if len(tensors) != 1:

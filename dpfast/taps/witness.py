@@ -319,6 +319,7 @@ def copied(
     memo[id(taps[0].taps)] = nobody = Nobody()
     nobody.shared = [(p, shared[id(p)]) for p in model.parameters() if id(p) not in own]
     nobody.picks_rows, nobody.batch_dim = taps[0].taps.picks_rows, taps[0].taps.batch_dim
+    nobody.gives_batches = taps[0].taps.gives_batches
     with copied_whole(model, memo):
         return copy_of(model, taps, memo, hooks=True)
 
