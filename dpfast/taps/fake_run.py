@@ -129,6 +129,7 @@ class ShapeTap(Tap):
         called: how the model is, and its inputs.
     """
 
+    looks = True
     size: int
     dependence: Dependence
     called: tuple[Trial, Sequence[Any]]

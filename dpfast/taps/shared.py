@@ -55,6 +55,7 @@ class Owner(Protocol):
 
     module: nn.Module
     layer: str
+    looks: bool  # whether it notes what happens, and refuses nothing
 
     def follow(self, operation: Operation) -> Any:
         """The operation's result."""
@@ -141,7 +142,7 @@ class Shared(Tensor):
         if not operation.shared:
             return operation.plain()
         tap = operation.shared[0].tap
-        if torch.is_grad_enabled() and operation.writes():
+        if torch.is_grad_enabled() and not tap.looks and operation.writes():
             raise UnsupportedModuleError(f"{tap.layer}: {operation.name!r} {_WRITES}")
         return tap.follow(operation)
 

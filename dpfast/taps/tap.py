@@ -91,6 +91,8 @@ class TappedForward:
 class Tap(RoutedLayer):
     """How one module runs tapped."""
 
+    looks = False
+
     @property
     def active(self) -> bool:
         """Whether what runs now is tapped."""
@@ -229,11 +231,9 @@ class Tap(RoutedLayer):
         """An input with a batch of one that the model broadcasts later (``position_ids``), expanded to the batch;
         and whether there was one."""
         dim = self.batch_dim
-        if not (self.taps.gives_batches and self.module.weight.requires_grad):
-            return args, kwargs, False
         leaves, structure = tree_flatten((args, kwargs))
         tensors = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
-        if len(tensors) != 1:
+        if len(tensors) != 1 or not (self.taps.gives_batches and self.module.weight.requires_grad):
             return args, kwargs, False
         x = leaves[tensors[0]]
         if self.alone and self._is_alone(x.dim() + 1):  # its output is not expanded before it meets samples
