@@ -6,6 +6,7 @@ layer get that layer's rule.
 
 from __future__ import annotations
 
+import string
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -127,15 +128,23 @@ def einsum(meeting: Meeting, equation: str, *operands: Any) -> Any:
     """What has no samples gets the letter that they have in the result."""
     operands = tuple(operands[0]) if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
     terms, arrow, result = equation.replace(" ", "").partition("->")
-    if not arrow or "." in equation:
+    if not arrow:
         raise UnsupportedModuleError("an equation without the result's letters")
+    *found, result = _spelt_out([*terms.split(","), result], operands)
     letter = result[meeting.place]
-    found = terms.split(",")
     if any(isinstance(x, Shared) and letter in term for x, term in zip(operands, found, strict=True)):
         raise UnsupportedModuleError("samples in what has none")
     found = [letter + t if isinstance(x, Shared) else t for x, t in zip(operands, found, strict=True)]
     copies = [x.copies(-1, meeting.n) if isinstance(x, Shared) else x for x in operands]
     return torch.einsum(f"{','.join(found)}->{result}", *copies)
+
+
+def _spelt_out(terms: list[str], operands: Sequence[Tensor]) -> list[str]:
+    """The terms, and the result's behind them, with letters in the place of dots."""
+    dots = [x.dim() - len(term.replace("...", "")) for x, term in zip(operands, terms, strict=False)]
+    most = max(dots)
+    letters = "".join(c for c in string.ascii_letters if not any(c in term for term in terms))[:most]
+    return [term.replace("...", letters[most - n :]) for term, n in zip(terms, [*dots, most], strict=True)]
 
 
 @register_function(F.scaled_dot_product_attention)
