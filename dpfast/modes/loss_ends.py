@@ -254,6 +254,7 @@ def dims_in_layer(node: Any, number: int, n: int) -> list[int] | None:
     if number and some and len(some) == 1:  # weights of an attention
         return some
     place = record.tap.batch_dim if record.place is None else record.place
+    place = place if record.meets_in is None else record.meets_in
     return dims_of(shape, [place], n) if isinstance(place, int) else None
 
 
@@ -293,7 +294,7 @@ def _stays_apart(kept: dict[GradientEdge, int], ends: dict[GradientEdge, int], f
     except Exception:  # it cannot be gone through here
         return None
     rows = [
-        ((g != 0) & g.isfinite()).movedim(d, 0).flatten(1).any(1).cpu()
+        ((g != 0) & g.isfinite()).movedim(d, 0).reshape(forward.n, -1).any(1).cpu()
         for g, d in zip(came, ends.values(), strict=True)
         if g is not None
     ]

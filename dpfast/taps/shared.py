@@ -26,6 +26,7 @@ from dpfast.factors import Dense, Factor, OuterProduct, merge
 from dpfast.taps.activations import Activations
 from dpfast.taps.leaves import leaf, without_values
 from dpfast.taps.nested import each_tensor
+from dpfast.taps.nodes import is_of_tap
 from dpfast.taps.others import looked_at
 from dpfast.taps.passes import in_backward, saves_as_torch_does
 from dpfast.taps.pulled_back import pulled_back, remaining
@@ -161,9 +162,8 @@ class Shared(Tensor):
                 by_sample = backprops.movedim(axis, 0)
                 return self.factors(Dense(by_sample.reshape(by_sample.shape[0], *self.value.shape)))
 
-            self._copies[key] = self.tap.tapped(
-                expanded, ((), {}), self.parameters, fresh=False, rule=copies, as_is=True
-            )
+            found = self.tap.tapped(expanded, ((), {}), self.parameters, fresh=False, rule=copies, as_is=True)
+            self._copies[key] = _met_in(axis, found)
         return self._copies[key]
 
     @property
@@ -355,7 +355,15 @@ class Meeting:
 
         met.__name__ = self.name
         output = function(*inputs, *values)
-        return self.tap.tapped(output, (tuple(inputs), {}), own, fresh=True, rule=met, as_is=True)
+        return _met_in(place, self.tap.tapped(output, (tuple(inputs), {}), own, fresh=True, rule=met, as_is=True))
+
+
+def _met_in(place: int, output: Any) -> Any:
+    """``output``, with its samples' dimension told to whoever comes by its tap."""
+    node = (output[0] if isinstance(output, tuple) else output).grad_fn
+    if is_of_tap(node):
+        node.record.meets_in = place
+    return output
 
 
 def _plain(x: Any) -> Any:

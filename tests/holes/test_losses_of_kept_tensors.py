@@ -228,3 +228,47 @@ def test_as_wide_as_the_batch(turned):
                 loss.backward()
         else:
             loss.backward()
+
+
+class OfParameters(Net):
+    """Keeps what each sample gets of a parameter alone, or what a parameter makes of it."""
+
+    def __init__(self, width, keep):
+        super().__init__()
+        self.own, self.keep = nn.Parameter(torch.linspace(0.5, 1.5, width)), keep
+
+    def forward(self, x):
+        y = super().forward(x)
+        self.kept = self.keep(self.own, y)
+        return y
+
+
+OF_PARAMETERS = {  # and the samples' dimension
+    "a number": (lambda own, y: own.square().sum().expand(len(y)), 0),
+    "columns": (lambda own, y: own.unsqueeze(1).expand(-1, len(y)), 1),
+    "a layer": (lambda own, y: F.linear(y * torch.linspace(0.5, 1.5, N).to(y).view(N, 1, 1), own[:K].unsqueeze(0)), 1),
+}
+
+
+@pytest.mark.filterwarnings("error::dpfast.errors.DpfastWarning")
+@pytest.mark.parametrize("mixes", [False, True])
+@pytest.mark.parametrize(("what", "width"), [("a number", 3), ("a number", N), ("columns", N), ("a layer", N)])
+def test_kept_of_parameters(what, width, mixes):
+    """As long as the batch in another dimension than the samples', too."""
+    keep, dim = OF_PARAMETERS[what]
+    torch.manual_seed(0)
+    model = OfParameters(width, keep)
+    plain, module = copy.deepcopy(model), wrapped(model)
+
+    def loss(m, x):
+        y = m(x)
+        kept = getattr(m, "_module", m).kept.movedim(dim, 0).reshape(len(x), -1)
+        used = kept.sum(0).square() if mixes else y.square().sum(1) * kept.sum(1).square()
+        return y.square().sum() + used.sum()
+
+    x = torch.randn(N, D)
+    if mixes:
+        with pytest.raises(UnsupportedModuleError, match="samples meet in the loss"):
+            loss(module, x).backward()
+        return
+    assert_as_the_loop(module, plain, loss, x)
