@@ -30,12 +30,22 @@ def pulled_back(factor: Factor, value: Tensor, sources: Sequence[Tensor]) -> lis
     gradients = factor.materialized().values
     if gradients.shape[0] == 0:
         return [Dense(gradients.new_zeros(0, *source.shape)) for source in sources]
-    found = torch.autograd.grad(
-        value,
-        sources,
-        gradients.to(value.dtype),
-        is_grads_batched=True,
-        retain_graph=True,
-        allow_unused=True,
-    )
+    found = _gradients(value, sources, gradients.to(value.dtype))
     return [None if g is None else Dense(g) for g in found]
+
+
+def _gradients(value: Tensor, sources: Sequence[Tensor], gradients: Tensor) -> Sequence[Tensor | None]:
+    """The sources' (N, *shape), of N gradients of ``value``."""
+    try:
+        return torch.autograd.grad(
+            value, sources, gradients, is_grads_batched=True, retain_graph=True, allow_unused=True
+        )
+    except RuntimeError:  # no rule for many at once (einsum in somebody's backward, a write); what else, comes again
+        pass
+    each = [torch.autograd.grad(value, sources, g, retain_graph=True, allow_unused=True) for g in gradients]
+    return [_stacked(of_source) for of_source in zip(*each, strict=True)]
+
+
+def _stacked(of_samples: Sequence[Tensor | None]) -> Tensor | None:
+    like = next((g for g in of_samples if g is not None), None)
+    return None if like is None else torch.stack([torch.zeros_like(like) if g is None else g for g in of_samples])
