@@ -102,7 +102,7 @@ class Tap(RoutedLayer):
         """The module's forward with its output tapped, or as it is where there is nothing to do."""
         expanded = False
         if isinstance(self.module, nn.Embedding) and self.taps.inserts and not suspended():
-            n = self.taps.batch_size()
+            n = self.taps.batch_size() if torch.is_grad_enabled() or in_function() else None  # evaluation is as it is
             if n is not None and n > 1:
                 args, kwargs, expanded = self.with_whole_batch(args, kwargs, n)
         if not self.active:

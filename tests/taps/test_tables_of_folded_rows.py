@@ -63,3 +63,25 @@ def test_it_is_right_frozen_or_expanded(how, n):
     assert relative_error(wrapped.get_norm_sample(), norms_of(exact)) <= 1e-5
     for name, expected in clipped_sum(exact, C).items():
         assert relative_error(model.get_parameter(name).grad, expected) <= 1e-4, name
+
+
+class Positions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.positions, self.head = nn.Linear(D, D), nn.Embedding(12, D), nn.Linear(D, 2)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.inner(x) + self.positions(torch.arange(x.shape[1])))).sum(1)
+
+
+@pytest.mark.parametrize("t", [N, T])
+def test_evaluation_before_the_first_pass_is_the_plain_model_s(t):
+    """Positions as many as samples were an error there, and none in training."""
+    model, x = Positions(), torch.randn(N, t, D)
+    with torch.no_grad():
+        expected = model(x)
+    wrapped = GradSampleModuleFastGradientClipping(model, max_grad_norm=C)
+    with torch.no_grad():
+        assert torch.equal(wrapped(x), expected)
+    losses(wrapped, x).mean().backward()
+    assert wrapped.get_norm_sample().shape == (N,)
