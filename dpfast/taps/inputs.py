@@ -142,7 +142,8 @@ def check_which_is_the_batch(
     others = sizes - {n, 1}
     given = {i: x for i, x in enumerate(outputs) if isinstance(x, Tensor) and x.requires_grad}
     at = {i: apart.get(i, [d for d, size in enumerate(x.shape) if size == n]) for i, x in given.items()}
-    if not others or not given or any(dim in dims for dims in at.values()):
+    # Time-first models may give one row a sample (a class), with the samples in front.
+    if not others or not given or any(dim in dims or 0 in dims for dims in at.values()):
         return
     swapped = next((x for x in given.values() if x.dim() > dim and x.shape[dim] in others), None)
     comes = f"no output has them there ({', '.join(str(tuple(x.shape)) for x in given.values())})"

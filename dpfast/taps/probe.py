@@ -313,7 +313,8 @@ class Probe:
         receiver, (inputs, leaves, bags, dims, n) = cast(Any, self._receiver()), called
         follow = [receiver.batch_dim if receiver.batch_dim in some else min(some, default=None) for some in dims]
         found = learned(receiver.model, self._taps, inputs, leaves, follow, n, bags, passes)
-        if found.told.why is None or found.bags is not None or not receiver.gives_batches:
+        tables = any(isinstance(tap.module, nn.Embedding) for tap in self._taps)
+        if found.told.why is None or found.bags is not None or not (tables and receiver.gives_batches):
             return found
         receiver.gives_batches = False  # where samples are folded, there are more rows than samples to meet
         without = learned(receiver.model, self._taps, inputs, leaves, follow, n, bags, passes)

@@ -131,3 +131,19 @@ def test_one_row_for_all_is_no_batch(n):
         warnings.simplefilter("error")
         wrapped(x=torch.randn(n, 7, 3), times=torch.rand(1, 7)).sum().backward()
     assert wrapped.get_norm_sample().shape == (n,)
+
+
+def test_a_time_first_model_may_give_one_row_a_sample():
+    class OfTheLast(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.head = nn.GRU(3, 4), nn.Linear(4, 2)
+
+        def forward(self, x, mask):
+            return self.head((self.inner(x)[0] * mask.t().unsqueeze(-1)).sum(0))
+
+    wrapped = GradSampleModuleFastGradientClipping(OfTheLast(), batch_first=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        wrapped(torch.randn(7, 5, 3), torch.ones(5, 7)).square().sum(1).mean().backward()
+    assert wrapped.get_norm_sample().shape == (5,)
