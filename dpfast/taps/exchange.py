@@ -12,7 +12,7 @@ gradients tell beyond that.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
@@ -76,6 +76,7 @@ def told_by_exchange(
     sizes: Sequence[int],
     *,
     at_once: bool = False,
+    refused: Container[int | str] = (),
 ) -> Told:
     """What comes of exchanging samples.
 
@@ -83,6 +84,7 @@ def told_by_exchange(
         trial: the inputs. dims: of each, that of its samples. places: as shapes tell them.
         sizes: so many samples, or where that does not run so many.
         at_once: three are exchanged in one run, which takes half of the time and does not show what only they share.
+        refused: of the model's outputs, those that are known to mix samples, by number, or what it keeps, by name.
     """
     if any(hasattr(p, "device_mesh") for p in model.parameters()):
         return NOTHING  # parts of parameters (FSDP2, tensor parallel), with which a copy does not run
@@ -94,7 +96,7 @@ def told_by_exchange(
         for attention in attention_written_out():
             try:
                 with same_random_numbers() as again, same_kernels(attention=attention):
-                    exchange = _Exchange(model, taps, trial, trial.leaves, dims, places, size, numbers, again)
+                    exchange = _Exchange(model, taps, trial, trial.leaves, dims, places, size, numbers, again, refused)
                     told = exchange.all_told(noisy, at_once)
                     if told.is_wrong and exchange.counted:
                         exchange, told = exchange.beside_the_longest(told, noisy, at_once)
@@ -127,6 +129,7 @@ class _Exchange:
         size: int,
         others: dict[int, Any],
         again: RandomNumbers,
+        refused: Container[int | str],
     ):
         self.others, self.again = others, again
         self.model, self.taps, self.trial, self.dims, self.size = model, taps, trial, dims, size
@@ -145,6 +148,7 @@ class _Exchange:
         self.draws = 0
         self.reordered: set[Key] = set()
         self.routes = NO_ROUTES
+        self.refused = refused
 
     def all_told(self, noisy: bool, at_once: bool) -> Told:
         """What is told with noise or without; where random numbers let taps out, with others too."""
@@ -184,10 +188,13 @@ class _Exchange:
         found, not_run = self._of_taps(base, runs, which)
         wrong = [key for key, place in found.items() if isinstance(place, str)]
         parted = {i: parted_told(i, base, runs, which) for i in range(len(base.outputs))}
-        outputs = dict.fromkeys((i for i, dims in parted.items() if dims == []), _MIXED)
+        own = len(base.outputs) - len(base.held)
+        refused = [i for i in parted if (i if i < own else base.held[i - own]) in self.refused]
+        outputs = dict.fromkeys((i for i, dims in parted.items() if dims == [] and i not in refused), _MIXED)
         exchanged, differ = Exchanged(base, runs, which, base.met | found, self.size), False
         met = [] if wrong or outputs else exchanged.met()
-        losses = {i: _IN_LOSS for i in ([] if wrong or met else base.losses) if exchanged.meet_in_loss(i)}
+        asked = [] if wrong or met else [i for i in base.losses if i not in refused]
+        losses = {i: _IN_LOSS for i in asked if exchanged.meet_in_loss(i)}
         whole = bool(met or losses)  # to the bit; a kernel without a mask, where nobody is padded, adds up otherwise
         if whole:
             base, *runs = (self._run(j, noisy, whole=True) for j in ((), *which))
@@ -213,7 +220,6 @@ class _Exchange:
             for key, calls in run.calls.items()
             for x, y in zip(calls, base.calls.get(key, []), strict=False)
         )
-        own = len(base.outputs) - len(base.held)
         named = {i if i < own else base.held[i - own]: message for i, message in outputs.items()}
         why = None
         if not (wrong or outputs or met):
@@ -302,7 +308,7 @@ class _Exchange:
             ]
         beside = _Exchange(
             *(self.model, self.taps, self.trial, leaves, self.dims, self.ways),
-            *(self.size + len(self.counted), self.others, self.again),
+            *(self.size + len(self.counted), self.others, self.again, self.refused),
         )
         beside.stays = len(self.counted)
         try:

@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
+from noted import Noted
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -157,3 +158,49 @@ def test_a_look_that_tries_sizes_logs_nothing():
     assert wrapped.get_norm_sample().isfinite().all()
     log.removeHandler(handler)
     assert records == []
+
+
+RAN = Noted()
+
+
+class Counted(WithLoss):
+    """Notes its forward passes; in one of them it mixes samples in another output too."""
+
+    def __init__(self, loss, mixes_from=None):
+        super().__init__(loss, "both")
+        self.mixes_from, self.passes = mixes_from, 0
+
+    def forward(self, x):
+        RAN.note(1)
+        loss, h = super().forward(x)
+        return loss, h - h.mean(0) if self.passes == self.mixes_from else h
+
+
+def forwards(wrapped):
+    model = wrapped._module
+    RAN.clear()
+    output = wrapped(torch.randn(5, 3, D))
+    model.passes += 1
+    return len(RAN.all()), output
+
+
+def test_what_is_refused_is_not_asked_about_again():
+    """What is wrong is run again in several ways: a loss of labels, which nobody uses, took as many in each look."""
+    mixing, fine = (
+        dpfast.GradSampleModuleFastGradientClipping(Counted(loss)) for loss in (MIXING["less the mean"], FINE["mean"])
+    )
+    (first, _), (first_fine, _) = forwards(mixing), forwards(fine)
+    (second, (loss, _)), (second_fine, _) = forwards(mixing), forwards(fine)
+    assert first > first_fine and second == second_fine > 1
+    with pytest.raises(UnsupportedModuleError, match="changes with another sample"):
+        loss.backward()
+
+
+def test_another_output_that_mixes_later_is_seen_beside_it():
+    wrapped = dpfast.GradSampleModuleFastGradientClipping(Counted(MIXING["less the mean"], mixes_from=1))
+    _, (_, h) = forwards(wrapped)
+    h.square().mean().backward()
+    wrapped.zero_grad()
+    with pytest.raises(UnsupportedModuleError):
+        _, (_, h) = forwards(wrapped)
+        h.square().mean().backward()
