@@ -175,7 +175,7 @@ def _product(node: Any) -> list[tuple[int, ...]]:
     return [(int(rows), int(columns))] if batches in ([], [1]) else []
 
 
-def refuse_mixed(model: nn.Module, outputs: Sequence[Any], mixed: Mapping[int | str, str]) -> None:
+def refuse_mixed(model: nn.Module, outputs: Sequence[Any], mixed: Mapping[int | str, str], batch_dim: int) -> None:
     """No gradient may come to these of a forward pass's outputs, by number, and of what it has left in attributes of
     the model's modules, by name.
 
@@ -186,18 +186,21 @@ def refuse_mixed(model: nn.Module, outputs: Sequence[Any], mixed: Mapping[int | 
         x = outputs[key] if isinstance(key, int) else reduce(_attribute, key.split("."), model)
         if isinstance(x, Tensor) and x.requires_grad:
             where = f"output {key} of the model" if isinstance(key, int) else f"{key}, an attribute of the model"
-            x.register_hook(partial(_refuse, f"{where}, {tuple(x.shape)}", why))
+            x.register_hook(partial(_refuse, f"{where}, {tuple(x.shape)}", why, _TIME_FIRST if batch_dim == 0 else ""))
 
 
 def _attribute(x: Any, name: str) -> Any:
     return getattr(x, name, None)
 
 
-def _refuse(what: str, why: str, grad: Tensor | None) -> None:
+_TIME_FIRST = ", or batch_first=False, where samples are in dimension 1"
+
+
+def _refuse(what: str, why: str, otherwise: str, grad: Tensor | None) -> None:
     if grad is None:  # it came to another output of the same operation
         return
     raise UnsupportedModuleError(
         f"the loss was made from {what}, and {why} (as forward passes tell in which other samples stand beside a "
         "sample), so its gradient is no sum of samples' own, and clipping bounds nothing; make each sample's loss from "
-        "that sample alone"
+        f"that sample alone{otherwise}"
     )

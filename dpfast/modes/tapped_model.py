@@ -217,7 +217,7 @@ class TappedModel:
         units, mixed, leaves = ended.units, self.probe.mixed_outputs(), results_in(output)
         if units is not None:
             mixed = {**mixed, **units.start(ended.size, ended.valid, leaves)}
-        refuse_mixed(self.model, leaves, mixed)
+        refuse_mixed(self.model, leaves, mixed, self.batch_dim)
         for leaf in leaves:
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 found = Output(leaf, ended.size, self.batch_dim, ended.valid, units, ended.graph)

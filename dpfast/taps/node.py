@@ -194,6 +194,7 @@ class Record:
             raise UnsupportedModuleError(
                 f"{tap.layer}: {place}. A sample's gradient depends on the others in its batch then, and clipping it "
                 "bounds nothing: normalise, attend and compare within each sample"
+                + ("; or batch_first=False, where samples are in dimension 1" if tap.batch_dim == 0 else "")
             )
         took, gave = (
             ", ".join(str(tuple(x.shape)) for x in some if isinstance(x, Tensor)) for some in (activations, backprops)

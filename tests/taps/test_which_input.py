@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from dpfast import GradSampleModule, GradSampleModuleFastGradientClipping
-from dpfast.errors import DpfastWarning, InputError
+from dpfast.errors import DpfastWarning, InputError, UnsupportedModuleError
 from dpfast.testing import loop_over_samples, norms_of, relative_error
 
 MODES = [GradSampleModule, GradSampleModuleFastGradientClipping]
@@ -147,3 +147,24 @@ def test_a_time_first_model_may_give_one_row_a_sample():
         warnings.simplefilter("error")
         wrapped(torch.randn(7, 5, 3), torch.ones(5, 7)).square().sum(1).mean().backward()
     assert wrapped.get_norm_sample().shape == (5,)
+
+
+def test_positions_that_mix_may_be_a_time_first_model_s():
+    """Of tokens, (T, N): where the model is not said to be time-first, its T is taken for the batch."""
+
+    class Characters(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.inner, self.head = nn.Embedding(9, 3), nn.GRU(3, 4), nn.Linear(4, 9)
+
+        def forward(self, x):
+            return self.head(self.inner(self.table(x))[0])
+
+    def step(**options):
+        wrapped = GradSampleModuleFastGradientClipping(Characters(), **options)
+        wrapped(torch.randint(0, 9, (7, 5))).square().mean((0, 2)).mean().backward()
+        return wrapped.get_norm_sample().shape
+
+    with pytest.raises(UnsupportedModuleError, match="or batch_first=False, where samples are in dimension 1"):
+        step()
+    assert step(batch_first=False) == (5,)
