@@ -28,9 +28,9 @@ from torch.overrides import TorchFunctionMode
 from dpfast.arithmetic import capturing
 from dpfast.compiled.batches import Batch
 from dpfast.compiled.draws import same_draws
-from dpfast.compiled.graph import plain
 from dpfast.compiled.mode import GraphMode, running
 from dpfast.compiled.pins import pin_where_made
+from dpfast.compiled.plain import plain
 from dpfast.errors import DpfastError, InputError, UnsupportedModuleError
 from dpfast.taps import LeftBehind, nodes_behind, put_back, refuses, taking_back
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, compress
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dpfast.arithmetic import exact_arithmetic, exact_convolutions
 from dpfast.compiled.pins import leave_pins_to_inductor
+from dpfast.compiled.plain import plain
 from dpfast.compiled.replay import Replay
 from dpfast.errors import BackendError, StateError
 from dpfast.modes import is_taken_unrounded
@@ -228,17 +229,6 @@ def _compiled(graph: Any, backend: Any, inputs: list[Tensor]) -> Callable[..., S
         found: Callable[..., Sequence[Tensor]] = compile_(
             graph, [fakes.from_tensor(x.detach(), static_shapes=True) for x in inputs]
         )
-    return found
-
-
-def plain(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Quantised weights, and other tensors that are made of some, as these: what a graph computes with."""
-    found: list[Tensor] = []
-    for x in tensors:
-        if is_traceable_wrapper_subclass(x):
-            found += plain(getattr(x, name) for name in x.__tensor_flatten__()[0])
-        else:
-            found.append(x)
     return found
 
 
