@@ -192,7 +192,8 @@ class _Exchange:
         refused = [i for i in parted if (i if i < own else base.held[i - own]) in self.refused]
         outputs = dict.fromkeys((i for i, dims in parted.items() if dims == [] and i not in refused), _MIXED)
         exchanged, differ = Exchanged(base, runs, which, base.met | found, self.size), False
-        met = [] if wrong or outputs else exchanged.met()
+        # Gradients come from all outputs by samples at once, and from one that is known to mix them they meet.
+        met = [] if wrong or outputs or any(base.outputs[i] for i in refused) else exchanged.met()
         asked = [] if wrong or met else [i for i in base.losses if i not in refused]
         losses = {i: _IN_LOSS for i in asked if exchanged.meet_in_loss(i)}
         whole = bool(met or losses)  # to the bit; a kernel without a mask, where nobody is padded, adds up otherwise
