@@ -283,7 +283,7 @@ class Steps:
 
     def ended(self, step: Step) -> bool:
         """A step is over. Returns whether that was a private backward pass."""
-        of_others = step.asks_for_others()
+        of_others = not step.ordinary and step.asks_for_others()
         if of_others and _keeps_graph():  # an attack on inputs, in front of a loss of both
             self._to_come.update(step.graphs)
         if not self._to_come:

@@ -127,10 +127,11 @@ def check_which_is_the_batch(
     dim: int,
     n: int,
     leaves: Sequence[Any],
-    outputs: Sequence[Any],
+    output: Any,
     apart: Mapping[int, Sequence[int]],
-) -> None:
+) -> bool:
     """Where inputs differ in what may be the number of samples, what comes out must have them in the same dimension.
+    Returns whether that is settled: one row may be one for all samples, and a batch of one.
 
     Args:
         n: as the first has. apart: of each output, the dimensions in which samples stayed apart when exchanged.
@@ -139,12 +140,14 @@ def check_which_is_the_batch(
         InputError: it has another input's there.
     """
     sizes = {x.shape[dim] for x in leaves if isinstance(x, Tensor) and x.dim() > dim}
-    others = sizes - {n, 1}
-    given = {i: x for i, x in enumerate(outputs) if isinstance(x, Tensor) and x.requires_grad}
+    others, is_settled = sizes - {n, 1}, n == 1 or 1 not in sizes
+    if not others:
+        return is_settled
+    given = {i: x for i, x in enumerate(results_in(output)) if isinstance(x, Tensor) and x.requires_grad}
     at = {i: apart.get(i, [d for d, size in enumerate(x.shape) if size == n]) for i, x in given.items()}
     # Time-first models may give one row a sample (a class), with the samples in front.
-    if not others or not given or any(dim in dims or 0 in dims for dims in at.values()):
-        return
+    if not given or any(dim in dims or 0 in dims for dims in at.values()):
+        return is_settled
     swapped = next((x for x in given.values() if x.dim() > dim and x.shape[dim] in others), None)
     comes = f"no output has them there ({', '.join(str(tuple(x.shape)) for x in given.values())})"
     if swapped is not None:
@@ -153,6 +156,7 @@ def check_which_is_the_batch(
     if swapped is not None:
         raise InputError(said)
     warn_caller(said)
+    return True
 
 
 def keys_of(args: Any, kwargs: Any) -> tuple[str, ...]:

@@ -22,7 +22,6 @@ from dpfast.taps.inputs import (
     no_samples_in,
     refuse_nested,
     refuse_sparse,
-    results_in,
     warn_of_lists,
 )
 from dpfast.taps.kinds import alike_by_accident, kind_of
@@ -355,9 +354,9 @@ class Probe:
             self._seen[kind_here(self._receiver())].update(unseen)
         receiver: Any = self._receiver()
         if called is not None and not self._is_checked:
-            apart, results = self.parted_outputs() or {}, results_in(output)
-            check_which_is_the_batch(receiver.model, receiver.batch_dim, called.n, called.leaves, results, apart)
-            self._is_checked = True
+            self._is_checked = check_which_is_the_batch(
+                receiver.model, receiver.batch_dim, called.n, called.leaves, output, self.parted_outputs() or {}
+            )
         self._dims[due.kind] = due.dims
         if due.why is not None:
             # First: where warnings are errors, the next forward pass is told again.

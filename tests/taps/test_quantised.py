@@ -9,7 +9,7 @@ from cases import clipped_as_told
 from in_both_modes import check
 from torch import nn
 
-from dpfast import compile_step
+from dpfast import GradSampleModuleFastGradientClipping, compile_step
 from dpfast.errors import UnsupportedModuleError
 from dpfast.testing import loop_over_samples, relative_error
 
@@ -106,3 +106,42 @@ def test_a_graph_of_what_copies_itself_is_refused_by_name():
     step = compile_step(model_of(Copied), losses, max_grad_norm=C, batch_size=N, backend="eager")
     with pytest.raises(UnsupportedModuleError, match=r"holds tensors of class Copied\) cannot be copied .*without a"):
         step(torch.randn(N, 3, 3))
+
+
+class OfTheBatch(torch.autograd.Function):
+    """Inputs rounded by the largest of all, as float8 training "tensorwise"; or but for columns of outliers that the
+    whole batch decides on, as LLM.int8 with a threshold."""
+
+    @staticmethod
+    def forward(ctx, x, weight, by_columns):
+        rows = x.reshape(-1, x.shape[-1])
+        outliers = (rows.abs() > 1.0).any(0) if by_columns else torch.zeros(rows.shape[1], dtype=torch.bool)
+        scale = (rows.abs().amax(1, keepdim=True) if by_columns else rows.abs().max()) / 7
+        rounded = torch.where(outliers, rows, (rows / scale).round() * scale)
+        ctx.save_for_backward(weight)
+        return (rounded @ weight.t()).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad @ ctx.saved_tensors[0], None, None
+
+
+class RoundsTheBatch(nn.Linear):
+    by_columns = False
+
+    def forward(self, x):
+        return OfTheBatch.apply(x, self.weight, self.by_columns)
+
+
+class Outliers(RoundsTheBatch):
+    by_columns = True
+
+
+@pytest.mark.parametrize("t", [N, 3])
+@pytest.mark.parametrize("kind", [RoundsTheBatch, Outliers])
+def test_scales_of_the_whole_batch_are_refused(kind, t):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, D), kind(D, D).requires_grad_(False), nn.Tanh(), nn.Linear(D, 2))
+    wrapped = GradSampleModuleFastGradientClipping(model, max_grad_norm=C)
+    with pytest.raises(UnsupportedModuleError, match=rf"samples meet in 1 \({kind.__name__}\)"):
+        losses(wrapped, 2 * torch.randn(N, t, 3)).mean().backward()

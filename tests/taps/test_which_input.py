@@ -59,6 +59,21 @@ def test_what_all_samples_share_in_front(mode, make, n):
         mode(make(n)[0])(**inputs)
 
 
+@pytest.mark.parametrize("make", [field_and_inputs, timed_and_inputs])
+@pytest.mark.parametrize("first", [1, 0])
+def test_also_behind_a_first_batch_of_one_or_none(make, first):
+    """One row may be one for all."""
+    model, inputs = make(first)
+    wrapped = GradSampleModuleFastGradientClipping(model)
+    if first:
+        wrapped(**inputs)
+    else:
+        with pytest.raises(InputError, match=IN_DOUBT):
+            wrapped(**inputs)
+    with pytest.raises(InputError, match=IN_DOUBT):
+        wrapped(**make(4)[1])
+
+
 def test_a_dict_of_them():
     class OfDict(Timed):
         def forward(self, batch):
