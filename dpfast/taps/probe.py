@@ -205,7 +205,7 @@ class Probe:
             return self._look_again(called, kind, looks.first, n, at_once)
         self._refuse_carried(told.carried)
         say_what_is_not_told(receiver.model, told)
-        self.outputs[kind] = {**self.outputs.get(kind, {}), **told.outputs}
+        self.outputs[kind] = {**told.outputs, **refused}  # the first time told which samples meet
         wrong: Found = {key: place for key, place in told.places.items() if isinstance(place, str)}
         for (number, rank), place in with_own(wrong).items():
             self._note(self._taps[number].places, rank, kind, place)
