@@ -36,7 +36,7 @@ from dpfast.taps.outside import put_back
 from dpfast.taps.owned import owned_modules
 from dpfast.taps.packed import shapes_taken
 from dpfast.taps.passes import in_function, taps_suspended
-from dpfast.taps.pieces import Pieces
+from dpfast.taps.pieces import Pieces, forward_in_pieces
 from dpfast.taps.registry import find_forward, find_function, find_rule
 from dpfast.taps.shared import Meeting, Operation, Shared, without_samples
 from dpfast.taps.tap import ALONE, ELSEWHERE, OWN, Tap
@@ -163,7 +163,8 @@ class ShapeTap(Tap):
         told = trial.bags.says_of(self.module, args, kwargs, inputs)
         if isinstance(self.module, nn.EmbeddingBag) and args and args[0].dim() == 1 and not told:
             raise InputError("bags in one row, by offsets that the model makes: whose they are is in their values")
-        substitute, rule, owned = find_forward(self.module), find_rule(self.module), owned_modules(self.module)
+        rule, owned = find_rule(self.module), owned_modules(self.module)
+        substitute = forward_in_pieces(self.module, (args, kwargs))
         mixed = self.dependence.mixed
         if substitute is not None:
             with detached_parameters(owned, self.as_it_is):
@@ -178,7 +179,8 @@ class ShapeTap(Tap):
         found = [x for x in tensors_in(output) if x.is_floating_point()]
         outputs = [x.shape for x in found]
         rank = len(outputs[0]) if outputs and substitute is None else None
-        if isinstance(output, Shared):  # which tells by itself
+        alone = substitute is None and find_forward(self.module) is not None
+        if alone or isinstance(output, Shared):  # which tells by itself
             self.fine[(ALONE, rank, "too")] = True
         else:
             self.calls.append((rank, (shapes_taken(self.module, (args, kwargs)), outputs)))

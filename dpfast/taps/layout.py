@@ -178,7 +178,7 @@ def place_in(tap: Any, place: Place, shape: tuple[int, ...] | None, n: int) -> P
         InputError: it is not what the user says, or it is not known and another dimension is as long as the batch.
     """
     if shape is None:
-        return place
+        return place if tap.given is None else _given_of_pieces(tap, place)
     if tap.given is not None:
         return check_given(tap.layer, tap.given, place, shape, n)
     dim = tap.batch_dim
@@ -189,6 +189,28 @@ def place_in(tap: Any, place: Place, shape: tuple[int, ...] | None, n: int) -> P
             f"are, {layout_line(tap.name)}"
         )
     return place
+
+
+def _given_of_pieces(tap: Any, learned: Place) -> Place:
+    """The place that has been given of a layer whose forward knows in which dimension its samples are; there may be
+    several rows a sample.
+
+    Raises:
+        InputError: it cannot be so.
+    """
+    given, own = tap.given, own_dim(tap.module)
+    if isinstance(learned, Mixed) or given == (own if learned is None else learned):
+        return learned
+    of_rows = learned is None or (isinstance(learned, Rows) and learned.together is None)
+    if isinstance(given, Rows) and given.dim == own and of_rows:
+        return given
+    found = f"{learned}" if isinstance(learned, str) else f"it has {_in_words(own if learned is None else learned)}"
+    raise InputError(f"{tap.layer}: layout says {_in_words(given)}, and {found}; leave that line out")
+
+
+def own_dim(module: nn.Module) -> int:
+    """Where a layer whose forward runs in pieces has its samples, or their rows."""
+    return 0 if getattr(module, "batch_first", True) else 1
 
 
 def _may_be(given: Given | None, learned: int | Rows, no_positions: bool) -> bool:
@@ -257,7 +279,7 @@ def place_of(module: nn.Module, call: Call, other: Call, sizes: Sequence[int]) -
         return None
     inputs, outputs = ([_dims(one, two, sizes) for one, two in some] for some in pairs)
     if find_forward(module) is not None:  # what is tapped are pieces of it, laid out as it says itself
-        own = 0 if getattr(module, "batch_first", True) else 1
+        own = own_dim(module)
         if not inputs or inputs[0] == {own: 1}:
             return own
         if list(inputs[0]) == [own] and inputs[0][own] is not None:

@@ -200,11 +200,11 @@ class Record:
             ", ".join(str(tuple(x.shape)) for x in some if isinstance(x, Tensor)) for some in (activations, backprops)
         )
         seen = next((text for rank, text in tap.shapes.items() if rank in (None, backprops[0].dim())), "")
+        by_hand = "" if self.as_is and not folded else f"; or say where they are, {layout_line(tap.name, folded)}"
         raise InputError(
             f"{tap.layer}: {place} ({f'as forward passes tell, with output {seen}; ' if seen else ''}it took "
             f"{took or 'no tensor'} and gave {gave}). Every layer must see each sample once, in one dimension: "
-            f"expand to the batch what the model broadcasts over its samples, or freeze the layer; or say where they "
-            f"are, {layout_line(tap.name, folded)}"
+            f"expand to the batch what the model broadcasts over its samples, or freeze the layer{by_hand}"
         )
 
     def take_tensors(self) -> list[Tensor]:

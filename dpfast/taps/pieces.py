@@ -6,15 +6,28 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from dpfast.factors import Factor
 from dpfast.taps.activations import Activations
 from dpfast.taps.others import looked_at
 from dpfast.taps.own_node import OwnStep
-from dpfast.taps.shared import Owner
+from dpfast.taps.registry import find_forward
+from dpfast.taps.shared import Owner, Shared
 from dpfast.taps.uses import added, told_apart
 
 _trained: Any = Tensor.requires_grad.__get__  # type: ignore[attr-defined]  # of a tensor, without a line of Python
+
+
+def forward_in_pieces(module: nn.Module, inputs: Any) -> Callable[..., Any] | None:
+    """The forward that runs in place of the module's own on these inputs. On what has no samples, a prompt that the
+    model learns, its own runs, and its operations are followed; but a recurrent layer of torch's keeps its weights in a
+    list, past what stands in for them."""
+    substitute = find_forward(module)
+    if substitute is None or not any(isinstance(x, Shared) for x in tree_leaves(inputs)):
+        return substitute
+    trained = any(map(_trained, module.parameters()))
+    return substitute if trained and isinstance(module, nn.RNNBase) else None
 
 
 class Runs(Owner, Protocol):

@@ -30,9 +30,9 @@ from dpfast.taps.outputs import as_no_views, failing_in_backward, is_followed, i
 from dpfast.taps.own_node import OwnStep, may_be_one, tapped_step
 from dpfast.taps.owned import owned_modules
 from dpfast.taps.passes import in_backward, in_function, never_compiled, suspended
-from dpfast.taps.pieces import Pieces
+from dpfast.taps.pieces import Pieces, forward_in_pieces
 from dpfast.taps.plain import caught_plainly
-from dpfast.taps.registry import Rule, find_fault, find_forward, find_function, find_rule, makes_fresh_output
+from dpfast.taps.registry import Rule, find_fault, find_function, find_rule, makes_fresh_output
 from dpfast.taps.shared import Meeting, Operation, Shared, Source, without_samples
 from dpfast.taps.watch import Watch, may_keep_output, refuse_what_is_left
 
@@ -112,7 +112,7 @@ class Tap(RoutedLayer):
         fault = find_fault(self.module)
         if fault is not None:
             return failing_in_backward(forward(*args, **kwargs), UnsupportedModuleError(f"{self.layer}: {fault}"))
-        substitute = find_forward(self.module)
+        substitute = forward_in_pieces(self.module, (args, kwargs))
         owned = owned_modules(self.module, True if substitute is not None else None)
         parameters = [p for m in owned for p in m._parameters.values() if p is not None and p.requires_grad]
         if not parameters:

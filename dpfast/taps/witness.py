@@ -160,7 +160,7 @@ class Witness(AtMeetings):
         key, place = (self.number, rank), self.at.get((self.number, rank))
         self.seen.order.setdefault(key, len(self.seen.order))
         # A layer of samples may run on what has none too (prototypes), whose rows may be as many by accident.
-        if not outputs or isinstance(output, Shared) or not isinstance(place, (int, Rows)):
+        if not outputs or isinstance(outputs[0], Shared) or not isinstance(place, (int, Rows)):
             return None
         x, dim = outputs[0], place.dim if isinstance(place, Rows) else place
         size = x.shape[dim] if dim < x.dim() else 0

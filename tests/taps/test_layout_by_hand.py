@@ -227,3 +227,20 @@ def test_the_line_for_folded_rows_is_one_that_helps():
     dpfast.GradSampleModule(model, loss_reduction="sum", layout={"table": "N*k"})(x).square().sum().backward()
     for name, p in model.named_parameters():
         assert torch.allclose(p.grad_sample.double(), exact[name], rtol=1e-4, atol=1e-5)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.head = nn.GRU(D, D), nn.Linear(D, 2)
+
+    def forward(self, x):
+        return self.head(self.rnn(x.transpose(0, 1))[0].mean(0))
+
+
+def test_a_layer_that_knows_its_dimension_itself():
+    """What was said of it was passed over."""
+    for value in (0, "shared", "N*k"):
+        with pytest.raises(InputError, match=r"rnn \(GRU\): layout says .*, and it has samples in dimension 1; leave"):
+            dpfast.GradSampleModule(Recurrent(), layout={"rnn": value})(torch.randn(4, T, D))
+    dpfast.GradSampleModule(Recurrent(), layout={"rnn": 1})(torch.randn(4, T, D)).sum().backward()

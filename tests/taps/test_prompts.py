@@ -1,0 +1,148 @@
+"""Rows that a model learns for all samples (a prompt, inducing points) go through layers whose forward runs in pieces,
+before they meet the samples."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import dpfast
+from dpfast.errors import InputError
+from dpfast.testing import clipped_sum, loop_over_samples, norms_of, relative_error
+
+T, D, C = 5, 8, 0.3
+
+
+def attention(**options):
+    return nn.MultiheadAttention(D, 2, **{"batch_first": True, **options})
+
+
+def encoder_layer(**options):
+    return nn.TransformerEncoderLayer(D, 2, 12, dropout=0.0, batch_first=True, **options)
+
+
+def itself(layer, p):
+    return layer(p, p, p, need_weights=False)[0]
+
+
+def others(layer, p):
+    return layer(p[:, 1:], p.cos(), p.sin())[0]
+
+
+def time_first(layer, p):
+    return itself(layer, p.transpose(0, 1)).transpose(0, 1)
+
+
+def as_rows(layer, p):
+    return layer(p.transpose(1, 2)).transpose(1, 2)
+
+
+def alone(layer, p):
+    return layer(p)
+
+
+LAYERS = {
+    "attention": (attention, itself),
+    "attention to others": (attention, others),
+    "attention of other widths": (lambda: attention(kdim=D, vdim=D, add_bias_kv=True, add_zero_attn=True), others),
+    "attention, time first": (lambda: attention(batch_first=False), time_first),
+    "encoder layer": (encoder_layer, alone),
+    "encoder": (lambda: nn.TransformerEncoder(encoder_layer(norm_first=True), 2, enable_nested_tensor=False), alone),
+    "group norm": (lambda: nn.GroupNorm(2, D), as_rows),
+}
+MODES = {
+    "grad_sample": dpfast.GradSampleModule,
+    "one pass": lambda m, **more: dpfast.GradSampleModuleFastGradientClipping(m, max_grad_norm=C, **more),
+    "two passes": lambda m, **more: dpfast.GradSampleModuleFastGradientClipping(m, max_grad_norm=C, passes=2, **more),
+}
+
+
+class Prompted(nn.Module):
+    """A prompt that an encoder reads, in front of each sample.
+
+    Attributes:
+        both: the encoder reads the samples too.
+    """
+
+    def __init__(self, make, way, both=False):
+        super().__init__()
+        self.prompt, self.encoder, self.way, self.both = nn.Embedding(T, D), make(), way, both
+        self.mid, self.head = nn.Linear(D, D), nn.Linear(D, 3)
+
+    def forward(self, x):
+        prompt = self.way(self.encoder, self.prompt(torch.arange(T))[None])
+        x = self.way(self.encoder, x) if self.both else x
+        return self.head(torch.tanh(self.mid(torch.cat([prompt.expand(len(x), -1, -1), x], 1))).mean(1))
+
+
+def losses(model, x):
+    return torch.sin(3.0 * model(x)).sum(1)
+
+
+def check(mode, model, x):
+    exact = loop_over_samples(copy.deepcopy(model), lambda m, x: losses(m, x).sum(), x)
+    exact = {name: g for name, g in exact.items() if model.get_parameter(name).requires_grad}
+    wrapped = MODES[mode](model, loss_reduction="sum")
+    for _ in range(2):  # the second finds everything learned
+        wrapped.zero_grad()
+        wrapped.enable_hooks()
+        values = losses(wrapped, x)
+        values.sum().backward(retain_graph=True)
+        if mode == "two passes":
+            wrapped.zero_grad()
+            wrapped.disable_hooks()
+            (wrapped.get_clipping_coef() * values).sum().backward()
+    sums = clipped_sum(exact, C)
+    for name, p in model.named_parameters():
+        if not p.requires_grad:
+            assert p.grad is None
+        elif mode == "grad_sample":
+            assert relative_error(p.grad_sample, exact[name]) <= 1e-6, name
+        elif len(x):
+            assert relative_error(p.grad, sums[name]) <= 1e-6, name
+    if mode != "grad_sample" and len(x):
+        assert relative_error(wrapped.get_norm_sample(), norms_of(exact)) <= 1e-6
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("n", [0, 1, 3, T])
+def test_it_is_trained(layer, mode, n):
+    torch.manual_seed(0)
+    check(mode, Prompted(*LAYERS[layer]).double(), torch.randn(n, 4, D).double())
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_it_reads_samples_too(layer):
+    torch.manual_seed(0)
+    check("one pass", Prompted(*LAYERS[layer], both=True).double(), torch.randn(3, T, D).double())
+
+
+@pytest.mark.parametrize("layer", [*LAYERS, "LSTM"])
+def test_it_is_frozen(layer):
+    """The text encoder of a CLIP whose prompts are learned (CoOp)."""
+    torch.manual_seed(0)
+    make, way = LAYERS.get(layer, (lambda: nn.LSTM(D, D, batch_first=True), lambda lstm, p: lstm(p)[0]))
+    model = Prompted(make, way).double()
+    model.encoder.requires_grad_(False)
+    check("one pass", model, torch.randn(3, 4, D).double())
+
+
+def test_it_is_compiled():
+    torch.manual_seed(0)
+    model = Prompted(*LAYERS["encoder layer"]).double()
+    x = torch.randn(3, 4, D).double()
+    exact = clipped_sum(loop_over_samples(copy.deepcopy(model), lambda m, x: losses(m, x).sum(), x), C)
+    dpfast.compile_step(model, losses, max_grad_norm=C, batch_size=4)(x)
+    for name, p in model.named_parameters():
+        assert relative_error(p.grad, exact[name]) <= 1e-6, name
+
+
+def test_a_recurrent_layer_wants_it_by_sample():
+    """Its error offered a line that changed nothing."""
+    model = Prompted(lambda: nn.LSTM(D, D, batch_first=True), lambda lstm, p: lstm(p)[0])
+    x = torch.randn(3, 4, D)
+    with pytest.raises(InputError, match="expand to the batch what the model broadcasts") as told:
+        losses(dpfast.GradSampleModule(model, loss_reduction="sum"), x).sum().backward()
+    assert "layout" not in str(told.value).partition("(docs/")[0]
