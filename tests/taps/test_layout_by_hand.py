@@ -1,5 +1,6 @@
 """Layouts by hand, losses that compare samples, and inputs of all kinds."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -244,3 +245,28 @@ def test_a_layer_that_knows_its_dimension_itself():
         with pytest.raises(InputError, match=r"rnn \(GRU\): layout says .*, and it has samples in dimension 1; leave"):
             dpfast.GradSampleModule(Recurrent(), layout={"rnn": value})(torch.randn(4, T, D))
     dpfast.GradSampleModule(Recurrent(), layout={"rnn": 1})(torch.randn(4, T, D)).sum().backward()
+
+
+class FoldedPairs(nn.Module):
+    """Attention within pairs that are the same for all samples, folded."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention, self.lin = nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 3)
+
+    def forward(self, x):
+        n, t, _ = x.shape
+        pairs = torch.arange(2 * t * 8).remainder(7).view(t, 2, 8).repeat(n, 1, 1).to(x.dtype)
+        return self.lin(x + self.attention(pairs, pairs, pairs)[0].sum(1).view(n, t, 8)).mean(1)
+
+
+def test_the_line_for_folded_rows_of_a_layer_in_pieces():
+    torch.manual_seed(0)
+    model, x = FoldedPairs().double(), torch.randn(3, 5, 8).double()
+    with pytest.raises(InputError, match=r"layout=\{'attention': 'N\*k'\}"):
+        dpfast.GradSampleModule(copy.deepcopy(model), loss_reduction="sum")(x).square().sum().backward()
+    exact = loop_over_samples(copy.deepcopy(model), lambda m, x: m(x).square().sum(), x)
+    wrapped = dpfast.GradSampleModule(model, loss_reduction="sum", layout={"attention": "N*k"})
+    wrapped(x).square().sum().backward()
+    for name, p in model.named_parameters():
+        assert relative_error(p.grad_sample, exact[name]) <= 1e-6, name
