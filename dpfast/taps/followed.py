@@ -93,6 +93,13 @@ class Picked:
                 "from that input as it is, x[rows], or freeze it"
             )
 
+    def is_one_each(self, rows: int) -> bool:
+        """Whether they are a row of each sample, in the samples' order, out of so many."""
+        if self.of is None or self.numbers is None or type(self.of.place) is not int or self.of.shape.numel() != rows:
+            return False
+        n = self.of.shape[self.of.place]
+        return torch.equal(self.of.samples(n)[self.numbers.cpu()], torch.arange(n))
+
     def runs(
         self, units: Any, batch_size: int | None, rows: int, dim: int, constant: Sequence[int] | None = None
     ) -> Runs:

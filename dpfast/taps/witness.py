@@ -21,7 +21,7 @@ from dpfast.taps.copies import copy_of, leaf_of, leaves_of_copy, without_graphs
 from dpfast.taps.detached import detached_parameters
 from dpfast.taps.fake_run import Nobody
 from dpfast.taps.fingerprints import Prints, fingerprints
-from dpfast.taps.gathered import following_model
+from dpfast.taps.gathered import following_model, picked_here
 from dpfast.taps.inputs import results_in, tensors_in
 from dpfast.taps.layout import Call, Place, Rows
 from dpfast.taps.lengths import Lengths
@@ -163,7 +163,9 @@ class Witness(AtMeetings):
         if not outputs or isinstance(outputs[0], Shared) or not isinstance(place, (int, Rows)):
             return None
         x, dim = outputs[0], place.dim if isinstance(place, Rows) else place
-        size = x.shape[dim] if dim < x.dim() else 0
+        size, among = x.shape[dim] if dim < x.dim() else 0, picked_here()
+        if among is not None and place == 0 and among.is_one_each(size):  # has run at their places among all rows
+            x, size = x[among.numbers], self.size
         if packed is not None:
             dim, size = 0, int(packed.batch_sizes[0])
             packed = packed._replace(data=x)
@@ -173,7 +175,7 @@ class Witness(AtMeetings):
         if packed is not None and prints.order is not None:
             self.seen.reordered.add(key)
         calls.append(prints.of(x) if fits else tuple(x.shape))
-        if not (self.noisy and fits and size):
+        if not (self.noisy and fits and size) or x is not outputs[0]:
             return None
         return key, prints, x, self._noise_for(x, place, len(calls), prints)
 
