@@ -214,6 +214,7 @@ class _Exchange:
             if outputs:
                 outputs = self._of_batch(outputs, base, noisy)
         outputs |= losses
+        found |= {} if met or losses else exchanged.orders()
         found, outputs = self._and_where(found, outputs, met, base)
         changed = any(
             not equal(x, y)

@@ -42,6 +42,25 @@ class Exchanged(NamedTuple):
         """Whether samples meet in an output of the model that is one number."""
         return bool(self._met(self.base.losses[i], [run.losses.get(i, {}) for run in self.runs], spread))
 
+    def orders(self) -> dict[Key, Place]:
+        """Of taps with folded rows that are the same for all samples (positions), whose order the forward pass does not
+        tell: where a row's gradient changes with a sample, the row is that one's."""
+        found: dict[Key, Place] = {}
+        for key, place in self.places.items():
+            if not (isinstance(place, Rows) and place.together is None):
+                continue
+            fits = [order for order in (Rows(place.dim, True), Rows(place.dim, False)) if self._may_be(key, order)]
+            if len(fits) == 1:
+                found[key] = fits[0]
+        return found
+
+    def _may_be(self, key: Key, place: Rows) -> bool:
+        passes = [(self.base.grads, [run.grads for run in self.runs])]
+        passes += [(grads, [run.losses.get(i, {}) for run in self.runs]) for i, grads in self.base.losses.items()]
+        return not any(
+            self._meet_at(place, base.get(key, []), [run.get(key, []) for run in runs], 0.0) for base, runs in passes
+        )
+
     def spread(self, repeated: Run) -> float:
         """By which part of themselves gradients differ at most between equal runs."""
         both = [(self.base.grads, repeated.grads)]

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -207,27 +208,76 @@ def test_inputs_of_all_kinds(kind, n):
 
 
 class FoldedPositions(nn.Module):
-    """A table of positions for all samples, folded, whose order no exchange of samples tells."""
+    """A layer of positions alone, for all samples, folded.
 
-    def __init__(self):
+    Attributes:
+        apart: they meet no sample in the model.
+    """
+
+    def __init__(self, over_and_over=False, apart=False):
         super().__init__()
         self.table, self.lin = nn.Linear(1, 8), nn.Linear(8, 3)
+        self.over_and_over, self.apart = over_and_over, apart
 
     def forward(self, x):
         n, t, _ = x.shape
-        return self.lin(x + self.table(torch.arange(t).repeat(n).unsqueeze(1).to(x.dtype)).view(n, t, 8)).mean(1)
+        rows = torch.arange(t)
+        rows = rows.repeat_interleave(n) if self.over_and_over else rows.repeat(n)
+        rows = self.table(rows.unsqueeze(1).to(x.dtype))
+        rows = rows.view(t, n, 8).transpose(0, 1) if self.over_and_over else rows.view(n, t, 8)
+        return (self.lin(x), rows) if self.apart else self.lin(torch.tanh(x + rows)).mean(1)
 
 
-def test_the_line_for_folded_rows_is_one_that_helps():
+class FoldedPairs(nn.Module):
+    """Attention within pairs that are the same for all samples, folded."""
+
+    def __init__(self, apart=False):
+        super().__init__()
+        self.attention, self.lin, self.apart = nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 3), apart
+
+    def forward(self, x):
+        n, t, _ = x.shape
+        pairs = torch.arange(2 * t * 8).remainder(7).view(t, 2, 8).repeat(n, 1, 1).to(x.dtype)
+        rows = self.attention(pairs, pairs, pairs)[0].sum(1).view(n, t, 8)
+        return (self.lin(x), rows) if self.apart else self.lin(torch.tanh(x + rows)).mean(1)
+
+
+def of_both(outputs):
+    x, rows = outputs if isinstance(outputs, tuple) else (outputs, outputs)
+    return (x.square().flatten(1).sum(1) * rows.square().flatten(1).sum(1)).sum()
+
+
+FOLDED = [FoldedPositions, functools.partial(FoldedPositions, over_and_over=True), FoldedPairs]
+
+
+@pytest.mark.parametrize("make", FOLDED, ids=["together", "over and over", "in pieces"])
+@pytest.mark.parametrize("n", [1, 3, 5])
+def test_rows_that_are_the_same_for_all_samples(make, n):
+    """Which is whose, gradients tell; it was to be said by hand."""
+    torch.manual_seed(0)
+    model, x = make().double(), torch.randn(n, 5, 8).double()
+    exact = loop_over_samples(copy.deepcopy(model), lambda m, x: of_both(m(x)), x)
+    wrapped = dpfast.GradSampleModule(model, loss_reduction="sum")
+    for _ in range(3):
+        wrapped.zero_grad()
+        of_both(wrapped(x)).backward()
+    for name, p in model.named_parameters():
+        assert relative_error(p.grad_sample, exact[name]) <= 1e-6, name
+
+
+@pytest.mark.parametrize("make", [FoldedPositions, FoldedPairs])
+def test_the_line_for_folded_rows_is_one_that_helps(make):
     """It said dimension 0, which is refused for these."""
     torch.manual_seed(0)
-    model, x = FoldedPositions(), torch.randn(3, 5, 8)
-    with pytest.raises(InputError, match=r"layout=\{'table': 'N\*k'\}"):
-        dpfast.GradSampleModule(model, loss_reduction="sum")(x).square().sum().backward()
-    exact = loop_over_samples(model := FoldedPositions(), lambda m, x: m(x).square().sum(), x)
-    dpfast.GradSampleModule(model, loss_reduction="sum", layout={"table": "N*k"})(x).square().sum().backward()
+    model, x = make(apart=True).double(), torch.randn(3, 5, 8).double()
+    layer = "table" if make is FoldedPositions else "attention"
+    with pytest.raises(InputError, match=rf"layout=\{{'{layer}': 'N\*k'\}}"):
+        of_both(dpfast.GradSampleModule(copy.deepcopy(model), loss_reduction="sum")(x)).backward()
+    exact = loop_over_samples(copy.deepcopy(model), lambda m, x: of_both(m(x)), x)
+    wrapped = dpfast.GradSampleModule(model, loss_reduction="sum", layout={layer: "N*k"})
+    of_both(wrapped(x)).backward()
     for name, p in model.named_parameters():
-        assert torch.allclose(p.grad_sample.double(), exact[name], rtol=1e-4, atol=1e-5)
+        assert relative_error(p.grad_sample, exact[name]) <= 1e-6, name
 
 
 class Recurrent(nn.Module):
@@ -245,28 +295,3 @@ def test_a_layer_that_knows_its_dimension_itself():
         with pytest.raises(InputError, match=r"rnn \(GRU\): layout says .*, and it has samples in dimension 1; leave"):
             dpfast.GradSampleModule(Recurrent(), layout={"rnn": value})(torch.randn(4, T, D))
     dpfast.GradSampleModule(Recurrent(), layout={"rnn": 1})(torch.randn(4, T, D)).sum().backward()
-
-
-class FoldedPairs(nn.Module):
-    """Attention within pairs that are the same for all samples, folded."""
-
-    def __init__(self):
-        super().__init__()
-        self.attention, self.lin = nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 3)
-
-    def forward(self, x):
-        n, t, _ = x.shape
-        pairs = torch.arange(2 * t * 8).remainder(7).view(t, 2, 8).repeat(n, 1, 1).to(x.dtype)
-        return self.lin(x + self.attention(pairs, pairs, pairs)[0].sum(1).view(n, t, 8)).mean(1)
-
-
-def test_the_line_for_folded_rows_of_a_layer_in_pieces():
-    torch.manual_seed(0)
-    model, x = FoldedPairs().double(), torch.randn(3, 5, 8).double()
-    with pytest.raises(InputError, match=r"layout=\{'attention': 'N\*k'\}"):
-        dpfast.GradSampleModule(copy.deepcopy(model), loss_reduction="sum")(x).square().sum().backward()
-    exact = loop_over_samples(copy.deepcopy(model), lambda m, x: m(x).square().sum(), x)
-    wrapped = dpfast.GradSampleModule(model, loss_reduction="sum", layout={"attention": "N*k"})
-    wrapped(x).square().sum().backward()
-    for name, p in model.named_parameters():
-        assert relative_error(p.grad_sample, exact[name]) <= 1e-6, name
