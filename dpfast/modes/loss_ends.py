@@ -110,7 +110,8 @@ class Output(NamedTuple):
     def told_by_layer(self, edge: GradientEdge) -> Output:
         """The same, where the layer that it is of knows that its samples are folded, with their rows."""
         node = cast(Any, edge.node)
-        place = node.record.place if self.dims is None and is_of_tap(node) else None
+        record = node.record if self.dims is None and is_of_tap(node) else None
+        place = None if record is None else record.place if record.meets_in is None else record.meets_in
         if not isinstance(place, Rows) or place.together is None or edge.output_nr:
             return self
         shape = tuple(node._input_metadata[0].shape)

@@ -53,6 +53,8 @@ def expand(meeting: Meeting, x: Tensor, *sizes: Any, **kwargs: Any) -> Any:
     """The model itself gives each sample a copy."""
     if kwargs or not isinstance(x, Shared):
         raise UnsupportedModuleError("sizes by keyword")
+    if meeting.folded:
+        raise UnsupportedModuleError("copies for several rows a sample, whose order nothing here tells")
     (to,) = sizes if len(sizes) == 1 and not isinstance(sizes[0], int) else (sizes,)
     return meeting.with_copies(to.dim() if isinstance(to, Tensor) else len(to))
 
@@ -60,6 +62,8 @@ def expand(meeting: Meeting, x: Tensor, *sizes: Any, **kwargs: Any) -> Any:
 @register_function(Tensor.repeat)
 def repeat(meeting: Meeting, x: Shared, *_: Any) -> Any:
     """As :func:`expand`, or with the samples in front of what is repeated for each: (k, ...) -> (N·k, ...)."""
+    if meeting.folded:
+        raise UnsupportedModuleError("copies for several rows a sample, whose order nothing here tells")
     times = [1 if d == meeting.place else s for d, s in enumerate(meeting.operation.times())]
     dim = meeting.place - (len(times) - x.dim())
     copies = x.copies(dim, meeting.n)
@@ -71,9 +75,9 @@ def matmul(meeting: Meeting, x: Tensor, y: Tensor) -> Any:
     """A table of two dimensions on the right is a layer's, a vector is one of a column, one of more as many layers'
     where samples are rows; others are broadcast."""
     if isinstance(y, Shared) and y.dim() == 1 and x.dim() > 1:
-        return torch.matmul(x, y.unsqueeze(-1)).squeeze(-1)
+        return matmul(meeting, x, y.unsqueeze(-1)).squeeze(-1)
     if isinstance(x, Shared) and x.dim() == 1 and y.dim() > 1:
-        return torch.matmul(y.mT, x)
+        return matmul(meeting, y.mT, x)
     if isinstance(y, Shared) and not isinstance(x, Shared) and y.dim() == 2 and x.dim() > 1:
 
         def factors(values: Any, activations: Any, backprops: Tensor) -> Any:
@@ -134,9 +138,24 @@ def einsum(meeting: Meeting, equation: str, *operands: Any) -> Any:
     letter = result[meeting.place]
     if any(isinstance(x, Shared) and letter in term for x, term in zip(operands, found, strict=True)):
         raise UnsupportedModuleError("samples in what has none")
-    found = [letter + t if isinstance(x, Shared) else t for x, t in zip(operands, found, strict=True)]
+    number, output = letter, result
+    if meeting.folded:  # two letters, of which one counts a sample's rows, so that it has one copy for all of these
+        row = next(x for x in string.ascii_letters if x not in equation)
+        both = letter + row if meeting.together else row + letter
+        operands = tuple([_unfolded(meeting, x, t.find(letter)) for x, t in zip(operands, found, strict=True)])
+        found, output = [t.replace(letter, both) for t in found], result.replace(letter, both)
+    found = [number + t if isinstance(x, Shared) else t for x, t in zip(operands, found, strict=True)]
     copies = [x.copies(-1, meeting.n) if isinstance(x, Shared) else x for x in operands]
-    return torch.einsum(f"{','.join(found)}->{result}", *copies)
+    made = torch.einsum(f"{','.join(found)}->{output}", *copies)
+    return made.flatten(meeting.place, meeting.place + 1) if meeting.folded else made
+
+
+def _unfolded(meeting: Meeting, x: Tensor, dim: int) -> Tensor:
+    """With samples and their rows in two dimensions; as it is where it has none."""
+    if dim < 0:
+        return x
+    n, k = meeting.n, x.shape[dim] // max(meeting.n, 1)
+    return x.unflatten(dim, (n, k) if meeting.together else (k, n))
 
 
 def _spelt_out(terms: list[str], operands: Sequence[Tensor]) -> list[str]:

@@ -33,6 +33,7 @@ from dpfast.taps.layout import (
 )
 from dpfast.taps.leaves import refuses
 from dpfast.taps.left_behind import LeftBehind, taking_back
+from dpfast.taps.meeting import Meeting
 from dpfast.taps.node import Record, TappedLayer
 from dpfast.taps.nodes import Leads, ends_among, is_of_tap, nodes_behind
 from dpfast.taps.others import looked_at
@@ -63,7 +64,7 @@ from dpfast.taps.registry import (
     register_rule,
 )
 from dpfast.taps.seen import said_by
-from dpfast.taps.shared import Meeting, Shared
+from dpfast.taps.shared import Shared
 from dpfast.taps.tap import Tap, TappedForward, has_hooks
 from dpfast.taps.witness import noise_like
 

@@ -165,12 +165,13 @@ class _Exchange:
         """As :meth:`told`, where nothing is hidden by what is zero or alike now. Whose rows are whose must be known for
         noise, and what shows without it is told without it."""
         before: dict[Key, Place] = {}
-        if any(isinstance(place, Rows) and place.together is None for place in self.places.values()):
+        if any(isinstance(place, Rows) and place.together is None for place in self.ways.values()):
             told = self.told()
             before = told.places
             if not (told.changed and before) or told.is_wrong:
                 return told
-            self.places.update(before)
+            self.places.update({key: place for key, place in before.items() if not isinstance(key[1], tuple)})
+            self.ways = {**self.ways, **before}
         told = self.told(noisy=True, at_once=at_once)
         if told.is_wrong and at_once:  # several may change how all are computed (no mask where nobody is padded)
             told = self.told(noisy=True)
@@ -252,7 +253,7 @@ class _Exchange:
             found[key] = place_told(self.size, place, calls[0], calls[1:], which)
         for key, place in base.met.items():  # noted if it is wrong: shapes have told where it is
             told = place_told(self.size, place, base.calls[key], [run.calls.get(key) for run in runs], which)
-            if isinstance(told, str):
+            if isinstance(told, str) or isinstance(self.ways.get(key), Rows):
                 found[key] = told
         return found, frozenset(not_run)
 

@@ -30,15 +30,16 @@ from dpfast.taps.copies import copy_of
 from dpfast.taps.dependence import Dependence
 from dpfast.taps.detached import detached_parameters
 from dpfast.taps.inputs import tensors_in
-from dpfast.taps.layout import Call
+from dpfast.taps.layout import Call, Rows
 from dpfast.taps.left_behind import ONE_AT_A_TIME, LeftBehind, say_what_was_guessed, taking_back
+from dpfast.taps.meeting import Meeting
 from dpfast.taps.outside import put_back
 from dpfast.taps.owned import owned_modules
 from dpfast.taps.packed import shapes_taken
 from dpfast.taps.passes import in_function, taps_suspended
 from dpfast.taps.pieces import Pieces, forward_in_pieces
 from dpfast.taps.registry import find_forward, find_function, find_rule
-from dpfast.taps.shared import Meeting, Operation, Shared, without_samples
+from dpfast.taps.shared import Operation, Shared, without_samples
 from dpfast.taps.tap import ALONE, ELSEWHERE, OWN, Tap
 from dpfast.taps.trial import Trial
 from dpfast.taps.unsharded import copied_whole
@@ -241,7 +242,7 @@ class ShapeTap(Tap):
 
     def _has_rule(self, operation: Operation, output: Any, shapes: Sequence[Sequence[int]]) -> bool:
         """Whether the operation has one, which gives what the operation itself gives."""
-        places = [d for d, s in enumerate(shapes[0]) if s == self.size]
+        places = [d if s == self.size else Rows(d, None) for d, s in enumerate(shapes[0]) if s and s % self.size == 0]
         substitute = find_function(operation.func)
         if len(places) != 1 or substitute is None:
             return False

@@ -305,7 +305,10 @@ def place_of_result(one: Sequence[Sequence[int]], two: Sequence[Sequence[int]], 
     found = [_dims(x, y, sizes) for x, y in zip(one, two, strict=True)]
     if not any(found):
         return NO_SAMPLES
-    return next(iter(found[0])) if list(found[0].values()) == [1] else None
+    if len(found[0]) != 1:
+        return None
+    ((dim, times),) = found[0].items()
+    return None if times is None else dim if times == 1 else Rows(dim, None)
 
 
 def _dims(one: Sequence[int], two: Sequence[int], sizes: Sequence[int]) -> dict[int, int | None]:

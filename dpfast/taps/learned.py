@@ -136,7 +136,7 @@ def _learned_as(model: nn.Module, taps: Sequence[Tap], trial: Trial, dims: Seque
     if not n:
         return Learned(places, shapes, TOLD_NOTHING, settled=False)
     told = told_by_exchange(model, taps, trial, batched, places, (SAMPLES, n))
-    everywhere = {**places, **with_own(told.places)}
+    everywhere = with_own({**places, **told.places})
     everywhere = {key: place for key, place in everywhere.items() if key not in told.not_run}
     return Learned(everywhere, shapes, told, told.changed, batched, places)
 
@@ -153,9 +153,11 @@ def _untold(why: str) -> Learned:
 
 def with_own(places: Found) -> Found:
     """Where rows mix, a layer's operations one by one would not show it; nor where an operation meets samples in
-    another order."""
-    wrong = {key for key, place in places.items() if isinstance(place, str)}
+    another order, or it is not known whose rows it meets."""
+    wrong = {key for key, place in places.items() if isinstance(place, str) and place != NO_SAMPLES}
     mixed = {key[0] for key in wrong if isinstance(key[1], tuple) or isinstance(places[key], Mixed)}
+    unknown = (k for k, place in places.items() if isinstance(place, Rows) and place.together is None)
+    mixed |= {number for number, way in unknown if isinstance(way, tuple)}
     return {**places, **{(number, (OWN,)): None for number in mixed}}
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dpfast.taps.copies import OfCopy
 from dpfast.taps.detached import detached_parameters
 from dpfast.taps.gathered import picked_here
-from dpfast.taps.layout import NO_SAMPLES, Place
+from dpfast.taps.layout import NO_SAMPLES, Place, Rows
 from dpfast.taps.owned import owned_modules
 from dpfast.taps.passes import in_backward
 from dpfast.taps.registry import find_rule
@@ -75,11 +75,11 @@ class AtMeetings(OfCopy):
         if place == NO_SAMPLES:
             return operation.remains()
         output = operation.plain()
-        if not isinstance(place, int) or not isinstance(output, Tensor) or picked_here() is not None:
+        if not isinstance(place, (int, Rows)) or not isinstance(output, Tensor) or picked_here() is not None:
             return output
         with torch._C.DisableTorchFunction():
             return self.met(operation, place, output)
 
-    def met(self, operation: Operation, place: int, output: Tensor) -> Tensor:
+    def met(self, operation: Operation, place: int | Rows, output: Tensor) -> Tensor:
         """It has met samples, which are there."""
         raise NotImplementedError

@@ -126,7 +126,9 @@ class Record:
     tensor_places: Sequence[int] = (0,)  # among the inputs
     created_in: int | None = None  # the backward pass that has repeated the forward
     place: Place = None
-    meets_in: int | None = None  # the samples' dimension in what brings parameters to them, which the tap has elsewhere
+    meets_in: int | Rows | None = (
+        None  # where samples are in what brings parameters to them, which the tap has elsewhere
+    )
     uses: Counter[int] | None = None
     watch: Watch | None = None  # where the module may have kept its outputs
     gave: Gave | None = None  # its outputs, where these are to be compared with those of another run

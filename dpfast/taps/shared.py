@@ -24,13 +24,13 @@ from dpfast.arithmetic import is_traced
 from dpfast.errors import UnsupportedModuleError
 from dpfast.factors import Dense, Factor, OuterProduct, merge
 from dpfast.taps.activations import Activations
+from dpfast.taps.layout import Rows
 from dpfast.taps.leaves import leaf, without_values
 from dpfast.taps.nested import each_tensor
 from dpfast.taps.nodes import is_of_tap
 from dpfast.taps.others import looked_at
 from dpfast.taps.passes import in_backward, saves_as_torch_does
 from dpfast.taps.pulled_back import pulled_back, remaining
-from dpfast.taps.uses import told_apart
 
 Way = tuple[Any, ...]
 """The operations that made a tensor, from the parameter or layer on."""
@@ -129,7 +129,7 @@ class Shared(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if isinstance(self.value, FakeTensor):  # whose own history says nothing of that
                 if self.grad_fn is not self._made_by and is_traced():
-                    raise UnsupportedModuleError(_NO_WAY_BACK.format(self.tap.layer))
+                    raise UnsupportedModuleError(NO_WAY_BACK.format(self.tap.layer))
                 return self if self.requires_grad else self.value.detach()
             if self.grad_fn is not self._made_by:
                 self._made_by, self.value = self.grad_fn, self.as_subclass(Tensor)
@@ -163,7 +163,7 @@ class Shared(Tensor):
                 return self.factors(Dense(by_sample.reshape(by_sample.shape[0], *self.value.shape)))
 
             found = self.tap.tapped(expanded, ((), {}), self.parameters, fresh=False, rule=copies, as_is=True)
-            self._copies[key] = _met_in(axis, found)
+            self._copies[key] = met_in(axis, found)
         return self._copies[key]
 
     @property
@@ -222,7 +222,7 @@ _LOOK_AT_OTHERS = {Tensor.to, Tensor.type_as, Tensor.expand_as, Tensor.reshape_a
 """Operations in which only dtype, device or shape of other tensors count."""
 
 
-_NO_WAY_BACK = (
+NO_WAY_BACK = (
     "{}: no gradient goes back through what is made of its parameters alone (an autograd.Function, in a captured "
     "step); make it of torch's own functions"
 )
@@ -300,66 +300,8 @@ class Operation:
         return made
 
 
-class Meeting:
-    """An operation that brings Shared tensors together with samples; what its rule works with.
-
-    Args:
-        place: the dimension of the result's samples. n: how many.
-        name: of its rule.
-    """
-
-    def __init__(self, operation: Operation, place: int, n: int, name: str = ""):
-        self.operation, self.place, self.n, self.name = operation, place, n, name
-        self.tap = operation.shared[0].tap
-
-    def with_copies(self, rank: int) -> Any:
-        """The operation's result, of ``rank`` dimensions, where it broadcasts its tensors."""
-
-        def copies(x: Any) -> Any:
-            if not isinstance(x, Shared):
-                return x
-            dim = self.place - (rank - x.value.dim())
-            if dim >= 0 and x.value.shape[dim] != 1:
-                raise UnsupportedModuleError(f"{x.tap.layer}: {tuple(x.value.shape)} has samples in dimension {dim}")
-            return x.copies(dim, self.n)
-
-        args = tuple(map(copies, self.operation.args))
-        return self.operation.func(*args, **{k: copies(x) for k, x in self.operation.kwargs.items()})
-
-    def __call__(self, function: Callable[..., Any], factors: Callable[..., Any], inputs: Any, parameters: Any) -> Any:
-        """``function(*inputs, *parameters)``, tapped as a layer is.
-
-        Args:
-            factors: ``factors(values, activations, backprops) -> {value: factor}`` of the parameters' values.
-            inputs: tensors with samples. parameters: Shared, None, or others, which are left to autograd.
-        """
-        shared = [x for x in parameters if isinstance(x, Shared)]
-        values = [x.value.detach() if isinstance(x, Shared) else x for x in parameters]
-        if any(x.is_complex() for x in values if x is not None):
-            raise UnsupportedModuleError(f"{self.tap.layer}: layers' rules are for real numbers")
-        own = list({id(p): p for x in shared for source in x.sources for p in source.parameters}.values())
-        of = told_apart([x.value if isinstance(x, Shared) else None for x in parameters])
-        place, layer = self.place, self.tap.layer  # not the operation, which would live as long as autograd's graph
-
-        def met(module: nn.Module, activations: Activations, backprops: Tensor) -> Mapping[Any, Factor]:
-            if place:
-                activations, backprops = activations.map(lambda x: x.movedim(place, 0)), backprops.movedim(place, 0)
-            of_values = factors(of, activations, backprops)
-            found: dict[nn.Parameter, list[Factor]] = {}
-            for x, value in zip(parameters, of, strict=True):
-                if isinstance(x, Shared) and value not in of_values:
-                    raise UnsupportedModuleError(_NO_WAY_BACK.format(layer))
-                for parameter, factor in x.factors(of_values[value]).items() if isinstance(x, Shared) else ():
-                    found.setdefault(parameter, []).append(factor)
-            return {parameter: merge(several) for parameter, several in found.items()}
-
-        met.__name__ = self.name
-        output = function(*inputs, *values)
-        return _met_in(place, self.tap.tapped(output, (tuple(inputs), {}), own, fresh=True, rule=met, as_is=True))
-
-
-def _met_in(place: int, output: Any) -> Any:
-    """``output``, with its samples' dimension told to whoever comes by its tap."""
+def met_in(place: int | Rows, output: Any) -> Any:
+    """``output``, with its samples' place told to whoever comes by its tap."""
     node = (output[0] if isinstance(output, tuple) else output).grad_fn
     if is_of_tap(node):
         node.record.meets_in = place

@@ -25,6 +25,7 @@ from dpfast.taps.gathered import RoutedLayer, picked_here
 from dpfast.taps.gave import Before, before, gave
 from dpfast.taps.layout import NO_SAMPLES, NOT_RUN, SHARED, Mixed, Place, Rows, kind_here, place_in
 from dpfast.taps.leaves import leaf
+from dpfast.taps.meeting import Meeting
 from dpfast.taps.node import Record, TapFunction
 from dpfast.taps.outputs import as_no_views, failing_in_backward, is_followed, is_plain, ready_for_change
 from dpfast.taps.own_node import OwnStep, may_be_one, tapped_step
@@ -33,7 +34,7 @@ from dpfast.taps.passes import in_backward, in_function, never_compiled, suspend
 from dpfast.taps.pieces import Pieces, forward_in_pieces
 from dpfast.taps.plain import caught_plainly
 from dpfast.taps.registry import Rule, find_fault, find_function, find_rule, makes_fresh_output
-from dpfast.taps.shared import Meeting, Operation, Shared, Source, without_samples
+from dpfast.taps.shared import Operation, Shared, Source, without_samples
 from dpfast.taps.watch import Watch, may_keep_output, refuse_what_is_left
 
 # What ways begin with: a parameter in its own module's forward, in another's, what a layer gave.
@@ -221,7 +222,9 @@ class Tap(RoutedLayer):
             what = f"{self.layer}: what {operation.name} makes of its parameters, or of what it gave, and of samples"
             return failing_in_backward(operation.plain(), wrong(f"{what}: {place}; freeze it, or put them back before"))
         n, substitute = self.taps.batch_size(), find_function(operation.func)
-        if not isinstance(place, int) or n is None or substitute is None or not torch.is_grad_enabled():
+        if isinstance(place, Rows) and place.together is None and n:
+            return operation.plain()  # whose its rows are is not known
+        if not isinstance(place, (int, Rows)) or n is None or substitute is None or not torch.is_grad_enabled():
             return operation.plain()
         return substitute(Meeting(operation, place, n, substitute.__name__), *operation.args, **operation.kwargs)
 

@@ -179,17 +179,19 @@ class Witness(AtMeetings):
             return None
         return key, prints, x, self._noise_for(x, place, len(calls), prints)
 
-    def met(self, operation: Operation, place: int, output: Tensor) -> Tensor:
-        size = output.shape[place] if place < output.dim() else 0
+    def met(self, operation: Operation, place: int | Rows, output: Tensor) -> Tensor:
+        dim = place.dim if isinstance(place, Rows) else place
+        size = output.shape[dim] if dim < output.dim() else 0
         if not output.is_floating_point() or not size or size % self.size:
             return output
-        where = place if size == self.size else Rows(place, True)  # it was repeated for each
-        key, prints = (self.number, operation.way), Prints(place, None, self.whole)
+        where = Rows(dim, True) if operation.func is Tensor.repeat and size != self.size else place
+        fits = isinstance(where, Rows) or size == self.size  # else it had one row a sample before
+        key, prints = (self.number, operation.way), Prints(dim, None, self.whole)
         self.seen.met[key] = where
         seed = self.seen.order.setdefault(key, len(self.seen.order))
         calls = self.seen.calls.setdefault(key, [])
-        calls.append(prints.of(output))
-        if not self.noisy:
+        calls.append(prints.of(output) if fits else tuple(output.shape))
+        if not (self.noisy and fits):
             return output
         if output.requires_grad:
             self.seen.catch({key: prints}, output)

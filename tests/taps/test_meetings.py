@@ -55,7 +55,10 @@ WHAT = {
     "F.layer_norm": lambda m, h: F.layer_norm(h, (D,), m.scale),
     "class tokens": lambda m, h: torch.cat([m.cls.expand(len(h), -1, -1), h], 1).cumsum(1),
     "repeated": lambda m, h: torch.cat([m.cls.repeat(len(h), 1, 1), h], 1).cumsum(1),
+    "F.linear, flat": lambda m, h: F.linear(h.reshape(-1, D), m.w).view_as(h),
+    "added, flat": lambda m, h: (h.reshape(-1, D) + m.scale).view_as(h),
     "another layer's weight": lambda m, h: F.linear(h, m.tied.weight),
+    "another layer's, flat": lambda m, h: F.linear(h.reshape(-1, D), m.tied.weight).view_as(h),
     "a weight made of others": lambda m, h: m.normed(h),
     "a layer's rows": lambda m, h: h + m.table(torch.arange(T)),
 }
@@ -64,7 +67,10 @@ WHAT = {
 # What is another module's is not put back by this one's forward; rows that are followed are known.
 REFUSED = {
     (what, pick)
-    for what in ("class tokens", "repeated", "another layer's weight", "a weight made of others", "a layer's rows")
+    for what in (
+        *("class tokens", "repeated", "another layer's weight", "another layer's, flat"),
+        *("a weight made of others", "a layer's rows"),
+    )
     for pick in PICK
     if pick != "as it is" and (what, pick) != ("a weight made of others", "x[order]")
 }
@@ -92,7 +98,7 @@ def test_samples_in_an_order(what, pick):
     for _ in range(2):
         for model in (samples, clipping):
             model.zero_grad()
-            told = r"another order|depends on several samples|not its own"
+            told = r"another order|depends on several samples|not its own|neither sample by sample"
             with pytest.raises(DpfastError, match=told) if refused else nullcontext():
                 loss(model, *inputs).backward()
         for name, gradients in exact.items():

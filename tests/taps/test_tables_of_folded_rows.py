@@ -1,13 +1,14 @@
 """Tables of positions that get one row (1, T) for all, where samples are folded into rows: choices, frames, chunks."""
 
+import copy
 import warnings
 
 import pytest
 import torch
 from torch import nn
 
+import dpfast
 from dpfast import GradSampleModule, GradSampleModuleFastGradientClipping
-from dpfast.errors import InputError
 from dpfast.testing import clipped_sum, loop_over_samples, norms_of, relative_error
 
 N, K, T, D, C = 5, 4, 6, 8, 0.2
@@ -39,30 +40,44 @@ def tokens(n=N):
     return torch.randint(0, 20, (n, K, T), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("mode", [GradSampleModule, GradSampleModuleFastGradientClipping])
-@pytest.mark.parametrize("n", [K, N])
-def test_one_row_for_all_is_refused_with_the_table(mode, n):
+@pytest.mark.parametrize("n", [1, K, N, T])
+@pytest.mark.parametrize("how", ["one row", "frozen", "expanded"])
+def test_it_is_right(how, n):
     """It was given a row a sample, which does not meet K rows a sample: the forward failed."""
-    with pytest.raises(InputError, match=r"positions \(Embedding\): its output is the same whatever the batch"):
-        losses(mode(Choices()), tokens(n)).mean().backward()
-
-
-@pytest.mark.parametrize("n", [K, N])
-@pytest.mark.parametrize("how", ["frozen", "expanded"])
-def test_it_is_right_frozen_or_expanded(how, n):
-    model, x = Choices(expanded=how == "expanded"), tokens(n)
-    model.positions.weight.requires_grad_(how == "expanded")
-    layout = {"positions": "N*k"} if how == "expanded" else None
-    exact = loop_over_samples(model, lambda m, x: losses(m, x).sum(), x)
-    wrapped = GradSampleModuleFastGradientClipping(model, max_grad_norm=C, loss_reduction="sum", layout=layout)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(2):
+    model = Choices(expanded=how == "expanded")
+    model.positions.weight.requires_grad_(how != "frozen")
+    wrapped = GradSampleModuleFastGradientClipping(copy.deepcopy(model), max_grad_norm=C, loss_reduction="sum")
+    for x in (tokens(n), tokens(n), tokens(n)[:, :2], tokens(3)):
+        exact = loop_over_samples(model, lambda m, x: losses(m, x).sum(), x)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
             wrapped.zero_grad()
             losses(wrapped, x).sum().backward()
-    assert relative_error(wrapped.get_norm_sample(), norms_of(exact)) <= 1e-5
-    for name, expected in clipped_sum(exact, C).items():
-        assert relative_error(model.get_parameter(name).grad, expected) <= 1e-4, name
+        assert relative_error(wrapped.get_norm_sample(), norms_of(exact)) <= 1e-5
+        for name, expected in clipped_sum(exact, C).items():
+            found = wrapped._module.get_parameter(name).grad
+            if how == "frozen" and name == "positions.weight":
+                assert found is None
+            else:
+                assert relative_error(found, expected) <= 1e-4, name
+
+
+@pytest.mark.parametrize("n", [1, K, N])
+def test_it_is_right_by_sample(n):
+    model, x = Choices(), tokens(n)
+    exact = loop_over_samples(model, lambda m, x: losses(m, x).sum(), x)
+    wrapped = GradSampleModule(model, loss_reduction="sum")
+    losses(wrapped, x).sum().backward()
+    for name, p in model.named_parameters():
+        assert relative_error(p.grad_sample, exact[name]) <= 1e-5, name
+
+
+def test_it_is_compiled():
+    model, x = Choices(), tokens()
+    expected = clipped_sum(loop_over_samples(copy.deepcopy(model), lambda m, x: losses(m, x).sum(), x), C)
+    dpfast.compile_step(model, losses, max_grad_norm=C, batch_size=N + 1)(x)
+    for name, p in model.named_parameters():
+        assert relative_error(p.grad, expected[name]) <= 1e-4, name
 
 
 class Positions(nn.Module):
