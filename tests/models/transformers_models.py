@@ -79,6 +79,10 @@ def ids(n, t):
     return {"input_ids": torch.randint(3, 29, (n, t))}
 
 
+def choices(n, t):
+    return {"input_ids": torch.randint(3, 29, (n, 3, t))}
+
+
 def both(n, t):
     return ids(n, t) | {"decoder_input_ids": torch.randint(3, 29, (n, t))}
 
@@ -130,6 +134,10 @@ HEADS = {
     "AutoModel (texts)": (
         both,
         "florence2",
+    ),
+    "AutoModelForMultipleChoice": (
+        choices,
+        "megatron-bert roberta-prelayernorm",
     ),
     "AutoModel (sound)": (
         audio,
