@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from dpfast.errors import EscapedGradientError, UnsupportedModuleError
 from dpfast.modes.accumulation import note_ordinary, note_unwatched
-from dpfast.taps import has_hooks, in_backward, owned_modules, trained_beside
+from dpfast.taps import DetachableParameters, has_hooks, in_backward, owned_modules, trained_beside
 
 
 class Trainable:
@@ -144,8 +144,8 @@ class Guards:
         if name != "of another model" and not _is_tapped(self._model, parameter):
             raise EscapedGradientError(
                 f"a gradient reached parameter {name} {tuple(parameter.shape)} without being clipped, or parted by "
-                "samples: its module was put into the model after that was wrapped, and nothing catches it. Wrap the "
-                "model again, or call remove_hooks() and add_hooks() on the wrapped one"
+                "samples: its module, or a parametrization of that, was put into the model after that was wrapped, and "
+                "nothing catches it. Wrap the model again, or call remove_hooks() and add_hooks() on the wrapped one"
             )
         raise EscapedGradientError(
             f"a gradient reached parameter {name} {tuple(parameter.shape)} without being clipped, or parted by "
@@ -165,9 +165,10 @@ def _refuse_beside(clips: Callable[[], bool], name: str, grad: Tensor) -> None:
 
 
 def _is_tapped(model: nn.Module, parameter: nn.Parameter) -> bool:
-    """Whether a module that is caught answers for it."""
+    """Whether a module that is caught answers for it, as it has been wrapped: a parametrization may be new."""
     owned = chain.from_iterable(owned_modules(m) for m in model.modules() if has_hooks(m))
-    return any(p is parameter for m in owned for p in m._parameters.values())
+    wrapped = (m._parameters for m in owned if isinstance(m._parameters, DetachableParameters))
+    return any(p is parameter for parameters in wrapped for p in parameters.values())
 
 
 def _note_ordinary(came: list[tuple[nn.Parameter, Tensor | None, int]]) -> None:

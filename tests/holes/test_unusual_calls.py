@@ -1,5 +1,6 @@
 """What an attack by plausible code of users found: calls, masks, outputs and arguments that were not looked at."""
 
+import copy
 import enum
 import threading
 import warnings
@@ -370,3 +371,18 @@ def test_a_layer_that_was_put_in_after_wrapping():
     model.add_hooks()
     model(x).square().sum(1).mean().backward()
     assert model._module[1].weight.grad.norm() > 0.0
+
+
+def test_a_parametrization_that_was_put_in_after_wrapping():
+    plain, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)), torch.randn(3, 4)
+    model = GradSampleModule(plain, loss_reduction="sum")
+    torch.nn.utils.parametrizations.weight_norm(plain[0])
+    with pytest.raises(EscapedGradientError, match=r"0\.parametrizations\.[\w.]+ .*, was put into the model"):
+        model(x).square().sum().backward()
+    model.zero_grad()
+    model.remove_hooks()
+    model.add_hooks()
+    exact = loop_over_samples(copy.deepcopy(model).to_standard_module(), lambda m, x: m(x).square().sum(), x)
+    model(x).square().sum().backward()
+    for name, p in plain.named_parameters():
+        assert relative_error(p.grad_sample, exact[name]) <= 1e-5, name
