@@ -41,13 +41,13 @@ class GraphMode(GradSampleModuleFastGradientClipping):
     def add_hooks(
         self,
         *,
-        loss_reduction: str = "sum",
-        batch_first: bool = True,
-        force_functorch: bool = False,
+        loss_reduction: str | None = None,
+        batch_first: bool | None = None,
+        force_functorch: bool | None = None,
         layout: Mapping[str, Any] | None = None,
     ) -> None:
         self._tapped = Hooks(
-            self._module, self, batch_first=batch_first, force_functorch=force_functorch, layout=layout
+            self._module, self, batch_first=self.batch_first, force_functorch=self.force_functorch, layout=layout
         )
         self._tapped.add(never_run=True)
         self.training = self._module.training  # losses are given this in the model's place, and may ask

@@ -73,6 +73,7 @@ class GradSampleModule(nn.Module):
     NORM_SAMPLERS: ClassVar[dict[registry.ModuleClass, registry.GradSampler]] = registry.NORM_SAMPLERS
     passes = 1
     gives_gradients = True
+    _layout: Mapping[str, Any] | None = None
 
     def __init__(
         self,
@@ -95,9 +96,7 @@ class GradSampleModule(nn.Module):
         self._tapped: Hooks | None = None
         self._escaped = DroppedSamples(_ESCAPED)
         buffers.keep_what_is_free()
-        self.add_hooks(
-            loss_reduction=loss_reduction, batch_first=batch_first, force_functorch=force_functorch, layout=layout
-        )
+        self.add_hooks(layout=layout)
         self.set_grad_sample_to_none()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -132,20 +131,25 @@ class GradSampleModule(nn.Module):
     def add_hooks(
         self,
         *,
-        loss_reduction: str = "mean",
-        batch_first: bool = True,
-        force_functorch: bool = False,
+        loss_reduction: str | None = None,
+        batch_first: bool | None = None,
+        force_functorch: bool | None = None,
         layout: Mapping[str, Any] | None = None,
     ) -> None:
-        """Taps the wrapped module; arguments as in the constructor.
+        """Taps the wrapped module; arguments as in the constructor, those left out as they were (Opacus has "mean",
+        whatever it was).
 
         Raises:
             StateError: it is tapped already. InputError: ``loss_reduction`` is not "mean" or "sum", or for ``layout``.
         """
+        loss_reduction = self.loss_reduction if loss_reduction is None else loss_reduction
+        batch_first = self.batch_first if batch_first is None else batch_first
+        force_functorch = self.force_functorch if force_functorch is None else force_functorch
+        layout = self._layout if layout is None else layout
         check_loss_reduction(loss_reduction)
         tapped = Hooks(self._module, self, batch_first=batch_first, force_functorch=force_functorch, layout=layout)
         tapped.add()
-        self._tapped = tapped
+        self._tapped, self._layout = tapped, layout
         self.loss_reduction, self.batch_first, self.force_functorch = loss_reduction, batch_first, force_functorch
 
     def remove_hooks(self) -> None:
