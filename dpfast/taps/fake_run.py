@@ -234,8 +234,10 @@ class ShapeTap(Tap):
         shapes = [operation.times()] if operation.func is Tensor.repeat else [x.shape for x in found]
         self.calls.append((operation.way, ([], shapes)))
         if not follows and not any(x in self.dependence for x in found):
-            if any(x.dtype.itemsize == 2 and not x._is_view() for x in found):
-                _note(operation, fine=False, where=OWN)  # its gradient would be rounded once more; functorch takes fp32
+            rounded = any(x.dtype.itemsize == 2 and not x._is_view() for x in found)
+            into_others = operation.is_in_place() and not operation.writes()  # which have names that nobody follows
+            if rounded or into_others:  # once more, where functorch takes fp32
+                _note(operation, fine=False, where=OWN)
             return operation.wrapped(output, lambda x: x.requires_grad)
         _note(operation, fine=follows and self._has_rule(operation, output, shapes))
         return output
@@ -285,7 +287,7 @@ class WithoutGradients(TorchFunctionMode):
 
 
 class Values(WithoutGradients):
-    """Answers where a forward asks whether a tensor is true."""
+    """Answers where a forward asks whether a tensor is true, and sees what it writes to others."""
 
     def __init__(self, truth: bool):
         super().__init__()
@@ -295,6 +297,8 @@ class Values(WithoutGradients):
         if func is Tensor.__bool__:
             self.asked = True
             return self.truth
+        if func is Tensor.__setitem__ and isinstance(args[2], Shared) and not isinstance(args[0], Shared):
+            _note(Operation(func, args, {}), fine=False)  # torch asks nobody but what is written to
         return super().__torch_function__(func, types, args, kwargs)
 
 

@@ -251,13 +251,16 @@ class Operation:
 
     def writes(self) -> bool:
         """Whether it changes a Shared tensor."""
-        name = self.name
-        in_place = name in _WRITERS or (name.endswith("_") and not name.endswith("__"))
         if not self.kwargs:
-            return in_place and isinstance(self.args[0], Shared)
+            return self.is_in_place() and isinstance(self.args[0], Shared)
         target = self.args[0] if self.args else self.kwargs.get("input")
-        in_place = in_place or self.kwargs.get("inplace") is True
+        in_place = self.is_in_place() or self.kwargs.get("inplace") is True
         return isinstance(self.kwargs.get("out"), Shared) or (in_place and isinstance(target, Shared))
+
+    def is_in_place(self) -> bool:
+        """Whether its name says that it changes its first tensor."""
+        name = self.name
+        return name in _WRITERS or (name.endswith("_") and not name.endswith("__"))
 
     def meets_others(self) -> bool:
         """Whether a gradient would go through a tensor that is not Shared, a parameter that was frozen when the way was
