@@ -138,13 +138,15 @@ class ShapeTap(Tap):
     fine: dict[Any, bool]
     asked: bool  # whether its own forward has asked for a parameter
     values: list[Tensor]  # of those, what stands there
+    in_pieces: list[tuple[Any, Call]]  # calls in which its own forward has run in the place of its pieces
+    took: list[Any]  # what those took was made of
 
     @classmethod
     def of(cls, tap: Tap, size: int, dependence: Dependence, called: tuple[Trial, Sequence[Any]]) -> ShapeTap:
         tap.__class__ = cls
         assert isinstance(tap, cls)
         tap.size, tap.dependence, tap.calls, tap.fine, tap.asked, tap.values = size, dependence, [], {}, False, []
-        tap.called = called
+        tap.called, tap.in_pieces, tap.took = called, [], []
         tap.stand_in_elsewhere()
         return tap
 
@@ -153,7 +155,15 @@ class ShapeTap(Tap):
         own = [fine for (where, *_), fine in self.fine.items() if where == OWN]
         if own or (self.calls and not self.asked and not (find_rule(self.module) or find_forward(self.module))):
             self.fine[(OWN,)] = all(own)
+        # Which have no samples. They run as pieces where what they get is not followed in earnest, or they are not.
+        followed = all(own) and all(x.tap.is_fine(x.key) for x in self.took)
+        if not (followed and any(rank is None for rank, _ in self.calls)):
+            self.calls += self.in_pieces
         return [*self.calls, *self.fine.items()]
+
+    def is_fine(self, key: Any) -> bool:
+        """Whether that of it is followed in earnest."""
+        return all(fine for other, fine in self.fine.items() if other == key or other[0] == key[0] == OWN)
 
     def caught(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         took = tensors_in((args, kwargs))
@@ -180,11 +190,15 @@ class ShapeTap(Tap):
         found = [x for x in tensors_in(output) if x.is_floating_point()]
         outputs = [x.shape for x in found]
         rank = len(outputs[0]) if outputs and substitute is None else None
-        alone = substitute is None and find_forward(self.module) is not None
-        if alone or isinstance(output, Shared):  # which tells by itself
+        took_and_gave = rank, (shapes_taken(self.module, (args, kwargs)), outputs)
+        if substitute is None and find_forward(self.module) is not None:  # its own runs in the place of its pieces
+            self.fine[(ALONE, rank, "too")] = True
+            self.in_pieces.append((None, took_and_gave[1]))
+            self.took += [source for x in took if isinstance(x, Shared) for source in x.sources]
+        elif isinstance(output, Shared):  # which tells by itself
             self.fine[(ALONE, rank, "too")] = True
         else:
-            self.calls.append((rank, (shapes_taken(self.module, (args, kwargs)), outputs)))
+            self.calls.append(took_and_gave)
         if self.dependence.mixed != mixed:
             self.fine[(OWN, "mixes")] = False
         # What is given as it is comes to samples elsewhere, if at all.

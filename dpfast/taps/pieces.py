@@ -110,4 +110,10 @@ def _of_piece(
         return {p: factor for p, factor in found.items() if p is not None and p.requires_grad}
 
     of_piece.__name__ = rule.__name__
+    of_piece.is_of_piece = True  # type: ignore[attr-defined]  # a function's own
     return of_piece
+
+
+def is_of_piece(rule: Any) -> bool:
+    """Whether it is a piece's, and not that of an operation in which parameters meet samples."""
+    return getattr(rule, "is_of_piece", False)

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from dpfast.arithmetic import is_traced
 from dpfast.errors import UnsupportedModuleError
-from dpfast.factors import Dense, Factor, OuterProduct, merge
+from dpfast.factors import Dense, Factor, OuterProduct, folded, merge
 from dpfast.taps.activations import Activations
 from dpfast.taps.layout import Rows
 from dpfast.taps.leaves import leaf, without_values
@@ -202,10 +202,17 @@ def without_samples(tap: Owner, output: Tensor, inputs: Any, parameters: Sequenc
     value = output.value if isinstance(output, Shared) else leaf(output, tap.layer)
     tensors = Activations(*_plain(inputs))
 
+    counts = not isinstance(tap.module, _BY_LAST_DIMENSIONS)  # its dimensions from the first on
+    has_batch = value.dim() > 1 and value.dim() != _dims_without_batch(tap.module)
+    alone = has_batch and value.shape[0] == 1  # a batch of one, which is every sample's
+
     def factors(factor: Factor) -> Mapping[nn.Parameter, Factor]:
         backprops = factor.materialized().values
         n = backprops.shape[0]
-        alone = value.dim() > 1 and value.shape[0] == 1  # a batch of one, which is every sample's
+        if counts and has_batch:  # rows, as many for each sample
+            given = tensors.map(lambda x: x.expand(n, *x.shape).flatten(0, 1) if x.dim() else x)
+            found = looked_at(rule, type(tap.module).__name__, rule(tap.module, given, backprops.flatten(0, 1)))
+            return {p: folded(of_rows, n, rows_together=True) for p, of_rows in found.items()}
         given = tensors.map(
             lambda x: (x if alone and x.dim() and x.shape[0] == 1 else x.unsqueeze(0)).expand(
                 n, *(x.shape[1:] if alone and x.dim() and x.shape[0] == 1 else x.shape)
@@ -216,6 +223,17 @@ def without_samples(tap: Owner, output: Tensor, inputs: Any, parameters: Sequenc
 
     key = ("alone" if value is not getattr(output, "value", None) else "through", value.dim())
     return Shared.make(tap, key, value, (*before, Source(tap, key, parameters, value, factors)))
+
+
+_BY_LAST_DIMENSIONS = (nn.Linear, nn.Bilinear, nn.LayerNorm, nn.RMSNorm, nn.Embedding)
+"""Layers to which all dimensions but the last are positions, so one more in front is none that they know."""
+
+
+def _dims_without_batch(module: nn.Module) -> int:
+    """Of the output of a layer that takes one sample alone, too; 1 where nothing says so."""
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return module.weight.dim() - 1
+    return module._get_no_batch_dim() if isinstance(module, nn.modules.instancenorm._InstanceNorm) else 1
 
 
 _LOOK_AT_OTHERS = {Tensor.to, Tensor.type_as, Tensor.expand_as, Tensor.reshape_as, Tensor.view_as}

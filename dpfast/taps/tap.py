@@ -31,7 +31,7 @@ from dpfast.taps.outputs import as_no_views, failing_in_backward, is_followed, i
 from dpfast.taps.own_node import OwnStep, may_be_one, tapped_step
 from dpfast.taps.owned import owned_modules
 from dpfast.taps.passes import in_backward, in_function, never_compiled, suspended
-from dpfast.taps.pieces import Pieces, forward_in_pieces
+from dpfast.taps.pieces import Pieces, forward_in_pieces, is_of_piece
 from dpfast.taps.plain import caught_plainly
 from dpfast.taps.registry import Rule, find_fault, find_function, find_rule, makes_fresh_output
 from dpfast.taps.shared import Operation, Shared, Source, without_samples
@@ -41,7 +41,6 @@ from dpfast.taps.watch import Watch, may_keep_output, refuse_what_is_left
 OWN, ELSEWHERE, ALONE = "own", "elsewhere", "alone"
 
 _NOT_TOLD = "its samples are in different dimensions for different kinds of input, and it is not known which came in"
-
 
 _transforms = torch._C._are_functorch_transforms_active
 _apply = super(torch.autograd.Function, TapFunction).apply  # without transforms of torch.func, which are refused before
@@ -134,7 +133,7 @@ class Tap(RoutedLayer):
         if rule is None and self.module._modules:
             refuse_what_is_left(self.layer, [key for key in self.places if self.known(key) == 0])
         fresh = makes_fresh_output(rule)
-        watch = Watch(self) if not fresh and may_keep_output(forward) else None
+        watch = None if fresh or not may_keep_output(forward) else Watch(self)
         shown: Callable[[nn.Parameter], Tensor] = Tensor.detach
         if watch is not None and not self.module._modules and not is_followed(args, kwargs):
             shown = watch.shown
@@ -242,8 +241,7 @@ class Tap(RoutedLayer):
         if self.alone and self._is_alone(x.dim() + 1):  # its output is not expanded before it meets samples
             return args, kwargs, False
         ambiguous = x.dim() == 1 and x.shape[0] == n and self.places.get(2) is None and not self.taps.is_input(x)
-        ambiguous = ambiguous and self.known((OWN,)) != 0  # what its forward makes of it has been followed
-        if ambiguous and bool((x.diff() == 1).all()):
+        if ambiguous and self.known((OWN,)) != 0 and bool((x.diff() == 1).all()):
             raise InputError(
                 f"{self.layer}: its input {tuple(x.shape)} counts up by one and is as long as the batch: positions "
                 "that the model broadcasts, or samples? Give positions as (1, T), samples as an input of the model"
@@ -384,7 +382,7 @@ class Tap(RoutedLayer):
             output: None for pieces, whose layout their forward knows.
         """
         n = record.batch_size
-        if n is None:  # the model's own forward does not run
+        if n is None or (output is None and not is_of_piece(record.rule)):  # no forward of the model's, or a meeting
             return None
         shape = None if output is None else tuple(output.shape)
         rank = None if shape is None else len(shape)

@@ -343,3 +343,64 @@ def test_rows_of_each_sample_that_meet_are_refused():
     wrapped = GradSampleModule(LastToken(lambda x: x - x.mean(0)), loss_reduction="sum")
     with pytest.raises(UnsupportedModuleError, match=r"depends on several samples.*; samples meet in last"):
         loss(wrapped, ended(4)).backward()
+
+
+class AddsUp(torch.autograd.Function):
+    """Samples meet in its backward pass alone."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad + grad.sum(0)
+
+
+PICKS = {
+    "mask": lambda h, mask: h[mask],
+    "numbers": lambda h, mask: h[mask.nonzero(as_tuple=True)],
+    "viewed": lambda h, mask: h[mask, :].view(len(h), -1, D)[:, -1],
+    "of all in one": lambda h, mask: h.reshape(-1, D).index_select(0, mask.flatten().nonzero().squeeze(1)),
+}
+
+
+class Heads(nn.Module):
+    """On a frozen table's rows, which are the same for all samples where they are picked."""
+
+    def __init__(self, pick, between, behind):
+        super().__init__()
+        self.table, self.pick = nn.Embedding(20, D).requires_grad_(False), pick
+        self.first, self.last, self.between, self.behind = nn.Linear(D, D), nn.Linear(D, 2), between, behind
+
+    def forward(self, tokens):
+        rows = PICKS[self.pick](self.table(tokens), tokens == 2)
+        return self.behind(self.last(torch.tanh(self.between(self.first(rows)))))
+
+
+def same(x):
+    return x
+
+
+def mean_taken_off(x):
+    return x - x.mean(0)
+
+
+@pytest.mark.parametrize("where", ["between", "behind"])
+@pytest.mark.parametrize("mixes", [AddsUp.apply, mean_taken_off])
+@pytest.mark.parametrize("pick", PICKS)
+def test_samples_that_meet_behind_picked_rows_are_refused(pick, mixes, where):
+    """No gradient was caught there and no noise given: in the backward pass they met without a word."""
+    torch.manual_seed(0)
+    tokens = torch.randint(3, 20, (6, T))
+    tokens[torch.arange(6), torch.randint(T, (6,))] = 2
+    model = Heads(pick, mixes if where == "between" else same, mixes if where == "behind" else same)
+    wrapped = GradSampleModuleFastGradientClipping(model, max_grad_norm=0.1, loss_reduction="sum")
+    with pytest.raises(UnsupportedModuleError):
+        loss(wrapped, tokens).backward()
+    plain = Heads(pick, same, same)
+    exact = loop_over_samples(plain, loss, tokens)
+    wrapped = GradSampleModule(copy.deepcopy(plain), loss_reduction="sum")
+    loss(wrapped, tokens).backward()
+    for name, p in wrapped._module.named_parameters():
+        assert not p.requires_grad or relative_error(p.grad_sample, exact[name]) <= 1e-5, name

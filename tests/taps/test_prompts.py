@@ -1,14 +1,16 @@
 """Rows that a model learns for all samples (a prompt, inducing points) go through layers whose forward runs in pieces,
 before they meet the samples."""
 
+import contextlib
 import copy
+import warnings
 
 import pytest
 import torch
 from torch import nn
 
 import dpfast
-from dpfast.errors import InputError
+from dpfast.errors import DpfastError, InputError
 from dpfast.testing import clipped_sum, loop_over_samples, norms_of, relative_error
 
 T, D, C = 5, 8, 0.3
@@ -20,6 +22,13 @@ def attention(**options):
 
 def encoder_layer(**options):
     return nn.TransformerEncoderLayer(D, 2, 12, dropout=0.0, batch_first=True, **options)
+
+
+@contextlib.contextmanager
+def no_warnings():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", dpfast.errors.DpfastWarning)
+        yield
 
 
 def itself(layer, p):
@@ -76,6 +85,24 @@ class Prompted(nn.Module):
         return self.head(torch.tanh(self.mid(torch.cat([prompt.expand(len(x), -1, -1), x], 1))).mean(1))
 
 
+class Rows(nn.Module):
+    """Several rows (P, C, T) that a model learns, which a layer takes for its batch.
+
+    Attributes:
+        layer: one that knows channels by their dimension.
+    """
+
+    def __init__(self, make, p):
+        super().__init__()
+        self.rows, self.layer, self.head = nn.Parameter(torch.randn(p, 4, 6)), make(), nn.Linear(D, 3)
+        for parameter in self.layer.parameters():
+            nn.init.normal_(parameter)
+
+    def forward(self, x):
+        more = torch.sin(self.layer(self.rows)).cumsum(0).cumsum(1)
+        return self.head(x.sum(1) * more.sum())
+
+
 def losses(model, x):
     return torch.sin(3.0 * model(x)).sum(1)
 
@@ -127,6 +154,62 @@ def test_it_is_frozen(layer):
     model = Prompted(make, way).double()
     model.encoder.requires_grad_(False)
     check("one pass", model, torch.randn(3, 4, D).double())
+
+
+COUNTING = {
+    "group norm": lambda: nn.GroupNorm(2, 4),
+    "instance norm": lambda: nn.InstanceNorm1d(4, affine=True),
+    "convolution": lambda: nn.Conv1d(4, 4, 3),
+    "grouped convolution": lambda: nn.Conv1d(4, 2, 3, groups=2),
+    "transposed convolution": lambda: nn.ConvTranspose1d(4, 2, 3),
+    "linear": lambda: nn.Linear(6, 5),
+    "layer norm": lambda: nn.LayerNorm((4, 6)),
+}
+
+
+@pytest.mark.parametrize("mode", ["grad_sample", "one pass"])
+@pytest.mark.parametrize("layer", COUNTING)
+@pytest.mark.parametrize("n", [1, 3, 4])
+@pytest.mark.parametrize("p", [1, 2, 4])
+def test_rows_are_a_layer_s_batch(layer, mode, n, p):
+    """Where there were as many as channels, each sample's were taken for its channels, and gradients were wrong."""
+    torch.manual_seed(0)
+    with no_warnings():
+        check(mode, Rows(COUNTING[layer], p).double(), torch.randn(n, 4, D).double())
+
+
+class Cast(Prompted):
+    """What the prompt is made with is in 16 bits, and not followed."""
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            prompt = torch.tanh(self.prompt.weight @ self.mid.weight)[None].to(x.dtype)
+        prompt = self.way(self.encoder, prompt)
+        x = self.way(self.encoder, x) if self.both else x
+        return self.head(torch.tanh(self.mid(torch.cat([prompt.expand(len(x), -1, -1), x], 1))).mean(1))
+
+
+@pytest.mark.parametrize("make", [Prompted, Cast])
+@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize("layer", [layer for layer in LAYERS if layer != "group norm"])
+@pytest.mark.parametrize("n", [T, T - 1, 3])
+def test_16_bits_are_right_or_refused(layer, n, both, make):
+    """As many rows as samples were taken for these, with a warning."""
+    torch.manual_seed(0)
+    model, x = make(*LAYERS[layer], both=both), torch.randn(n, T, D)
+
+    def summed(model, x):
+        with torch.autocast("cpu", torch.bfloat16, enabled=make is Prompted):
+            return losses(model, x).sum()
+
+    exact = loop_over_samples(copy.deepcopy(model), summed, x)
+    wrapped = dpfast.GradSampleModule(model, loss_reduction="sum")
+    try:
+        summed(wrapped, x).backward()
+    except DpfastError:
+        return
+    for name, p in model.named_parameters():
+        assert relative_error(p.grad_sample, exact[name]) <= 0.1, name
 
 
 def test_it_is_compiled():
