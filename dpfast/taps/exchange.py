@@ -249,9 +249,11 @@ class _Exchange:
             if not any(calls):
                 not_run.add(key)
                 continue
-            if any(isinstance(x, str) for some in calls for x in some or ()):  # PICKED
-                found[key] = place
-                continue
+            if any(isinstance(x, str) for some in calls for x in some or ()):  # PICKED: of these, notes beside tell
+                calls = [[x for x in some or () if not isinstance(x, str)] for some in calls]
+                if not any(calls):
+                    found[key] = place
+                    continue
             if key in self.also_alone:
                 calls = [some and [x for x in some if isinstance(x, Tensor)] for some in calls]
             found[key] = place_told(self.size, place, calls[0], calls[1:], which)

@@ -115,7 +115,8 @@ class Witness(AtMeetings):
 
     def _at_places(self, picked: Picked, x: Tensor) -> Tensor:
         """The output for picked rows, each at its place among all, with their samples' noise."""
-        prints = note_rows(self.seen, (self.number, x.dim()), x, self.whole, with_gradients=self.noisy)
+        key = (self.number, None if find_forward(self.module) is not None else x.dim())
+        prints = note_rows(self.seen, key, x, self.whole, with_gradients=self.noisy)
         place = picked.order()
         noise = self._noise_for(x, place, len(self.seen.beside), prints) if self.noisy and place is not None else None
         return x + noise if noise is not None else x.view_as(x) if self.noisy else x

@@ -371,11 +371,12 @@ class Heads(nn.Module):
     def __init__(self, pick, between, behind):
         super().__init__()
         self.table, self.pick = nn.Embedding(20, D).requires_grad_(False), pick
-        self.first, self.last, self.between, self.behind = nn.Linear(D, D), nn.Linear(D, 2), between, behind
+        self.first, self.norm, self.last = nn.Linear(D, D), nn.GroupNorm(2, D), nn.Linear(D, 2)
+        self.between, self.behind = between, behind
 
     def forward(self, tokens):
         rows = PICKS[self.pick](self.table(tokens), tokens == 2)
-        return self.behind(self.last(torch.tanh(self.between(self.first(rows)))))
+        return self.behind(self.last(torch.tanh(self.norm(self.between(self.first(rows))))))
 
 
 def same(x):
