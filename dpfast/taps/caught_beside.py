@@ -41,7 +41,7 @@ def note_rows(seen: Run, key: Key, x: Tensor, whole: bool, *, with_gradients: bo
 
 
 def _note(seen: Run, key: Key, x: Tensor, of: list[Prints], with_gradients: bool) -> None:
-    number = len(seen.beside)
+    number = sum(beside.of == key for beside in seen.beside)  # of other layers there may be more in other runs
     along: dict[Key | Beside, Prints] = {}
     for prints in of:
         where = Beside(key, number, prints.dim)

@@ -118,7 +118,8 @@ class Witness(AtMeetings):
         key = (self.number, None if find_forward(self.module) is not None else x.dim())
         prints = note_rows(self.seen, key, x, self.whole, with_gradients=self.noisy)
         place = picked.order()
-        noise = self._noise_for(x, place, len(self.seen.beside), prints) if self.noisy and place is not None else None
+        # The same in all calls, of which there may be others in other runs.
+        noise = self._noise_for(x, place, 0, prints) if self.noisy and place is not None else None
         return x + noise if noise is not None else x.view_as(x) if self.noisy else x
 
     def _ran(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from noted import Noted
+from own_backwards import BatchMean
 from torch import nn
 
 from dpfast import GradSampleModule, GradSampleModuleFastGradientClipping
@@ -345,18 +346,6 @@ def test_rows_of_each_sample_that_meet_are_refused():
         loss(wrapped, ended(4)).backward()
 
 
-class AddsUp(torch.autograd.Function):
-    """Samples meet in its backward pass alone."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad + grad.sum(0)
-
-
 PICKS = {
     "mask": lambda h, mask: h[mask],
     "numbers": lambda h, mask: h[mask.nonzero(as_tuple=True)],
@@ -388,7 +377,7 @@ def mean_taken_off(x):
 
 
 @pytest.mark.parametrize("where", ["between", "behind"])
-@pytest.mark.parametrize("mixes", [AddsUp.apply, mean_taken_off])
+@pytest.mark.parametrize("mixes", [BatchMean.apply, mean_taken_off])
 @pytest.mark.parametrize("pick", PICKS)
 def test_samples_that_meet_behind_picked_rows_are_refused(pick, mixes, where):
     """No gradient was caught there and no noise given: in the backward pass they met without a word."""
@@ -405,3 +394,24 @@ def test_samples_that_meet_behind_picked_rows_are_refused(pick, mixes, where):
     loss(wrapped, tokens).backward()
     for name, p in wrapped._module.named_parameters():
         assert not p.requires_grad or relative_error(p.grad_sample, exact[name]) <= 1e-5, name
+
+
+class OfMany(ByMask):
+    """More experts than tokens, so which run changes with each sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(D, 24)
+        self.ffns = nn.ModuleList(mlp() for _ in range(24))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_experts_that_run_for_some_samples_alone(seed):
+    """They got noise by how many had run before, which changed with the samples: as if these met."""
+    torch.manual_seed(seed)
+    plain = Model(OfMany)
+    with torch.no_grad():
+        plain.block.gate.weight.mul_(20.0)
+    wrapped = GradSampleModule(copy.deepcopy(plain), loss_reduction="sum")
+    for _ in range(2):
+        assert_same(wrapped, plain, torch.randn(4, 3, 3))
