@@ -33,11 +33,9 @@ def catch_beside(seen: Run, key: Key, prints: Prints, first: Tensor, output: Any
     return list(found.values())[1:]
 
 
-def note_rows(seen: Run, key: Key, x: Tensor, whole: bool, *, with_gradients: bool) -> Prints:
+def note_rows(seen: Run, key: Key, x: Tensor, whole: bool, *, with_gradients: bool) -> None:
     """The same of a layer's output for picked rows, each of which stands at its place among all."""
-    prints = Prints(0, None, whole)
-    _note(seen, key, x, [prints], with_gradients)
-    return prints
+    _note(seen, key, x, [Prints(0, None, whole)], with_gradients)
 
 
 def _note(seen: Run, key: Key, x: Tensor, of: list[Prints], with_gradients: bool) -> None:

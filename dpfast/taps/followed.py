@@ -103,15 +103,6 @@ class Picked:
         rows = self.of.shape.numel() if self.at_places and self.of is not None else None
         return type(output) is Tensor and output.is_floating_point() and output.dim() > 1 and len(output) == rows
 
-    def order(self) -> Rows | None:
-        """Where samples are in all rows that they are picked out of, as these are numbered; None: not known."""
-        if self.of is None:
-            return None
-        place, last = self.of.place, len(self.of.shape) - 1
-        if isinstance(place, Rows):
-            return Rows(0, place.together) if place.dim == 0 and (place.together or last == 0) else None
-        return Rows(0, place == 0) if place in (0, last) else None
-
     def runs(
         self, units: Any, batch_size: int | None, rows: int, dim: int, constant: Sequence[int] | None = None
     ) -> Runs:

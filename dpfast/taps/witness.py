@@ -22,7 +22,6 @@ from dpfast.taps.copies import copy_of, leaf_of, leaves_of_copy, without_graphs
 from dpfast.taps.detached import detached_parameters
 from dpfast.taps.fake_run import Nobody
 from dpfast.taps.fingerprints import Prints, fingerprints
-from dpfast.taps.followed import Picked
 from dpfast.taps.gathered import following_model, picked_here
 from dpfast.taps.inputs import results_in, tensors_in
 from dpfast.taps.layout import Call, Place, Rows
@@ -97,8 +96,10 @@ class Witness(AtMeetings):
         output = self.without_samples(output)
         with torch._C.DisableTorchFunction():  # nobody is to follow what is done here
             noted, picked = self._noted(args, kwargs, output), picked_here()
-            if picked is not None and picked.runs_at_places(output):
-                return self._at_places(picked, output)
+            if picked is not None and picked.runs_at_places(output):  # no noise: other runs may have others, or all
+                key = (self.number, None if find_forward(self.module) is not None else output.dim())
+                note_rows(self.seen, key, output, self.whole, with_gradients=self.noisy)
+                return output.view_as(output) if self.noisy else output
             if noted is None or not self.noisy:
                 return output
             key, prints, x, noise = noted
@@ -112,15 +113,6 @@ class Witness(AtMeetings):
         for other in beside:
             output = replaced(output, other, other.view_as(other))
         return output
-
-    def _at_places(self, picked: Picked, x: Tensor) -> Tensor:
-        """The output for picked rows, each at its place among all, with their samples' noise."""
-        key = (self.number, None if find_forward(self.module) is not None else x.dim())
-        prints = note_rows(self.seen, key, x, self.whole, with_gradients=self.noisy)
-        place = picked.order()
-        # The same in all calls, of which there may be others in other runs.
-        noise = self._noise_for(x, place, 0, prints) if self.noisy and place is not None else None
-        return x + noise if noise is not None else x.view_as(x) if self.noisy else x
 
     def _ran(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the module's forward gives, in a noisy run on parameters without their history, as in a step, where it
