@@ -184,11 +184,7 @@ class OfCopy(Tap):
         numbers = picked.numbers.flatten()
         every = x.new_zeros(picked.of.shape.numel(), x.shape[-1])
         every[numbers] = x.reshape(-1, x.shape[-1])
-        picked.at_places = True
-        try:
-            output = self.caught(forward, (every,), {})
-        finally:
-            picked.at_places = False
+        output = self.caught(forward, (every,), {})
         if not isinstance(output, Tensor) or output.shape[:1] != every.shape[:1]:
             return self._as_picked(picked, forward, args, kwargs)
         return output[numbers].view(*x.shape[:-1], *output.shape[1:])

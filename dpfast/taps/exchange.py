@@ -216,8 +216,7 @@ class _Exchange:
                 outputs = self._of_batch(outputs, base, noisy)
         outputs |= losses
         found |= {} if met or losses else exchanged.orders()
-        mixed = exchanged.mixed_rows() if wrong or outputs else []
-        found, outputs = self._and_where(found, outputs, met, mixed, base)
+        found, outputs = self._and_where(found, outputs, met, base)
         changed = any(
             not equal(x, y)
             for run in runs
@@ -249,11 +248,6 @@ class _Exchange:
             if not any(calls):
                 not_run.add(key)
                 continue
-            if any(isinstance(x, str) for some in calls for x in some or ()):  # PICKED: of these, notes beside tell
-                calls = [[x for x in some or () if not isinstance(x, str)] for some in calls]
-                if not any(calls):
-                    found[key] = place
-                    continue
             if key in self.also_alone:
                 calls = [some and [x for x in some if isinstance(x, Tensor)] for some in calls]
             found[key] = place_told(self.size, place, calls[0], calls[1:], which)
@@ -264,22 +258,18 @@ class _Exchange:
         return found, frozenset(not_run)
 
     def _and_where(
-        self, found: dict[Key, Place], outputs: dict[int, str], met: Sequence[Key], picked: Sequence[Key], base: Run
+        self, found: dict[Key, Place], outputs: dict[int, str], met: Sequence[Key], base: Run
     ) -> tuple[dict[Key, Place], dict[int, str]]:
         """What is told of taps and outputs, with the layer that samples meet in.
 
         Args:
-            met: taps where they do in the backward pass. picked: those that give picked rows in which they do.
+            met: taps where they do in the backward pass.
         """
         found, wrong = dict(found), {key for key, place in found.items() if isinstance(place, str)}
         mixed = [key for key in wrong if isinstance(found[key], Mixed)]
-        if mixed or picked:
+        if mixed:
             # Those whose shapes did not part the samples are before those that see what came of it.
-            suspects = {
-                *wrong,
-                *picked,
-                *(key for key, place in self.by_shapes.items() if _is_odd(place)),
-            } & base.order.keys()
+            suspects = {*wrong, *(key for key, place in self.by_shapes.items() if _is_odd(place))} & base.order.keys()
             first = self.taps[min(suspects, key=lambda key: base.order[key])[0]].layer
             where = f"; samples meet in {first}, or between it and the layer before"
             found.update({key: Mixed(f"{found[key]}{where}") for key in mixed})

@@ -69,12 +69,7 @@ class Picked:
         by: what they are picked by; nothing: all, in their order.
         of: what they are picked out of; None: nobody follows them.
         packed: they are a packed sequence's, by samples (N, T).
-
-    Attributes:
-        at_places: in a trial they run at their places among all rows.
     """
-
-    at_places = False
 
     def __init__(self, numbers: Tensor | None, by: tuple[Any, ...], of: Source | None, *, packed: bool = False):
         self.numbers, self.by, self.of, self.packed = numbers, by, of, packed
@@ -98,10 +93,12 @@ class Picked:
                 "from that input as it is, x[rows], or freeze it"
             )
 
-    def runs_at_places(self, output: Any) -> bool:
-        """Whether that is what a layer gives for all rows that they are picked out of."""
-        rows = self.of.shape.numel() if self.at_places and self.of is not None else None
-        return type(output) is Tensor and output.is_floating_point() and output.dim() > 1 and len(output) == rows
+    def is_one_each(self, rows: int) -> bool:
+        """Whether they are a row of each sample, in the samples' order, out of so many."""
+        if self.of is None or self.numbers is None or type(self.of.place) is not int or self.of.shape.numel() != rows:
+            return False
+        n = self.of.shape[self.of.place]
+        return torch.equal(self.of.samples(n)[self.numbers.cpu()], torch.arange(n))
 
     def runs(
         self, units: Any, batch_size: int | None, rows: int, dim: int, constant: Sequence[int] | None = None

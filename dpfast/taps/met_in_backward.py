@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dpfast.taps.fingerprints import are_beyond_rounding, spread_of
 from dpfast.taps.layout import Place, Rows
-from dpfast.taps.seen import PICKED, Beside, Grads, Key, Run
+from dpfast.taps.seen import Beside, Grads, Key, Run
 from dpfast.taps.witness import whose_rows
 
 Which = list[tuple[int, ...]]
@@ -41,11 +41,6 @@ class Exchanged(NamedTuple):
     def meet_in_loss(self, i: int, spread: float = 0.0) -> bool:
         """Whether samples meet in an output of the model that is one number."""
         return bool(self._met(self.base.losses[i], [run.losses.get(i, {}) for run in self.runs], spread))
-
-    def mixed_rows(self) -> list[Key]:
-        """Taps that ran on picked rows, of which some have changed with a sample that is not theirs."""
-        picked = [beside for beside in self.base.beside if PICKED in self.base.calls.get(beside.of, ())]
-        return [beside.of for beside in picked if self._changed(beside) and not self._places(beside)]
 
     def orders(self) -> dict[Key, Place]:
         """Of taps with folded rows that are the same for all samples (positions), whose order the forward pass does not
@@ -92,19 +87,16 @@ class Exchanged(NamedTuple):
     def _places(self, beside: Beside) -> list[int | Rows]:
         """Where such an output may have its samples, along one dimension: as exchanged ones change it there, and no
         other row; none where none changes it."""
-        base, changed = self.base.beside[beside], self._changed(beside)
-        if not changed:
+        base = self.base.beside[beside]
+        found = [run.beside.get(beside) for run in self.runs]
+        if any(x is None or x.shape != base.shape for x in found):
+            return []
+        changed = [x.ne(base) for x in found if x is not None]
+        if not any(bool(x.any()) for x in changed):
             return []
         folded = (Rows(beside.dim, True), Rows(beside.dim, False))
         places: Sequence[int | Rows] = (beside.dim,) if len(base) == self.size else folded
         return [place for place in places if not self._any_of_others(place, changed)]
-
-    def _changed(self, beside: Beside) -> list[Tensor]:
-        """Which of its rows change in each run; nothing where none does, or that cannot be told."""
-        base = self.base.beside[beside]
-        found = [x for run in self.runs if (x := run.beside.get(beside)) is not None and x.shape == base.shape]
-        changed = [x.ne(base) for x in found]
-        return changed if len(found) == len(self.runs) and any(bool(x.any()) for x in changed) else []
 
     def _meet_at(self, place: int | Rows, grads: list[Tensor], others: list[list[Tensor]], spread: float) -> bool:
         """Whether any of these gradients, one for each use, changes with a sample that is not its row's."""

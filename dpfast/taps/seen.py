@@ -23,10 +23,6 @@ Key = tuple[int, Any]
 """The number of a tap and the rank of its output; None: of pieces."""
 
 
-PICKED = "picked"
-"""Stands for what a tap gives where it runs on picked rows, which are others in other runs (``caught_beside``)."""
-
-
 class Beside(NamedTuple):
     """An output of a tap beside its first (a state, attention's weights), along one of its dimensions.
 

@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dpfast.taps import kept
-from dpfast.taps.caught_beside import catch_beside, note_rows
 from dpfast.taps.copies import copy_of, leaf_of, leaves_of_copy, without_graphs
 from dpfast.taps.detached import detached_parameters
 from dpfast.taps.fake_run import Nobody
@@ -32,7 +31,7 @@ from dpfast.taps.owned import owned_modules
 from dpfast.taps.packed import packed_in, rows_of, shapes_taken, with_data
 from dpfast.taps.picks import Picks
 from dpfast.taps.registry import find_by_row, find_forward, find_rule
-from dpfast.taps.seen import PICKED, Key, Run
+from dpfast.taps.seen import Beside, Key, Run
 from dpfast.taps.shared import Operation, Shared
 from dpfast.taps.tap import Tap
 from dpfast.taps.trial import Trial
@@ -95,15 +94,11 @@ class Witness(AtMeetings):
         output = self._ran(forward, args, kwargs) if by_row is None else by_row(self.module, *args, **kwargs)
         output = self.without_samples(output)
         with torch._C.DisableTorchFunction():  # nobody is to follow what is done here
-            noted, picked = self._noted(args, kwargs, output), picked_here()
-            if picked is not None and picked.runs_at_places(output):  # no noise: other runs may have others, or all
-                key = (self.number, None if find_forward(self.module) is not None else output.dim())
-                note_rows(self.seen, key, output, self.whole, with_gradients=self.noisy)
-                return output.view_as(output) if self.noisy else output
+            noted = self._noted(args, kwargs, output)
             if noted is None or not self.noisy:
                 return output
             key, prints, x, noise = noted
-            beside = catch_beside(self.seen, key, prints, x, output, self.size)
+            beside = self._beside(key, prints, x, output)
             if x.requires_grad:
                 self.seen.catch({key: prints}, x)
         # What the model gets has nodes of its own, which its hooks are on. In the noise's memory, where that is no
@@ -113,6 +108,27 @@ class Witness(AtMeetings):
         for other in beside:
             output = replaced(output, other, other.view_as(other))
         return output
+
+    def _beside(self, key: Key, prints: Prints, first: Tensor, output: Any) -> list[Tensor]:
+        """The module's outputs beside the first that gradients are caught of: those with samples in some dimension."""
+        found: dict[int, Tensor] = {id(first): first}
+        for x in tensors_in(output):
+            if id(x) in found or isinstance(x, Shared) or not (x.is_floating_point() and x.requires_grad):
+                continue
+            own = [d for d, s in enumerate(x.shape) if s == self.size]
+            own = own or [d for d, s in enumerate(x.shape) if s and s % self.size == 0]
+            if not own or x.grad_fn is None:
+                continue
+            found[id(x)] = x
+            number = len(self.seen.beside)
+            orders = [prints.order if x.shape[d] == self.size else None for d in own]
+            along: dict[Key | Beside, Prints] = {}
+            for d, order in zip(own, orders, strict=True):
+                where = Beside(key, number, d)
+                along[where] = Prints(d, order, self.whole)
+                self.seen.beside[where] = along[where].of(x)
+            self.seen.catch(along, x)
+        return list(found.values())[1:]
 
     def _ran(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the module's forward gives, in a noisy run on parameters without their history, as in a step, where it
@@ -141,16 +157,15 @@ class Witness(AtMeetings):
         outputs = [x for x in tensors_in(output) if x.is_floating_point()]
         rank = outputs[0].dim() if outputs and substitute is None else None
         self.took_and_gave.append((rank, (shapes_taken(self.module, (args, kwargs)), [x.shape for x in outputs])))
-        key, place, picked = (self.number, rank), self.at.get((self.number, rank)), picked_here()
+        key, place = (self.number, rank), self.at.get((self.number, rank))
         self.seen.order.setdefault(key, len(self.seen.order))
-        if picked is not None and picked.at_places:
-            self.seen.calls.setdefault(key, []).append(PICKED)
-            return None
         # A layer of samples may run on what has none too (prototypes), whose rows may be as many by accident.
         if not outputs or isinstance(outputs[0], Shared) or not isinstance(place, (int, Rows)):
             return None
         x, dim = outputs[0], place.dim if isinstance(place, Rows) else place
-        size = x.shape[dim] if dim < x.dim() else 0
+        size, among = x.shape[dim] if dim < x.dim() else 0, picked_here()
+        if among is not None and place == 0 and among.is_one_each(size):  # has run at their places among all rows
+            x, size = x[among.numbers], self.size
         if packed is not None:
             dim, size = 0, int(packed.batch_sizes[0])
             packed = packed._replace(data=x)
@@ -160,7 +175,7 @@ class Witness(AtMeetings):
         if packed is not None and prints.order is not None:
             self.seen.reordered.add(key)
         calls.append(prints.of(x) if fits else tuple(x.shape))
-        if not (self.noisy and fits and size):
+        if not (self.noisy and fits and size) or x is not outputs[0]:
             return None
         return key, prints, x, self._noise_for(x, place, len(calls), prints)
 
