@@ -24,6 +24,7 @@ from dpfast.taps.layout import NO_SAMPLES, Mixed, Place, Rows
 from dpfast.taps.length_look import DIFFERS, LengthLook
 from dpfast.taps.lengths import not_exchanged
 from dpfast.taps.met_in_backward import Exchanged, Which
+from dpfast.taps.owned import owned_parameters
 from dpfast.taps.picks import NO_ROUTES
 from dpfast.taps.places_told import OTHER_ORDER, parted_told, place_told
 from dpfast.taps.random_numbers import RandomNumbers, same_random_numbers
@@ -41,8 +42,9 @@ from dpfast.taps.witness import (
 )
 from dpfast.taps.written import begun_anew
 
+_GRADIENT = "the gradient at its output changes with a sample that is not its own"
 _IN_BACKWARD = (
-    "the gradient at its output changes with a sample that is not its own, and what the forward pass gives does not; "
+    f"{_GRADIENT}, and what the forward pass gives does not; "
     "samples meet in the backward pass, behind the output of {} (a hook on a tensor or module, or a function with a "
     "backward of its own, that looks at the whole batch: make it look at each sample)"
 )
@@ -168,7 +170,7 @@ class _Exchange:
         if any(isinstance(place, Rows) and place.together is None for place in self.ways.values()):
             told = self.told()
             before = told.places
-            if not (told.changed and before) or told.is_wrong:
+            if not (told.changed and before) or told.outputs or self._are_trained(told.places):
                 return told
             self.places.update({key: place for key, place in before.items() if not isinstance(key[1], tuple)})
             self.ways = {**self.ways, **before}
@@ -188,14 +190,16 @@ class _Exchange:
         runs = [self._run(j, noisy) for j in which]
         found, not_run = self._of_taps(base, runs, which)
         wrong = [key for key, place in found.items() if isinstance(place, str)]
+        trained = self._are_trained(found)
         parted = {i: parted_told(i, base, runs, which) for i in range(len(base.outputs))}
         own = len(base.outputs) - len(base.held)
         refused = [i for i in parted if (i if i < own else base.held[i - own]) in self.refused]
         outputs = dict.fromkeys((i for i, dims in parted.items() if dims == [] and i not in refused), _MIXED)
+        outputs = self._of_batch(outputs, base, noisy) if outputs else outputs
         exchanged, differ = Exchanged(base, runs, which, base.met | found, self.size), False
         # Gradients come from all outputs by samples at once, and from one that is known to mix them they meet.
-        met = [] if wrong or outputs or any(base.outputs[i] for i in refused) else exchanged.met()
-        asked = [] if wrong or met else [i for i in base.losses if i not in refused]
+        met = [] if trained or outputs or any(base.outputs[i] for i in refused) else exchanged.met()
+        asked = [] if trained or met else [i for i in base.losses if i not in refused]
         losses = {i: _IN_LOSS for i in asked if exchanged.meet_in_loss(i)}
         whole = bool(met or losses)  # to the bit; a kernel without a mask, where nobody is padded, adds up otherwise
         if whole:
@@ -212,8 +216,6 @@ class _Exchange:
                 spread = exchanged.spread(repeated)
                 met = met and exchanged.met(spread)
                 losses = {i: m for i, m in losses.items() if exchanged.meet_in_loss(i, spread)}
-            if outputs:
-                outputs = self._of_batch(outputs, base, noisy)
         outputs |= losses
         found |= {} if met or losses else exchanged.orders()
         found, outputs = self._and_where(found, outputs, met, base)
@@ -238,6 +240,11 @@ class _Exchange:
             packed=frozenset(base.packed),
             draws=self.again.are_drawn(),
         )
+
+    def _are_trained(self, places: dict[Key, Place]) -> bool:
+        """Whether of the taps whose samples are not apart one has parameters, and with that is refused."""
+        wrong = [number for (number, _), place in places.items() if isinstance(place, str)]
+        return any(owned_parameters(self.taps[number].module) for number in wrong)
 
     def _of_taps(self, base: Run, runs: Sequence[Run], which: Which) -> tuple[dict[Key, Place], frozenset[Key]]:
         """Where taps have their samples, or why these are not apart, and which taps did not run."""
@@ -274,7 +281,8 @@ class _Exchange:
             where = f"; samples meet in {first}, or between it and the layer before"
             found.update({key: Mixed(f"{found[key]}{where}") for key in mixed})
             outputs = {i: message + where for i, message in outputs.items()}
-        if met:  # those next to the loss are the first that see it
+            found.update(dict.fromkeys(met, Mixed(f"{_GRADIENT}{where}")))
+        elif met:  # those next to the loss are the first that see it
             last = self.taps[max(met, key=lambda key: base.order[key])[0]].layer
             found.update(dict.fromkeys(met, Mixed(_IN_BACKWARD.format(last))))
         return found, outputs

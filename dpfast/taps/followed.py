@@ -100,6 +100,24 @@ class Picked:
         n = self.of.shape[self.of.place]
         return torch.equal(self.of.samples(n)[self.numbers.cpu()], torch.arange(n))
 
+    def _may_be(self, constant: Sequence[int], rows: int, dim: int) -> bool:
+        """Whether a layer's input of that shape, through which no gradient goes, is what was picked."""
+        assert self.numbers is not None
+        if dim >= self.numbers.dim() or rows >= self.numbers.numel():
+            return True
+        picked = self.numbers.movedim(dim, 0).shape
+        return tuple(constant[: len(picked)]) == picked
+
+    def numbers_of(self, rows: int, constant: Sequence[int] | None) -> Tensor | None:
+        """Of so many rows that a layer gives: of all, where those that were picked stand at their places, or of these;
+        None where it gives others. constant: as of :meth:`runs`."""
+        if self.of is None or self.numbers is None or (constant and not self._may_be(constant, rows, 0)):
+            return None
+        if rows == self.of.shape.numel():
+            return torch.arange(rows)
+        each = self.numbers.flatten(1) if self.numbers.dim() > 1 else self.numbers.unsqueeze(1)
+        return each[:, 0] if len(each) == rows else self.numbers.flatten() if self.numbers.numel() == rows else None
+
     def runs(
         self, units: Any, batch_size: int | None, rows: int, dim: int, constant: Sequence[int] | None = None
     ) -> Runs:
@@ -115,14 +133,13 @@ class Picked:
         """
         self.check()
         assert self.of is not None and self.numbers is not None
-        if constant is not None and dim < self.numbers.dim() and rows < self.numbers.numel():
-            picked = self.numbers.movedim(dim, 0).shape
-            if tuple(constant[: len(picked)]) != picked:
-                raise UnsupportedModuleError(
-                    f"its input {tuple(constant)} is not what {self.of.layer} picks, {tuple(picked)}, nor made of it "
-                    "by what has gradients: positions or a table that all samples share, most likely, which nobody can "
-                    "tell from samples in an expert; give each sample that is picked its own row, or freeze it"
-                )
+        if constant is not None and not self._may_be(constant, rows, dim):
+            raise UnsupportedModuleError(
+                f"its input {tuple(constant)} is not what {self.of.layer} picks, "
+                f"{tuple(self.numbers.movedim(dim, 0).shape)}, nor made of it by what has gradients: positions or a "
+                "table that all samples share, most likely, which nobody can tell from samples in an expert; give each "
+                "sample that is picked its own row, or freeze it"
+            )
         if rows not in self._runs:
             whose = self.of.samples(batch_size) if units is None else units.of_rows(self.of)
             whose, number = whose[self.numbers.cpu()], (batch_size or 0) if units is None else units.num_units

@@ -8,9 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dpfast.errors import UnsupportedModuleError
 from dpfast.taps.fingerprints import are_beyond_rounding, spread_of
 from dpfast.taps.layout import Place, Rows
-from dpfast.taps.seen import Beside, Grads, Key, Run
+from dpfast.taps.seen import Beside, Grads, Key, OfRows, Run
 from dpfast.taps.witness import whose_rows
 
 Which = list[tuple[int, ...]]
@@ -78,11 +79,44 @@ class Exchanged(NamedTuple):
                 if places:
                     part = any(not self._meet_at(place, grads, others, spread) for place in places)
                     apart[key[:2]] = part or apart.get(key[:2], False)
+            elif isinstance(key, OfRows):
+                if self._meet_among_picked(key, grads, others, spread):
+                    met.append(key.of)
             else:
                 place = self.places.get(key)
                 if isinstance(place, (int, Rows)) and self._meet_at(place, grads, others, spread):
                     met.append(key)
         return met + [key for (key, _), part in apart.items() if not part and key not in met]
+
+    def _meet_among_picked(self, key: OfRows, grads: list[Tensor], others: list[list[Tensor]], spread: float) -> bool:
+        """Whether gradients of rows that were picked do, which are those of all of a layer's calls."""
+        whose = self._whose_picked(key)
+        if whose is None:
+            return False
+        rows, changed = _added_up(grads), []
+        for other in map(_added_up, others):
+            if rows is None or other is None:
+                some = rows if other is None else other
+                changed.append(None if some is None else some.reshape(len(some), -1).ne(0).any(1))
+            else:
+                changed.append(None if other.shape != rows.shape else _differ(rows, other, spread))
+        return any(
+            some is not None and bool((some.cpu() & of_others(whose, which)).any())
+            for some, which in zip(changed, self.which, strict=True)
+        )
+
+    def _whose_picked(self, key: OfRows) -> Tensor | None:
+        """The samples of the rows that there are to pick; None where that is not known."""
+        found: list[Tensor] = []
+        for run in (self.base, *self.runs):
+            for source in run.sources.get(key, ()):
+                if isinstance(source.place, Rows) and source.place.together is None:
+                    return None
+                try:
+                    found.append(source.samples(self.size))
+                except UnsupportedModuleError:
+                    return None
+        return found[0] if found and all(torch.equal(x, found[0]) for x in found[1:]) else None
 
     def _places(self, beside: Beside) -> list[int | Rows]:
         """Where such an output may have its samples, along one dimension: as exchanged ones change it there, and no
@@ -116,6 +150,12 @@ class Exchanged(NamedTuple):
             if whose is not None and bool((rows & of_others(whose, some)).any()):
                 return True
         return False
+
+
+def _added_up(grads: list[Tensor]) -> Tensor | None:
+    """None where none has come."""
+    found = [x for x in grads if x.numel()]
+    return sum(found[1:], start=found[0]) if found else None
 
 
 def _differ(rows: Tensor, others: Tensor, spread: float) -> Tensor:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from dpfast.taps.fingerprints import Prints
+from dpfast.taps.followed import Source
 from dpfast.taps.layout import Rows
 from dpfast.taps.lengths import Counts
 from dpfast.taps.nodes import ends_among, nodes_behind
@@ -35,6 +35,24 @@ class Beside(NamedTuple):
     dim: int
 
 
+class OfRows(NamedTuple):
+    """What a tap gives of rows that the data has picked.
+
+    Attributes:
+        of: the tap's key. rows: how many there are to pick.
+    """
+
+    of: Key
+    rows: int
+
+
+CaughtOf = Key | Beside | OfRows
+
+
+class _Prints(Protocol):
+    def of_gradient(self, x: Tensor) -> Tensor: ...
+
+
 class Caught(NamedTuple):
     """What a tap's output is made of, which the model itself does not get to see. Not the tensor, which in most layers
     nobody else would keep.
@@ -44,12 +62,12 @@ class Caught(NamedTuple):
         edge: where its gradient comes by. handle: of our hook on it.
     """
 
-    keys: Sequence[Key | Beside]
+    keys: Sequence[CaughtOf]
     edge: GradientEdge
     handle: RemovableHandle
 
 
-Grads = dict[Key | Beside, list[Tensor]]
+Grads = dict[CaughtOf, list[Tensor]]
 
 
 @dataclass(eq=False)
@@ -60,7 +78,7 @@ class _Backward:
         given: by the number of what was caught and its key. arrived: by its key.
     """
 
-    given: dict[tuple[int, Key | Beside], Tensor] = field(default_factory=dict)
+    given: dict[tuple[int, CaughtOf], Tensor] = field(default_factory=dict)
     arrived: Grads = field(default_factory=dict)
 
 
@@ -79,6 +97,7 @@ class Run:
             its modules keep in attributes (``held``, by their names).
         met: where operations on what has no samples, by their ways, have those that it meets.
         beside: fingerprints of outputs beside the first, along dimensions that may be the samples'.
+        sources: what rows were picked out of.
         routes: where rows were picked. keeps: whether it has changed what modules hold.
         counted: how long samples may be (:class:`~dpfast.taps.lengths.Counts`).
         grads: as calls, of the gradients at the taps' outputs in a backward pass, those beside the first and those of
@@ -94,6 +113,7 @@ class Run:
     reordered: set[Key] = field(default_factory=set)
     met: dict[Key, int | Rows] = field(default_factory=dict)
     beside: dict[Beside, Tensor] = field(default_factory=dict)
+    sources: dict[OfRows, list[Source]] = field(default_factory=dict)
     routes: Routes = NO_ROUTES
     keeps: bool = False
     held: list[str] = field(default_factory=list)
@@ -104,7 +124,7 @@ class Run:
     _caught: list[Caught] = field(default_factory=list)  # the taps' outputs, until gradients have come to them
     _backward: _Backward | None = None  # while one runs
 
-    def catch(self, prints: Mapping[Key | Beside, Prints], x: Tensor) -> None:
+    def catch(self, prints: Mapping[Any, _Prints], x: Tensor) -> None:
         """A tap's output as the tap alone has it, to which gradients are to come: behind all hooks of the model's own
         on what it gets, and on autograd's nodes of that, as these may mix samples."""
         if in_backward() is not None:  # repeated in a checkpoint, where a pass of its own may follow
@@ -113,12 +133,12 @@ class Run:
         handle = x.register_hook(functools.partial(self._note_given, len(self._caught), prints))
         self._caught.append(Caught(list(prints), get_gradient_edge(x), handle))
 
-    def _note_repeated(self, prints: Mapping[Key | Beside, Prints], grad: Tensor | None) -> None:
+    def _note_repeated(self, prints: Mapping[Any, _Prints], grad: Tensor | None) -> None:
         if self._backward is not None and grad is not None:  # see :meth:`_note_given`
             for key, some in prints.items():
                 self._backward.arrived.setdefault(key, []).append(some.of_gradient(grad))
 
-    def _note_given(self, number: int, prints: Mapping[Key | Beside, Prints], grad: Tensor | None) -> None:
+    def _note_given(self, number: int, prints: Mapping[Any, _Prints], grad: Tensor | None) -> None:
         """Of an operation with several outputs (cuDNN's recurrent layers, a chunk) autograd calls the hooks of all when
         a gradient comes to one: those of the others with None, as where a function behind gives none."""
         if self._backward is not None and grad is not None:  # and no pass of the model's own, within its forward
@@ -128,17 +148,19 @@ class Run:
 
     def take_backwards(self, outputs: Sequence[Tensor], losses: dict[int, Tensor], to_leaves: bool) -> None:
         """Backward passes: from what the model returns by samples, where it returns that, of a loss whose gradient at
-        each entry depends on that entry alone; and from each output that has no samples, of the sum of its entries:
-        what becomes of one does not depend on how many there are, as of rows that were picked.
+        each entry depends on that entry alone; and from each output that has no samples, of such a loss of its rows,
+        or of the sum of its entries where it has no rows: what becomes of one does not depend on how many there are, as
+        of rows that were picked.
 
         Args:
             to_leaves: gradients may come to the copy's parameters.
         """
-        # The cosine, and nothing where there is none.
-        own = [x.detach().cos().nan_to_num_(0.0) for x in outputs]
+        own = [_of_entries(x) for x in outputs]
         with torch.enable_grad():  # something is behind them, as a loss is: else torch's multi_grad_hooks would not run
             passes: list[tuple[int | None, Any, Any]] = [(None, list(map(_behind, outputs)), own)] if outputs else []
-            passes += [(i, [_behind(x)], [torch.ones_like(x)]) for i, x in losses.items()]
+            passes += [
+                (i, [_behind(x)], [(_of_entries if x.dim() > 1 else torch.ones_like)(x)]) for i, x in losses.items()
+            ]
         leaves_some = to_leaves and in_reentrant_checkpoint([*outputs, *losses.values()])
         # Of these alone are gradients asked for: others are on the way to them, and would all be held until the end.
         ends = ends_among([x.edge for x in self._caught])
@@ -163,6 +185,11 @@ class Run:
             x.handle.remove()
         self._caught.clear()
         self._backward = None
+
+
+def _of_entries(x: Tensor) -> Tensor:
+    """Each one's cosine, and nothing where there is none."""
+    return x.detach().cos().nan_to_num_(0.0)
 
 
 def said_by(error: Exception) -> str:

@@ -17,10 +17,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dpfast.taps import kept
+from dpfast.taps.caught_beside import catch_beside, catch_picked
 from dpfast.taps.copies import copy_of, leaf_of, leaves_of_copy, without_graphs
 from dpfast.taps.detached import detached_parameters
 from dpfast.taps.fake_run import Nobody
 from dpfast.taps.fingerprints import Prints, fingerprints
+from dpfast.taps.followed import Picked
 from dpfast.taps.gathered import following_model, picked_here
 from dpfast.taps.inputs import results_in, tensors_in
 from dpfast.taps.layout import Call, Place, Rows
@@ -31,7 +33,7 @@ from dpfast.taps.owned import owned_modules
 from dpfast.taps.packed import packed_in, rows_of, shapes_taken, with_data
 from dpfast.taps.picks import Picks
 from dpfast.taps.registry import find_by_row, find_forward, find_rule
-from dpfast.taps.seen import Beside, Key, Run
+from dpfast.taps.seen import Key, Run
 from dpfast.taps.shared import Operation, Shared
 from dpfast.taps.tap import Tap
 from dpfast.taps.trial import Trial
@@ -94,11 +96,13 @@ class Witness(AtMeetings):
         output = self._ran(forward, args, kwargs) if by_row is None else by_row(self.module, *args, **kwargs)
         output = self.without_samples(output)
         with torch._C.DisableTorchFunction():  # nobody is to follow what is done here
-            noted = self._noted(args, kwargs, output)
-            if noted is None or not self.noisy:
+            noted, picked = self._noted(args, kwargs, output), picked_here()
+            if not self.noisy:
                 return output
+            if noted is None:  # no noise: which rows are picked may be others in other runs, or all
+                return output if picked is None else self._of_picked(picked, (args, kwargs), output)
             key, prints, x, noise = noted
-            beside = self._beside(key, prints, x, output)
+            beside = catch_beside(self.seen, key, prints, x, output, self.size)
             if x.requires_grad:
                 self.seen.catch({key: prints}, x)
         # What the model gets has nodes of its own, which its hooks are on. In the noise's memory, where that is no
@@ -109,26 +113,14 @@ class Witness(AtMeetings):
             output = replaced(output, other, other.view_as(other))
         return output
 
-    def _beside(self, key: Key, prints: Prints, first: Tensor, output: Any) -> list[Tensor]:
-        """The module's outputs beside the first that gradients are caught of: those with samples in some dimension."""
-        found: dict[int, Tensor] = {id(first): first}
-        for x in tensors_in(output):
-            if id(x) in found or isinstance(x, Shared) or not (x.is_floating_point() and x.requires_grad):
-                continue
-            own = [d for d, s in enumerate(x.shape) if s == self.size]
-            own = own or [d for d, s in enumerate(x.shape) if s and s % self.size == 0]
-            if not own or x.grad_fn is None:
-                continue
-            found[id(x)] = x
-            number = len(self.seen.beside)
-            orders = [prints.order if x.shape[d] == self.size else None for d in own]
-            along: dict[Key | Beside, Prints] = {}
-            for d, order in zip(own, orders, strict=True):
-                where = Beside(key, number, d)
-                along[where] = Prints(d, order, self.whole)
-                self.seen.beside[where] = along[where].of(x)
-            self.seen.catch(along, x)
-        return list(found.values())[1:]
+    def _of_picked(self, picked: Picked, inputs: Any, output: Any) -> Any:
+        outputs = [x for x in tensors_in(output) if x.is_floating_point()]
+        rank = outputs[0].dim() if outputs and find_forward(self.module) is None else None
+        key = self.number, rank
+        self.seen.order.setdefault(key, len(self.seen.order))
+        for x in catch_picked(self.seen, key, picked, inputs, output, whole=self.whole):
+            output = replaced(output, x, x.view_as(x))
+        return output
 
     def _ran(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the module's forward gives, in a noisy run on parameters without their history, as in a step, where it
