@@ -20,8 +20,10 @@ from torch import Tensor, nn
 from dpfast.taps.copied_hooks import hang_up_copies
 from dpfast.taps.detached import DetachableParameters
 from dpfast.taps.followed import Picked
+from dpfast.taps.gathered import NOT_FOLLOWED
 from dpfast.taps.inputs import stands_alone
 from dpfast.taps.kept import made_by_autograd
+from dpfast.taps.passes import in_backward
 from dpfast.taps.tap import Tap, TappedForward
 
 _AS_THEY_ARE = frozenset(
@@ -171,6 +173,16 @@ class OfCopy(Tap):
 
     follows = trial = True
     picked: Tensor | None = None
+    _had: Picked | None = None  # in the forward pass, if it is the only one
+
+    def rows_picked(self, inputs: Any) -> Picked | None:
+        """In what a checkpoint runs again, where nobody follows rows, those of the forward pass."""
+        picked = super().rows_picked(inputs)
+        if in_backward() is None:
+            self._had = picked if self._had is None else NOT_FOLLOWED
+        elif picked is not None and picked.of is None and self._had is not None:
+            picked = self._had
+        return picked
 
     def run_picked(
         self, picked: Picked, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

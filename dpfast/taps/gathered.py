@@ -34,6 +34,10 @@ def experts_of(module: nn.Module) -> list[nn.Module]:
     return [expert for some in lists for expert in some.children()]
 
 
+NOT_FOLLOWED = Picked(None, (None,), None)
+"""Rows of which nobody knows whose they are."""
+
+
 class _Here(threading.local):
     def __init__(self) -> None:
         self.following: list[Following] = []
@@ -98,7 +102,7 @@ def picked_for(inputs: Any, *, seen: bool) -> Picked | None:
         return next((some for some in rows if some is not None), None)
     assert x is not None
     if not _here.following:
-        return Picked(None, (None,), None)
+        return NOT_FOLLOWED
     for of in reversed(_here.following):
         picked = of.picked(x)
         if picked is not None:
@@ -154,7 +158,7 @@ class RoutedLayer(TappedLayer):
         """The module's forward, of whose rows it is known whose they are where it sends some to experts, or is one."""
         if not (self.sends or self.receives or _here.following) or not self.follows:
             return self.caught(forward, args, kwargs)
-        picked = picked_for((*args, *kwargs.values()), seen=self.gathers) if self.receives else None
+        picked = self.rows_picked((*args, *kwargs.values())) if self.receives else None
         if picked is not None:
             with with_picked(picked):
                 output = self.run_picked(picked, forward, args, kwargs)
@@ -175,6 +179,10 @@ class RoutedLayer(TappedLayer):
                 else:
                     outer.gave_packed(packed, output)
         return output
+
+    def rows_picked(self, inputs: Any) -> Picked | None:
+        """As of :func:`picked_for`."""
+        return picked_for(inputs, seen=self.gathers)
 
     def _place_of_input(self, x: Tensor) -> Place:
         """Of the samples in what the module is called with, where that is an input of the model; None: not known."""
