@@ -44,8 +44,10 @@ _OPERATORS = [f"__{how}{name}__" for name in ("add", "sub", "mul", "truediv", "p
 @register_function(*_of(*_BINARY, *(f"{name}_" for name in _BINARY), *_OTHERS, *_OPERATORS))
 def elementwise(meeting: Meeting, *args: Any, **kwargs: Any) -> Any:
     """All tensors are broadcast to one shape."""
-    rank = max(x.dim() for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-    return meeting.with_copies(rank)
+    tensors = [x.value if isinstance(x, Shared) else x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+    found = meeting.with_copies(max(x.dim() for x in tensors))
+    of_number = len(tensors) == 2 and min(x.dim() for x in tensors) == 0  # whose copies would count for the dtype
+    return found.to(torch.result_type(*tensors)) if of_number else found
 
 
 @register_function(*_of("expand", "broadcast_to", "expand_as"))

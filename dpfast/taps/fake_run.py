@@ -140,18 +140,21 @@ class ShapeTap(Tap):
     values: list[Tensor]  # of those, what stands there
     in_pieces: list[tuple[Any, Call]]  # calls in which its own forward has run in the place of its pieces
     took: list[Any]  # what those took was made of
+    rounded: set[Any]  # of its parameters, those of which 16 bits are made
+    in_layers: set[Any]  # those that come to trained layers without samples, of which functorch knows nothing
 
     @classmethod
     def of(cls, tap: Tap, size: int, dependence: Dependence, called: tuple[Trial, Sequence[Any]]) -> ShapeTap:
         tap.__class__ = cls
         assert isinstance(tap, cls)
         tap.size, tap.dependence, tap.calls, tap.fine, tap.asked, tap.values = size, dependence, [], {}, False, []
-        tap.called, tap.in_pieces, tap.took = called, [], []
+        tap.called, tap.in_pieces, tap.took, tap.rounded, tap.in_layers = called, [], [], set(), set()
         tap.stand_in_elsewhere()
         return tap
 
     def told(self) -> list[tuple[Any, Call | bool]]:
         """Its calls, and of its parameters and outputs whether what they came to has samples' gradients."""
+        self._without_rounded()
         own = [fine for (where, *_), fine in self.fine.items() if where == OWN]
         if own or (self.calls and not self.asked and not (find_rule(self.module) or find_forward(self.module))):
             self.fine[(OWN,)] = all(own)
@@ -163,7 +166,12 @@ class ShapeTap(Tap):
 
     def is_fine(self, key: Any) -> bool:
         """Whether that of it is followed in earnest."""
+        self._without_rounded()
         return all(fine for other, fine in self.fine.items() if other == key or other[0] == key[0] == OWN)
+
+    def _without_rounded(self) -> None:
+        """Gradients would be rounded to 16 bits once more, where functorch takes fp32."""
+        self.fine.update(dict.fromkeys(self.rounded - self.in_layers, False))
 
     def caught(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         took = tensors_in((args, kwargs))
@@ -208,6 +216,8 @@ class ShapeTap(Tap):
         parameters = [p for m in owned for p in m._parameters.values() if p is not None and p.requires_grad]
         if rule is None or substitute is not None or not parameters or not isinstance(output, Tensor):
             return output
+        for source in _own_sources([output]) if isinstance(output, Shared) else ():
+            source.tap.in_layers.add(source.key)
         if isinstance(output, Shared) or not (self.dependence.follows(output) or output in self.dependence):
             if not isinstance(output, Shared):
                 self.fine.setdefault((ALONE, rank), True)
@@ -250,7 +260,9 @@ class ShapeTap(Tap):
         if not follows and not any(x in self.dependence for x in found):
             rounded = any(x.dtype.itemsize == 2 and not x._is_view() for x in found)
             into_others = operation.is_in_place() and not operation.writes()  # which have names that nobody follows
-            if rounded or into_others:  # once more, where functorch takes fp32
+            for source in _own_sources(operation.shared) if rounded else ():
+                source.tap.rounded.add(source.key)
+            if into_others:
                 _note(operation, fine=False, where=OWN)
             return operation.wrapped(output, lambda x: x.requires_grad)
         _note(operation, fine=follows and self._has_rule(operation, output, shapes))
@@ -268,6 +280,11 @@ class ShapeTap(Tap):
             return False
         found, expected = ([(x.shape, x.dtype) for x in tensors_in(some)] for some in (again, output))
         return found == expected and isinstance(again, Tensor) == isinstance(output, Tensor)
+
+
+def _own_sources(shared: Sequence[Shared]) -> list[Any]:
+    """Parameters that come from their own module's forward."""
+    return [source for x in shared for source in x.sources if source.key[0] == OWN]
 
 
 def _note(operation: Operation, fine: bool, where: str = "") -> None:
