@@ -140,6 +140,7 @@ class ShapeTap(Tap):
     values: list[Tensor]  # of those, what stands there
     in_pieces: list[tuple[Any, Call]]  # calls in which its own forward has run in the place of its pieces
     took: list[Any]  # what those took was made of
+    on_shared: list[tuple[tuple[Any, Call], list[Any]]]  # other calls on such, and what that was made of
     rounded: set[Any]  # of its parameters, those of which 16 bits are made
     in_layers: set[Any]  # those that come to trained layers without samples, of which functorch knows nothing
 
@@ -148,7 +149,8 @@ class ShapeTap(Tap):
         tap.__class__ = cls
         assert isinstance(tap, cls)
         tap.size, tap.dependence, tap.calls, tap.fine, tap.asked, tap.values = size, dependence, [], {}, False, []
-        tap.called, tap.in_pieces, tap.took, tap.rounded, tap.in_layers = called, [], [], set(), set()
+        tap.called, tap.in_pieces, tap.took, tap.on_shared = called, [], [], []
+        tap.rounded, tap.in_layers = set(), set()
         tap.stand_in_elsewhere()
         return tap
 
@@ -162,6 +164,9 @@ class ShapeTap(Tap):
         followed = all(own) and all(x.tap.is_fine(x.key) for x in self.took)
         if not (followed and any(rank is None for rank, _ in self.calls)):
             self.calls += self.in_pieces
+        for call, sources in self.on_shared:
+            if not all(x.tap.is_fine(x.key) for x in sources):
+                self.calls.append(call)
         return [*self.calls, *self.fine.items()]
 
     def is_fine(self, key: Any) -> bool:
@@ -203,8 +208,9 @@ class ShapeTap(Tap):
             self.fine[(ALONE, rank, "too")] = True
             self.in_pieces.append((None, took_and_gave[1]))
             self.took += [source for x in took if isinstance(x, Shared) for source in x.sources]
-        elif isinstance(output, Shared):  # which tells by itself
+        elif isinstance(output, Shared):  # which tells by itself, where it is followed
             self.fine[(ALONE, rank, "too")] = True
+            self.on_shared.append((took_and_gave, [*output.sources]))
         else:
             self.calls.append(took_and_gave)
         if self.dependence.mixed != mixed:

@@ -245,6 +245,19 @@ def test_a_tower_without_samples(tower, dtype):
         wrapped.to_standard_module()
 
 
+@pytest.mark.parametrize("n", [3, 5])
+def test_a_tower_of_what_is_not_followed(n):
+    """As many rows as samples were taken for these, with a warning."""
+
+    class Other(TwoTowers):
+        def forward(self, x):
+            return torch.hypot(super().forward(x), self.scale)  # for which there is no rule
+
+    wrapped = dpfast.GradSampleModule(Other(lambda: nn.Sequential(nn.LayerNorm(D), nn.Linear(D, D))))
+    with pytest.raises(InputError, match=r"tower\.[01].*the same whatever the batch"):
+        losses(wrapped, torch.randn(n, D)).mean().backward()
+
+
 def test_it_is_compiled():
     torch.manual_seed(0)
     model = Prompted(*LAYERS["encoder layer"]).double()
