@@ -144,7 +144,7 @@ def _parts(path: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple[
         value = value.__self__
         if isinstance(value, nn.Module) or type(value).__module__.startswith(_OTHERS):
             return
-    if hasattr(value, "tobytes"):  # NumPy's arrays and numbers
+    if hasattr(type(value), "tobytes"):  # NumPy's arrays and numbers; an object may answer for any name
         yield path, hash(value.tobytes())
         return
     if isinstance(value, _HOLD_NOTHING) or id(value) in seen or not depth:

@@ -359,3 +359,30 @@ def test_states_that_move_a_loss_kept_outside():
 
     with pytest.raises(UnsupportedModuleError, match="changes what the next one gives"):
         clipping(Kept(how))(torch.randn(N, D))
+
+
+class Backend:
+    """Answers for any name, with a function that fails."""
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def fails(*args):
+            raise NotImplementedError(f"{name} is no operation of this backend")
+
+        return fails
+
+
+BACKENDS = {"numpylike": Backend()}
+
+
+def test_beside_an_object_that_answers_for_any_name():
+    """It passed for an array of NumPy's, and the model was on trust, with a warning."""
+
+    def how(self, h):
+        assert BACKENDS
+        return global_dict(self, h)
+
+    with pytest.raises(UnsupportedModuleError, match="changes what the next one gives"):
+        clipping(Kept(how))(torch.randn(N, D))
