@@ -151,6 +151,7 @@ class _Exchange:
         self.reordered: set[Key] = set()
         self.routes = NO_ROUTES
         self.refused = refused
+        self.no_samples: set[int] = set()  # outputs that have a dimension as long as the batch by accident
 
     def all_told(self, noisy: bool, at_once: bool) -> Told:
         """What is told with noise or without; where random numbers let taps out, with others too."""
@@ -195,7 +196,9 @@ class _Exchange:
         own = len(base.outputs) - len(base.held)
         refused = [i for i in parted if (i if i < own else base.held[i - own]) in self.refused]
         outputs = dict.fromkeys((i for i, dims in parted.items() if dims == [] and i not in refused), _MIXED)
-        outputs = self._of_batch(outputs, base, noisy) if outputs else outputs
+        if outputs and (by_accident := outputs.keys() - self._of_batch(outputs, base, noisy)):
+            self.no_samples |= by_accident
+            return self.told(noisy, at_once)
         exchanged, differ = Exchanged(base, runs, which, base.met | found, self.size), False
         # Gradients come from all outputs by samples at once, and from one that is known to mix them they meet.
         met = [] if trained or outputs or any(base.outputs[i] for i in refused) else exchanged.met()
@@ -354,7 +357,8 @@ class _Exchange:
         leaves = self._batch(others, size)
         self.again()
         witnesses: dict[str, Any] = {"noisy": noisy, "exchanged": others, "whole": whole, "ways": self.ways}
-        run, _ = run_on(self.model, self.taps, self.trial, leaves, self.places, size, self.others, **witnesses)
+        of_model = self.model, self.taps, self.trial, leaves, self.places, size, self.others
+        run, _ = run_on(*of_model, no_samples=self.no_samples, **witnesses)
         buffers.give_back()  # or each run would leave other pieces than the next one fills
         self.routes = self.routes | run.routes
         self.reordered |= run.reordered
@@ -372,15 +376,13 @@ class _Exchange:
                     leaves[i] = exchanged(leaves[i], dim, others)
         return leaves
 
-    def _of_batch(self, outputs: dict[int, str], base: Run, noisy: bool) -> dict[int, str]:
+    def _of_batch(self, outputs: dict[int, str], base: Run, noisy: bool) -> set[int]:
         """Those whose dimensions follow the batch, and are not as long by accident."""
         try:
             other = self._run((), noisy, self.size + 1)
         except Exception:  # of a model that takes samples by pairs, or by fours
             other = self._run((), noisy, 2 * self.size)
-        return {
-            i: m for i, m in outputs.items() if i < len(other.outputs) and set(base.outputs[i]) & set(other.outputs[i])
-        }
+        return {i for i in outputs if i < len(other.outputs) and set(base.outputs[i]) & set(other.outputs[i])}
 
 
 def _longest(counts: list[int]) -> int:

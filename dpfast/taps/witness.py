@@ -7,7 +7,7 @@ are zeros have other numbers in the copy, and each tap's output is given noise, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -239,16 +239,18 @@ def run_on(
     stand_ins: dict[int, Any],
     *,
     noisy: bool = False,
+    no_samples: Container[int] = (),
     **of_witnesses: Any,
 ) -> tuple[Run, list[Witness]]:
     """One forward pass of a copy on these inputs, of ``size`` samples; with noise, a backward pass as well.
 
     Args:
         trial, leaves: the inputs. places: of taps. stand_ins: what stands where parameters are, by their id.
+        no_samples: outputs that have none, whatever their shapes say.
         noisy, of_witnesses: of :meth:`Witness.of`.
     """
     with put_back(model) as outside:
-        run, witnesses = _run_on(model, taps, trial, leaves, places, size, stand_ins, noisy, of_witnesses)
+        run, witnesses = _run_on(model, taps, trial, leaves, places, size, stand_ins, noisy, no_samples, of_witnesses)
     run.keeps = run.keeps or outside.changed
     return run, witnesses
 
@@ -262,6 +264,7 @@ def _run_on(
     size: int,
     stand_ins: dict[int, Any],
     noisy: bool,
+    no_samples: Container[int],
     of_witnesses: dict[str, Any],
 ) -> tuple[Run, list[Witness]]:
     # A backward pass within that one (reentrant checkpoints) must not come to the parameters themselves.
@@ -290,8 +293,8 @@ def _run_on(
     left = kept.differentiable(model, outputs) if noisy else {}
     run.held.extend(left)
     outputs = [torch.view_as_real(x) if _is_complex(x) else x for x in (*outputs, *left.values())]
-    for x in outputs:
-        floats = isinstance(x, Tensor) and x.is_floating_point()
+    for i, x in enumerate(outputs):
+        floats = isinstance(x, Tensor) and x.is_floating_point() and i not in no_samples
         run.outputs.append({d: fingerprints(x, d) for d, s in enumerate(x.shape) if s == size} if floats else {})
     if noisy:
         by_sample = [x for x, prints in zip(outputs, run.outputs, strict=True) if prints and x.requires_grad]
