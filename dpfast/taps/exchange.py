@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from dpfast.arithmetic import buffers
 from dpfast.taps.carried import carried
+from dpfast.taps.exchanged_samples import exchanged, first_samples, with_one_more
 from dpfast.taps.layout import NO_SAMPLES, Mixed, Place, Rows
 from dpfast.taps.length_look import DIFFERS, LengthLook
 from dpfast.taps.lengths import not_exchanged
@@ -33,13 +34,7 @@ from dpfast.taps.seen import Key, Run, alike, equal, gradients_alike, said_by
 from dpfast.taps.tap import Tap
 from dpfast.taps.told import NOTHING, Told, together
 from dpfast.taps.trial import Trial
-from dpfast.taps.witness import (
-    exchanged,
-    first_samples,
-    run_on,
-    stand_ins,
-    with_one_more,
-)
+from dpfast.taps.witness import MOST_CALLS, RunsAway, run_on, stand_ins
 from dpfast.taps.written import begun_anew
 
 _GRADIENT = "the gradient at its output changes with a sample that is not its own"
@@ -151,13 +146,20 @@ class _Exchange:
         self.reordered: set[Key] = set()
         self.routes = NO_ROUTES
         self.refused = refused
+        self.most_calls, self.steady = MOST_CALLS, False
         self.no_samples: set[int] = set()  # outputs that have a dimension as long as the batch by accident
 
     def all_told(self, noisy: bool, at_once: bool) -> Told:
         """What is told with noise or without; where random numbers let taps out, with others too."""
         all_of_it: Told | None = None
         while True:
-            told = self.told_with_noise(at_once) if noisy else self.told()
+            try:
+                told = self.told_with_noise(at_once) if noisy else self.told()
+            except RunsAway:
+                if self.steady:
+                    raise
+                self.steady = True
+                continue
             all_of_it = told if all_of_it is None else together(all_of_it, told)
             self.draws += 1
             if not (told.draws and all_of_it.not_run) or self.draws > _MOST_DRAWS:
@@ -232,13 +234,12 @@ class _Exchange:
         why = None
         if not (wrong or outputs or met):
             why = _NO_BACKWARD.format(base.failed) if base.failed else _GRADIENTS_DIFFER if differ else None
-        of_samples = {i: dims for i, dims in parted.items() if dims and i < own}
         return Told(
             found,
             named,
             changed,
             why=why,
-            parted=of_samples,
+            parted={i: dims for i, dims in parted.items() if dims and i < own},
             not_run=not_run,
             packed=frozenset(base.packed),
             draws=self.again.are_drawn(),
@@ -279,7 +280,8 @@ class _Exchange:
         mixed = [key for key in wrong if isinstance(found[key], Mixed)]
         if mixed:
             # Those whose shapes did not part the samples are before those that see what came of it.
-            suspects = {*wrong, *(key for key, place in self.by_shapes.items() if _is_odd(place))} & base.order.keys()
+            odd = (k for k, place in self.by_shapes.items() if isinstance(place, str) and place != NO_SAMPLES)
+            suspects = {*wrong, *odd} & base.order.keys()
             first = self.taps[min(suspects, key=lambda key: base.order[key])[0]].layer
             where = f"; samples meet in {first}, or between it and the layer before"
             found.update({key: Mixed(f"{found[key]}{where}") for key in mixed})
@@ -353,12 +355,20 @@ class _Exchange:
 
     def _run(self, others: tuple[int, ...], noisy: bool, size: int | None = None, *, whole: bool = False) -> Run:
         """One forward with the samples of these numbers exchanged."""
-        size = size or self.size
-        leaves = self._batch(others, size)
+        leaves = self._batch(others, size := size or self.size)
         self.again()
-        witnesses: dict[str, Any] = {"noisy": noisy, "exchanged": others, "whole": whole, "ways": self.ways}
         of_model = self.model, self.taps, self.trial, leaves, self.places, size, self.others
-        run, _ = run_on(*of_model, no_samples=self.no_samples, **witnesses)
+        how: dict[str, Any] = {"noisy": noisy, "exchanged": others, "whole": whole, "ways": self.ways}
+        how |= {"most_calls": self.most_calls, "steady": self.steady}
+        try:
+            run, _ = run_on(*of_model, no_samples=self.no_samples, **how)
+        except RunsAway:
+            self.again()
+            most = 2 * max(len(witness.took_and_gave) for witness in run_on(*of_model)[1])
+            if most <= self.most_calls:
+                raise
+            self.most_calls = most
+            return self._run(others, noisy, size, whole=whole)
         buffers.give_back()  # or each run would leave other pieces than the next one fills
         self.routes = self.routes | run.routes
         self.reordered |= run.reordered
@@ -388,7 +398,3 @@ class _Exchange:
 def _longest(counts: list[int]) -> int:
     """The number of the sample."""
     return counts.index(max(counts))
-
-
-def _is_odd(place: Place) -> bool:
-    return isinstance(place, str) and place != NO_SAMPLES

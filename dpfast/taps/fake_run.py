@@ -13,7 +13,7 @@ import random
 import re
 import sys
 import warnings
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -323,17 +323,27 @@ class WithoutGradients(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+_MOST_TURNS = 100
+
+
 class Values(WithoutGradients):
-    """Answers where a forward asks whether a tensor is true, and sees what it writes to others."""
+    """Answers where a forward asks whether a tensor is true, and sees what it writes to others.
+
+    Attributes:
+        turns: how often each place in the code has asked in this forward.
+    """
 
     def __init__(self, truth: bool):
         super().__init__()
         self.truth, self.asked = truth, False
+        self.turns: Counter[Any] = Counter()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__bool__:
-            self.asked = True
-            return self.truth
+            frame = sys._getframe(1)
+            place = frame.f_code, frame.f_lasti
+            self.asked, self.turns[place] = True, self.turns[place] + 1
+            return self.truth is (self.turns[place] <= _MOST_TURNS)  # a loop that goes on until something is so ends
         if func is Tensor.__setitem__ and isinstance(args[2], Shared) and not isinstance(args[0], Shared):
             _note(Operation(func, args, {}), fine=False)  # torch asks nobody but what is written to
         return super().__torch_function__(func, types, args, kwargs)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from dpfast.taps.copies import leaves_of_copy
 from dpfast.taps.dependence import Dependence
+from dpfast.taps.exchanged_samples import first_samples
 from dpfast.taps.fake_run import ShapeTap
 from dpfast.taps.gathered import following_model
 from dpfast.taps.layout import Call
@@ -21,7 +22,7 @@ from dpfast.taps.outside import put_back
 from dpfast.taps.random_numbers import same_random_numbers
 from dpfast.taps.tap import Tap
 from dpfast.taps.trial import Trial
-from dpfast.taps.witness import copied, first_samples
+from dpfast.taps.witness import copied
 from dpfast.taps.written import begun_anew
 
 _SIZES = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37)

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from dpfast.taps.bags import NO_BAGS, Bags, OtherBags
 from dpfast.taps.detached import wants_gradients
 from dpfast.taps.exchange import told_by_exchange
+from dpfast.taps.exchanged_samples import first_samples
 from dpfast.taps.fake_run import Values, calls_in_forward, fake_parameters, nothing_left_behind
 from dpfast.taps.in_turns import calls_in_turns, told_apart
 from dpfast.taps.inputs import may_be_given_again, stands_alone
@@ -28,7 +29,7 @@ from dpfast.taps.tap import ALONE, OWN, Tap
 from dpfast.taps.told import NOTHING as TOLD_NOTHING
 from dpfast.taps.told import Told
 from dpfast.taps.trial import Trial
-from dpfast.taps.witness import first_samples, run_on
+from dpfast.taps.witness import run_on
 from dpfast.taps.written import begun_anew
 
 SAMPLES = 3
@@ -212,6 +213,7 @@ def _found(
             with same_random_numbers() as again, values:
                 for size in primes:
                     again()
+                    values.turns.clear()
                     calls.append(calls_in_forward(model, mode, parameters, taps, trial.leaves, trial, dims, size))
             first, second = calls
             found.append(_compared(taps, first, second, primes))

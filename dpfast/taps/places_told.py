@@ -28,10 +28,12 @@ def place_told(size: int, place: Place, base: Any, runs: list[Any], which: Which
     Args:
         size: so many samples ran. place: as shapes tell it. base, runs: what the tap gave in each run, by calls.
     """
-    if base is None or any(run is None or len(run) != len(base) for run in runs):
+    fewest = min(len(calls or ()) for calls in (base, *runs))
+    more = [x for calls in (base, *runs) for x in (calls or ())[fewest:]]  # turns of a loop; of what, others show
+    if not fewest or any(not isinstance(x, Tensor) or len(x) != len(base[0]) for x in more):
         return "whether it runs depends on the data of the batch"
     found: Place = place
-    for call, *others in zip(base, *runs, strict=True):
+    for call, *others in zip(base, *runs, strict=False):
         if any(type(x) is not type(call) or (isinstance(x, Tensor) and x.shape != call.shape) for x in others):
             return "how many rows it has depends on the data of the batch"
         if not isinstance(call, Tensor):

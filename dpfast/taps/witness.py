@@ -44,6 +44,13 @@ _NUMBERS = 1021  # of noise, over and over: a prime, so that no two rows are lik
 _NOISE = 0.125
 _ZERO = 2.0**-10
 
+MOST_CALLS = 250
+"""Of a layer in a forward pass with noise, unless it has more without: iterations may not end with it."""
+
+
+class RunsAway(RuntimeError):
+    """Of an iteration that ends where its numbers say so, which noise keeps from it."""
+
 
 class Witness(AtMeetings):
     """The tap of a copy, which notes fingerprints of rows.
@@ -51,7 +58,8 @@ class Witness(AtMeetings):
     Attributes:
         at: where taps have their samples. size: how many there are.
         noisy: outputs are given noise. exchanged: the samples whose noise is another one.
-        whole: gradients are noted as they are.
+        whole: gradients are noted as they are. most_calls: it runs in one forward pass with noise.
+        steady: this is the same at each of them, so that iterations end.
     """
 
     size: int
@@ -60,6 +68,8 @@ class Witness(AtMeetings):
     noisy: bool
     exchanged: tuple[int, ...]
     whole: bool
+    most_calls: int
+    steady: bool
     took_and_gave: list[tuple[int | None, Call]]
     called: tuple[Trial, Sequence[Any]]  # how the model is, and its inputs
 
@@ -75,12 +85,15 @@ class Witness(AtMeetings):
         noisy: bool = False,
         exchanged: tuple[int, ...] = (),
         whole: bool = False,
+        most_calls: int = MOST_CALLS,
+        steady: bool = False,
         ways: Mapping[Key, Place] = MappingProxyType({}),
     ) -> Witness:
         tap.__class__ = cls
         assert isinstance(tap, cls)
         tap.number, tap.seen, tap.at, tap.size, tap.took_and_gave = number, seen, at, size, []
         tap.noisy, tap.exchanged, tap.whole = noisy, exchanged, whole
+        tap.most_calls, tap.steady = most_calls, steady
         tap.go_the_ways(ways)
         return tap
 
@@ -149,6 +162,8 @@ class Witness(AtMeetings):
         outputs = [x for x in tensors_in(output) if x.is_floating_point()]
         rank = outputs[0].dim() if outputs and substitute is None else None
         self.took_and_gave.append((rank, (shapes_taken(self.module, (args, kwargs)), [x.shape for x in outputs])))
+        if self.noisy and len(self.took_and_gave) > self.most_calls:
+            raise RunsAway(f"{self.layer} runs on and on with it, {self.most_calls} times so far")
         key, place = (self.number, rank), self.at.get((self.number, rank))
         self.seen.order.setdefault(key, len(self.seen.order))
         # A layer of samples may run on what has none too (prototypes), whose rows may be as many by accident.
@@ -208,6 +223,7 @@ class Witness(AtMeetings):
     def _noise_of(self, x: Tensor, together: bool, call: int, prints: Prints) -> Tensor:
         packed = prints.packed
         # Of packed samples the same at all times, or it would change with how long others are.
+        call = 1 if self.steady else call
         noise = noise_like(x if packed is None else x[: packed.batch_sizes[0]], hash((self.number, call)))
         k = len(noise) // self.size
         for j in self.exchanged:
@@ -345,33 +361,6 @@ def stand_ins(model: nn.Module) -> dict[int, Any]:
             elif 2 * int(torch.count_nonzero(p.abs() > _ZERO)) <= p.numel() > 0:
                 found[id(p)] = nn.Parameter(p + noise_like(p, len(found)), requires_grad=p.requires_grad)
     return found
-
-
-def first_samples(x: Any, dim: int | None, size: int) -> Any:
-    """That many of a tensor's samples, in turns where it has fewer."""
-    if dim is None or not isinstance(x, Tensor):
-        return x
-    return x.detach().index_select(dim, torch.arange(size, device=x.device) % x.shape[dim])
-
-
-def with_one_more(x: Any, dim: int | None, size: int, number: int) -> Any:
-    """So many of a tensor's samples, and that one once more."""
-    x = first_samples(x, dim, size)
-    return x if dim is None else torch.cat([x, x.narrow(dim, number, 1)], dim)
-
-
-def exchanged(x: Tensor, dim: int, numbers: tuple[int, ...]) -> Tensor:
-    """A tensor with the next samples that stay in the places of these; where they agree, others made of them."""
-    x, size = x.clone(), x.shape[dim]
-    stay = [j % size for j in range(numbers[0] + 1, numbers[0] + size) if j % size not in numbers]
-    for i, j in enumerate(numbers):
-        own, other = x.select(dim, j), x.select(dim, stay[i % len(stay)]).clone()
-        if torch.equal(own, other):
-            other = own.flip(tuple(range(own.dim())))
-        if torch.equal(own, other) and x.dtype != torch.bool:  # no number larger than what has been seen
-            other = own * 0.5 if x.is_floating_point() else torch.where(own > 0, own - 1, own)
-        own.copy_(other)
-    return x
 
 
 def noise_like(like: Tensor, seed: int) -> Tensor:
