@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from dpfast.errors import UnsupportedModuleError
 from dpfast.taps.fingerprints import are_beyond_rounding, spread_of
 from dpfast.taps.layout import Place, Rows
-from dpfast.taps.seen import Beside, Grads, Key, OfRows, Run
+from dpfast.taps.seen import Beside, CaughtOf, Grads, Key, OfRows, Run
 from dpfast.taps.witness import whose_rows
 
 Which = list[tuple[int, ...]]
@@ -59,7 +60,7 @@ class Exchanged(NamedTuple):
         passes = [(self.base.grads, [run.grads for run in self.runs])]
         passes += [(grads, [run.losses.get(i, {}) for run in self.runs]) for i, grads in self.base.losses.items()]
         return not any(
-            self._meet_at(place, base.get(key, []), [run.get(key, []) for run in runs], 0.0) for base, runs in passes
+            self._meet_at(place, grads := base.get(key, []), _of_runs(runs, key, grads), 0.0) for base, runs in passes
         )
 
     def spread(self, repeated: Run) -> float:
@@ -73,7 +74,7 @@ class Exchanged(NamedTuple):
         met: list[Key] = []
         apart: dict[tuple[Key, int], bool] = {}  # of outputs beside the first, whether they are in some dimension
         for key, grads in base.items():
-            others = [run.get(key, []) for run in runs]
+            others = _of_runs(runs, key, grads)
             if isinstance(key, Beside):
                 places = self._places(key)
                 if places:
@@ -133,10 +134,14 @@ class Exchanged(NamedTuple):
         return [place for place in places if not self._any_of_others(place, changed)]
 
     def _meet_at(self, place: int | Rows, grads: list[Tensor], others: list[list[Tensor]], spread: float) -> bool:
-        """Whether any of these gradients, one for each use, changes with a sample that is not its row's."""
-        for number, rows in enumerate(grads):
-            found = [other[number] if number < len(other) else None for other in others]
-            changed = [None if x is None or x.shape != rows.shape else _differ(x, rows, spread) for x in found]
+        """Whether any of these gradients, one for each use, changes with a sample that is not its row's; none has come
+        to what was not used."""
+        for some in itertools.zip_longest(grads, *others):
+            like = next((x for x in some if x is not None and x.numel()), None)
+            if like is None:
+                continue
+            rows, *found = [x if x is not None and x.numel() else torch.zeros_like(like) for x in some]
+            changed = [None if x.shape != rows.shape else _differ(x, rows, spread) for x in found]
             if self._any_of_others(place, changed):
                 return True
         return False
@@ -150,6 +155,11 @@ class Exchanged(NamedTuple):
             if whose is not None and bool((rows & of_others(whose, some)).any()):
                 return True
         return False
+
+
+def _of_runs(runs: Sequence[Grads], key: CaughtOf, grads: list[Tensor]) -> list[list[Tensor]]:
+    """A tap's in each run; those of the first (``grads``) of one without a backward pass, which tells nothing."""
+    return [run.get(key, []) if run else grads for run in runs]
 
 
 def _added_up(grads: list[Tensor]) -> Tensor | None:

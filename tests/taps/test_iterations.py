@@ -95,3 +95,25 @@ def test_many_steps_that_are_as_many_without_noise(recwarn):
     torch.manual_seed(0)
     check(Long(260), torch.randn(3, D))
     assert not [w for w in recwarn if isinstance(w.message, DpfastWarning)]
+
+
+class OnceMore(nn.Module):
+    """Where a sample is large, each has another term."""
+
+    def __init__(self):
+        super().__init__()
+        self.of = nn.Linear(D, 2)
+
+    def forward(self, x):
+        loss = self.of(x).square().sum()
+        return loss + self.of(2.0 * x).sum() if bool((x > 9.0).any()) else loss
+
+
+def test_a_turn_more_that_one_sample_gives_to_all():
+    x = torch.randn(4, D)
+    x[0, 0] = 10.0
+    wrapped = GradSampleModule(OnceMore(), loss_reduction="sum")
+    for _ in range(2):
+        with pytest.raises(UnsupportedModuleError):
+            wrapped(x).backward()
+        x = x.roll(1, 0)
