@@ -51,9 +51,9 @@ def catch_picked(seen: Run, key: Key, picked: Picked, inputs: Any, output: Any, 
     took, found = next(iter(tensors_in(inputs)), None), []
     constant = took.shape if took is not None and not took.requires_grad else None
     for x in tensors_in(output):
-        numbers = picked.numbers_of(len(x), constant) if _has_gradient(x) and x.dim() > 1 else None
+        numbers = picked.numbers_of(len(x), constant) if _has_gradient(x) and x.dim() and len(x) else None
         if numbers is not None:
-            where = OfRows(key, picked.of.shape.numel())
+            where = OfRows(key, picked.of.shape.numel(), x.numel() // len(x))
             seen.sources.setdefault(where, []).append(picked.of)
             seen.catch({where: AtPlaces(numbers, where.rows, whole)}, x)
             found.append(x)
@@ -73,5 +73,5 @@ class AtPlaces(NamedTuple):
 
     def of_gradient(self, x: Tensor) -> Tensor:
         """Sums of fingerprints (rows,), or of the rows (rows, K)."""
-        found = x.detach().flatten(1) if self.whole else fingerprints(x, 0)
+        found = x.detach().reshape(len(x), -1) if self.whole else fingerprints(x, 0)
         return found.new_zeros(self.rows, *found.shape[1:]).index_add_(0, self.numbers.to(found.device), found)

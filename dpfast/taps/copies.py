@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dpfast.taps.copied_hooks import hang_up_copies
 from dpfast.taps.detached import DetachableParameters
@@ -23,6 +24,7 @@ from dpfast.taps.followed import Picked
 from dpfast.taps.gathered import NOT_FOLLOWED
 from dpfast.taps.inputs import stands_alone
 from dpfast.taps.kept import made_by_autograd
+from dpfast.taps.packed import packed_in
 from dpfast.taps.passes import in_backward
 from dpfast.taps.tap import Tap, TappedForward
 
@@ -188,18 +190,25 @@ class OfCopy(Tap):
         self, picked: Picked, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Each row at its place among all: no row's bits depend on how many others were picked."""
-        x, *others = args or (None,)
-        if not isinstance(x, Tensor) or others or kwargs or picked.numbers is None or picked.of is None or x.dim() > 2:
+        leaves, structure = tree_flatten((args, kwargs))
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        packed = packed_in((*args, *kwargs.values())) is not None
+        if picked.numbers is None or picked.of is None or packed or not tensors or any(x.dim() > 2 for x in tensors):
             return self._as_picked(picked, forward, args, kwargs)
-        if picked.numbers.shape == x.shape:  # entries, of tokens for a table
+        if picked.numbers.shape == tensors[0].shape:  # entries, of tokens for a table
             return self._as_picked(picked, forward, args, kwargs)
-        numbers = picked.numbers.flatten()
-        every = x.new_zeros(picked.of.shape.numel(), x.shape[-1])
-        every[numbers] = x.reshape(-1, x.shape[-1])
-        output = self.caught(forward, (every,), {})
-        if not isinstance(output, Tensor) or output.shape[:1] != every.shape[:1]:
+        numbers, rows = picked.numbers.flatten(), picked.of.shape.numel()
+
+        def at_places(x: Any) -> Any:  # what goes with the rows too (an expert's weight of each)
+            if not isinstance(x, Tensor) or x.shape[:1] != numbers.shape:
+                return x
+            return x.new_zeros(rows, *x.shape[1:]).index_put((numbers,), x)
+
+        args_of_all, kwargs_of_all = tree_unflatten(list(map(at_places, leaves)), structure)
+        output = self.caught(forward, args_of_all, kwargs_of_all)
+        if not isinstance(output, Tensor) or output.shape[:1] != (rows,):
             return self._as_picked(picked, forward, args, kwargs)
-        return output[numbers].view(*x.shape[:-1], *output.shape[1:])
+        return output[numbers]
 
     def _as_picked(
         self, picked: Picked, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -12,7 +12,7 @@ gradients tell beyond that.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Sequence
+from collections.abc import Container, Sequence, Set
 from typing import Any
 
 import torch
@@ -143,11 +143,12 @@ class _Exchange:
         self.by_lengths: tuple[dict[int | str, str], str | None] | None = None
         self.keeps = False
         self.draws = 0
-        self.reordered: set[Key] = set()
+        self.reordered, self.on_picked = set[Key](), set[int]()
         self.routes = NO_ROUTES
         self.refused = refused
         self.most_calls, self.steady = MOST_CALLS, False
-        self.no_samples: set[int] = set()  # outputs that have a dimension as long as the batch by accident
+        self.by_accident: set[int] = set()  # outputs without samples that are as long as there are
+        self.apart: Set[int] = set()  # of which each has a backward pass of its own
 
     def all_told(self, noisy: bool, at_once: bool) -> Told:
         """What is told with noise or without; where random numbers let taps out, with others too."""
@@ -173,7 +174,7 @@ class _Exchange:
         if any(isinstance(place, Rows) and place.together is None for place in self.ways.values()):
             told = self.told()
             before = told.places
-            if not (told.changed and before) or told.outputs or self._are_trained(told.places):
+            if not (told.changed and before) or self._are_trained(told.places):
                 return told
             self.places.update({key: place for key, place in before.items() if not isinstance(key[1], tuple)})
             self.ways = {**self.ways, **before}
@@ -181,10 +182,14 @@ class _Exchange:
         if told.is_wrong and at_once:  # several may change how all are computed (no mask where nobody is padded)
             told = self.told(noisy=True)
         plain = self.told() if told.is_wrong and not before else told
-        return plain if plain.is_wrong else told
+        if not plain.is_wrong:
+            return told
+        more = {k: x for k, x in told.places.items() if isinstance(x, str) and not isinstance(plain.places.get(k), str)}
+        return plain._replace(places={**plain.places, **more})
 
-    def told(self, noisy: bool = False, at_once: bool = False) -> Told:
-        """What changes with each of the samples, or with several."""
+    def told(self, noisy: bool = False, at_once: bool = False, apart: frozenset[int] = frozenset()) -> Told:
+        """What changes with each of the samples, or with several. apart: outputs that are known to mix samples."""
+        self.apart = apart | self.by_accident
         numbers = tuple(dict.fromkeys((0, 1, self.size - 1 - self.stays)))
         which: Which = [numbers[: self.size - 1]] if at_once else [(j,) for j in numbers]
         base = self._run((), noisy)
@@ -197,14 +202,15 @@ class _Exchange:
         parted = {i: parted_told(i, base, runs, which) for i in range(len(base.outputs))}
         own = len(base.outputs) - len(base.held)
         refused = [i for i in parted if (i if i < own else base.held[i - own]) in self.refused]
-        outputs = dict.fromkeys((i for i, dims in parted.items() if dims == [] and i not in refused), _MIXED)
-        if outputs and (by_accident := outputs.keys() - self._of_batch(outputs, base, noisy)):
-            self.no_samples |= by_accident
-            return self.told(noisy, at_once)
+        mixing = {i for i, dims in parted.items() if dims == [] and i not in refused}
+        if mixing or any(base.outputs[i] for i in refused):  # from all by samples at once gradients would meet
+            of_batch = self._of_batch(mixing, base, noisy) if mixing else mixing
+            self.by_accident |= mixing - of_batch
+            return self.told(noisy, at_once, apart.union(of_batch, refused))
+        outputs = dict.fromkeys(apart.difference(refused), _MIXED)
         exchanged, differ = Exchanged(base, runs, which, base.met | found, self.size), False
-        # Gradients come from all outputs by samples at once, and from one that is known to mix them they meet.
-        met = [] if trained or outputs or any(base.outputs[i] for i in refused) else exchanged.met()
-        asked = [] if trained or met else [i for i in base.losses if i not in refused]
+        met = [] if trained else exchanged.met()
+        asked = [] if trained or met else [i for i in base.losses if i not in (*refused, *apart)]
         losses = {i: _IN_LOSS for i in asked if exchanged.meet_in_loss(i)}
         whole = bool(met or losses)  # to the bit; a kernel without a mask, where nobody is padded, adds up otherwise
         if whole:
@@ -222,14 +228,10 @@ class _Exchange:
                 met = met and exchanged.met(spread)
                 losses = {i: m for i, m in losses.items() if exchanged.meet_in_loss(i, spread)}
         outputs |= losses
-        found |= {} if met or losses else exchanged.orders()
+        found |= {} if met else exchanged.orders({*apart, *losses})
         found, outputs = self._and_where(found, outputs, met, base)
-        changed = any(
-            not equal(x, y)
-            for run in runs
-            for key, calls in run.calls.items()
-            for x, y in zip(calls, base.calls.get(key, []), strict=False)
-        )
+        both = ((calls, base.calls.get(key, [])) for run in runs for key, calls in run.calls.items())
+        changed = any(not equal(x, y) for calls in both for x, y in zip(*calls, strict=False))
         named = {i if i < own else base.held[i - own]: message for i, message in outputs.items()}
         why = None
         if not (wrong or outputs or met):
@@ -246,8 +248,10 @@ class _Exchange:
         )
 
     def _are_trained(self, places: dict[Key, Place]) -> bool:
-        """Whether of the taps whose samples are not apart one has parameters, and with that is refused."""
-        wrong = [number for (number, _), place in places.items() if isinstance(place, str)]
+        """Whether of the taps whose samples are not apart one has parameters, and is refused. How many rows those on
+        picked ones have is no matter."""
+        wrong = {number for (number, _), x in places.items() if isinstance(x, str)} - self.on_picked
+        wrong |= {number for (number, _), x in places.items() if isinstance(x, Mixed)}
         return any(owned_parameters(self.taps[number].module) for number in wrong)
 
     def _of_taps(self, base: Run, runs: Sequence[Run], which: Which) -> tuple[dict[Key, Place], frozenset[Key]]:
@@ -311,14 +315,14 @@ class _Exchange:
         sample for its longest, one."""
         held = not_exchanged(self.lengths, self.leaves, self.dims)
         counts = [x.by_sample for x in base.counted if x.inputs - held and len(x.by_sample) == self.size]
-        return list({_longest(some): some for some in reversed(counts) if min(some) < max(some)}.values())
+        return list({some.index(max(some)): some for some in reversed(counts) if min(some) < max(some)}.values())
 
     def beside_the_longest(self, told: Told, noisy: bool, at_once: bool) -> tuple[_Exchange, Told]:
         """The same with the longest sample in one more place, where it stays: what is cut or padded to it is as long in
         all runs. The first answer where something is wrong in these, too, or where it cannot be told what the longest
         one itself does to others."""
         leaves = self.leaves
-        for number, longest in enumerate(map(_longest, self.counted)):
+        for number, longest in enumerate(some.index(max(some)) for some in self.counted):
             leaves = [
                 with_one_more(x, dim, self.size + number, longest) for x, dim in zip(leaves, self.dims, strict=True)
             ]
@@ -361,7 +365,7 @@ class _Exchange:
         how: dict[str, Any] = {"noisy": noisy, "exchanged": others, "whole": whole, "ways": self.ways}
         how |= {"most_calls": self.most_calls, "steady": self.steady}
         try:
-            run, _ = run_on(*of_model, no_samples=self.no_samples, **how)
+            run, _ = run_on(*of_model, no_samples=self.apart, **how)
         except RunsAway:
             self.again()
             most = 2 * max(len(witness.took_and_gave) for witness in run_on(*of_model)[1])
@@ -371,7 +375,7 @@ class _Exchange:
             return self._run(others, noisy, size, whole=whole)
         buffers.give_back()  # or each run would leave other pieces than the next one fills
         self.routes = self.routes | run.routes
-        self.reordered |= run.reordered
+        self.reordered, self.on_picked = self.reordered | run.reordered, self.on_picked | run.on_picked
         self.keeps = self.keeps or run.keeps
         return run
 
@@ -386,15 +390,10 @@ class _Exchange:
                     leaves[i] = exchanged(leaves[i], dim, others)
         return leaves
 
-    def _of_batch(self, outputs: dict[int, str], base: Run, noisy: bool) -> set[int]:
+    def _of_batch(self, outputs: set[int], base: Run, noisy: bool) -> set[int]:
         """Those whose dimensions follow the batch, and are not as long by accident."""
         try:
             other = self._run((), noisy, self.size + 1)
         except Exception:  # of a model that takes samples by pairs, or by fours
             other = self._run((), noisy, 2 * self.size)
         return {i for i in outputs if i < len(other.outputs) and set(base.outputs[i]) & set(other.outputs[i])}
-
-
-def _longest(counts: list[int]) -> int:
-    """The number of the sample."""
-    return counts.index(max(counts))

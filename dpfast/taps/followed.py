@@ -111,10 +111,12 @@ class Picked:
     def numbers_of(self, rows: int, constant: Sequence[int] | None) -> Tensor | None:
         """Of so many rows that a layer gives: of all, where those that were picked stand at their places, or of these;
         None where it gives others. constant: as of :meth:`runs`."""
-        if self.of is None or self.numbers is None or (constant and not self._may_be(constant, rows, 0)):
+        if self.of is None or self.numbers is None:
             return None
         if rows == self.of.shape.numel():
             return torch.arange(rows)
+        if constant is not None and not self._may_be(constant, rows, 0):
+            return None
         each = self.numbers.flatten(1) if self.numbers.dim() > 1 else self.numbers.unsqueeze(1)
         return each[:, 0] if len(each) == rows else self.numbers.flatten() if self.numbers.numel() == rows else None
 

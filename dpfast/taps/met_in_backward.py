@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -44,21 +44,28 @@ class Exchanged(NamedTuple):
         """Whether samples meet in an output of the model that is one number."""
         return bool(self._met(self.base.losses[i], [run.losses.get(i, {}) for run in self.runs], spread))
 
-    def orders(self) -> dict[Key, Place]:
+    def orders(self, mixing: Container[int]) -> dict[Key, Place]:
         """Of taps with folded rows that are the same for all samples (positions), whose order the forward pass does not
-        tell: where a row's gradient changes with a sample, the row is that one's."""
+        tell: where a row's gradient changes with a sample, the row is that one's.
+
+        Args:
+            mixing: outputs without samples that tell nothing, because samples meet in them.
+        """
         found: dict[Key, Place] = {}
         for key, place in self.places.items():
             if not (isinstance(place, Rows) and place.together is None):
                 continue
-            fits = [order for order in (Rows(place.dim, True), Rows(place.dim, False)) if self._may_be(key, order)]
+            fits = [
+                order for order in (Rows(place.dim, True), Rows(place.dim, False)) if self._may_be(key, order, mixing)
+            ]
             if len(fits) == 1:
                 found[key] = fits[0]
         return found
 
-    def _may_be(self, key: Key, place: Rows) -> bool:
+    def _may_be(self, key: Key, place: Rows, mixing: Container[int]) -> bool:
         passes = [(self.base.grads, [run.grads for run in self.runs])]
-        passes += [(grads, [run.losses.get(i, {}) for run in self.runs]) for i, grads in self.base.losses.items()]
+        losses = {i: grads for i, grads in self.base.losses.items() if i not in mixing}
+        passes += [(grads, [run.losses.get(i, {}) for run in self.runs]) for i, grads in losses.items()]
         return not any(
             self._meet_at(place, grads := base.get(key, []), _of_runs(runs, key, grads), 0.0) for base, runs in passes
         )

@@ -39,11 +39,12 @@ class OfRows(NamedTuple):
     """What a tap gives of rows that the data has picked.
 
     Attributes:
-        of: the tap's key. rows: how many there are to pick.
+        of: the tap's key. rows: how many there are to pick. width: of one.
     """
 
     of: Key
     rows: int
+    width: int
 
 
 CaughtOf = Key | Beside | OfRows
@@ -97,7 +98,7 @@ class Run:
             its modules keep in attributes (``held``, by their names).
         met: where operations on what has no samples, by their ways, have those that it meets.
         beside: fingerprints of outputs beside the first, along dimensions that may be the samples'.
-        sources: what rows were picked out of.
+        on_picked: taps that have run on rows that were picked, by number. sources: what these were picked out of.
         routes: where rows were picked. keeps: whether it has changed what modules hold.
         counted: how long samples may be (:class:`~dpfast.taps.lengths.Counts`).
         grads: as calls, of the gradients at the taps' outputs in a backward pass, those beside the first and those of
@@ -113,6 +114,7 @@ class Run:
     reordered: set[Key] = field(default_factory=set)
     met: dict[Key, int | Rows] = field(default_factory=dict)
     beside: dict[Beside, Tensor] = field(default_factory=dict)
+    on_picked: set[int] = field(default_factory=set)
     sources: dict[OfRows, list[Source]] = field(default_factory=dict)
     routes: Routes = NO_ROUTES
     keeps: bool = False
@@ -148,9 +150,8 @@ class Run:
 
     def take_backwards(self, outputs: Sequence[Tensor], losses: dict[int, Tensor], to_leaves: bool) -> None:
         """Backward passes: from what the model returns by samples, where it returns that, of a loss whose gradient at
-        each entry depends on that entry alone; and from each output that has no samples, of such a loss of its rows,
-        or of the sum of its entries where it has no rows: what becomes of one does not depend on how many there are, as
-        of rows that were picked.
+        each entry depends on that entry alone; and from each output that has none, of such a loss of its rows, or of
+        the sum of its entries: what becomes of one does not depend on how many there are, as of rows that were picked.
 
         Args:
             to_leaves: gradients may come to the copy's parameters.
@@ -158,9 +159,7 @@ class Run:
         own = [_of_entries(x) for x in outputs]
         with torch.enable_grad():  # something is behind them, as a loss is: else torch's multi_grad_hooks would not run
             passes: list[tuple[int | None, Any, Any]] = [(None, list(map(_behind, outputs)), own)] if outputs else []
-            passes += [
-                (i, [_behind(x)], [(_of_entries if x.dim() > 1 else torch.ones_like)(x)]) for i, x in losses.items()
-            ]
+            passes += [(i, [_behind(x)], [_of_rows(x)]) for i, x in losses.items()]
         leaves_some = to_leaves and in_reentrant_checkpoint([*outputs, *losses.values()])
         # Of these alone are gradients asked for: others are on the way to them, and would all be held until the end.
         ends = ends_among([x.edge for x in self._caught])
@@ -190,6 +189,11 @@ class Run:
 def _of_entries(x: Tensor) -> Tensor:
     """Each one's cosine, and nothing where there is none."""
     return x.detach().cos().nan_to_num_(0.0)
+
+
+def _of_rows(x: Tensor) -> Tensor:
+    """The same of several rows; of what has none, or one (a loss, a mean of the batch), of the sum of its entries."""
+    return _of_entries(x) if x.dim() > 1 and len(x) > 1 else torch.ones_like(x)
 
 
 def said_by(error: Exception) -> str:

@@ -140,3 +140,44 @@ def test_in_a_checkpoint():
     for how in MIXES.values():
         check_is_refused(Checkpointed(behind=Meets(how), by_samples=True), tokens)
         check_is_refused(Checkpointed(between=Meets(how), by_samples=True), tokens)
+
+
+class Weighted(nn.Module):
+    """An expert that is called with more than its rows."""
+
+    def __init__(self, meets):
+        super().__init__()
+        self.lin, self.last, self.meets = nn.Linear(D, D), nn.Linear(D, D), meets
+
+    def forward(self, rows, weights):
+        return self.meets(self.last(torch.tanh(self.lin(rows))) * weights[:, None])
+
+
+class Experts(nn.Module):
+    """One for each token."""
+
+    def __init__(self, meets):
+        super().__init__()
+        self.table, self.gate, self.head = nn.Embedding(20, D), nn.Linear(D, 2), nn.Linear(D, CLASSES)
+        self.experts = nn.ModuleList(Weighted(meets) for _ in range(2))
+
+    def forward(self, tokens):
+        rows = torch.tanh(self.table(tokens)).flatten(0, 1)
+        weights, found = self.gate(rows).softmax(1), torch.zeros_like(rows)
+        for i, expert in enumerate(self.experts):
+            mine = (weights.argmax(1) == i).nonzero(as_tuple=True)[0]
+            found = found.index_add(0, mine, expert(rows[mine], weights[mine, i])) if len(mine) else found
+        return self.head((rows + found).view(*tokens.shape, D).sum(1))
+
+
+def test_experts_that_are_called_with_more_than_rows():
+    """How many rows they had was another number in each run, and no look went on to backward passes."""
+
+    def adds_all(x):
+        if x.requires_grad:
+            x.register_hook(lambda g: g + g.sum(0))
+        return x
+
+    tokens = tokens_with(None)
+    check_is_right(Experts(nn.Identity()), tokens)
+    check_is_refused(Experts(adds_all), tokens)
