@@ -184,7 +184,8 @@ class _Exchange:
         plain = self.told() if told.is_wrong and not before else told
         if not plain.is_wrong:
             return told
-        more = {k: x for k, x in told.places.items() if isinstance(x, str) and not isinstance(plain.places.get(k), str)}
+        also = {} if self._are_trained(plain.places) else told.places  # of wrong rows, noise may be other samples'
+        more = {k: x for k, x in also.items() if isinstance(x, str) and not isinstance(plain.places.get(k), str)}
         return plain._replace(places={**plain.places, **more})
 
     def told(self, noisy: bool = False, at_once: bool = False, apart: frozenset[int] = frozenset()) -> Told:
