@@ -62,6 +62,12 @@ def mean_taken_off(x):
     return x - x.mean(0)
 
 
+def adds_all(x):
+    if x.requires_grad:
+        x.register_hook(lambda g: g + g.sum(0))
+    return x
+
+
 MIXES = {"in the backward pass": BatchMean.apply, "in both": mean_taken_off}
 
 
@@ -123,14 +129,8 @@ def test_of_what_is_given_by_rows_alone(marked, how, frozen):
 
 def test_where_each_has_the_others_rows_as_well():
     """A hook on the rows' tensor, which adds what all have."""
-
-    def hooked(x):
-        if x.requires_grad:
-            x.register_hook(lambda g: g + g.sum(0))
-        return x
-
     for where in ("between", "behind"):
-        check_is_refused(Heads(**{where: Meets(hooked)}, by_samples=True), tokens_with(None))
+        check_is_refused(Heads(**{where: Meets(adds_all)}, by_samples=True), tokens_with(None))
 
 
 def test_in_a_checkpoint():
@@ -172,12 +172,68 @@ class Experts(nn.Module):
 
 def test_experts_that_are_called_with_more_than_rows():
     """How many rows they had was another number in each run, and no look went on to backward passes."""
-
-    def adds_all(x):
-        if x.requires_grad:
-            x.register_hook(lambda g: g + g.sum(0))
-        return x
-
     tokens = tokens_with(None)
     check_is_right(Experts(nn.Identity()), tokens)
     check_is_refused(Experts(adds_all), tokens)
+
+
+class Edges(nn.Module):
+    """Messages of rows that are picked more often than there are rows, between the positions of each sample."""
+
+    def __init__(self, meets):
+        super().__init__()
+        self.table, self.message, self.head = nn.Embedding(20, D), nn.Linear(D, D), nn.Linear(D, CLASSES)
+        self.table.requires_grad_(False)
+        self.meets = meets
+
+    def forward(self, tokens):
+        h = self.table(tokens)
+        sample, to, of = (tokens[:, :, None] + tokens[:, None] > 12).nonzero(as_tuple=True)
+        messages = torch.tanh(self.meets(self.message(h[sample, of])))
+        got = torch.zeros_like(h).index_put((sample, to), messages, accumulate=True)
+        return self.head((h + got).sum(1))
+
+
+class Scores(nn.Module):
+    """One number for each sample that is picked."""
+
+    def __init__(self, meets):
+        super().__init__()
+        self.weight, self.meets = nn.Parameter(torch.randn(T * D)), meets
+
+    def forward(self, x):
+        return self.meets(x.flatten(1) @ self.weight)
+
+
+class OfSome(nn.Module):
+    def __init__(self, meets):
+        super().__init__()
+        self.table, self.score = nn.Embedding(20, D).requires_grad_(False), Scores(meets)
+
+    def forward(self, tokens):
+        h = self.table(tokens)
+        mine = (tokens.sum(1) > 30).nonzero(as_tuple=True)[0]
+        return h.new_zeros(len(h), 1).index_put((mine,), self.score(h[mine]).unsqueeze(1))
+
+
+class Widths(nn.Module):
+    """A layer runs twice on what is picked, with rows of two widths."""
+
+    def __init__(self, meets):
+        super().__init__()
+        self.table, self.lin, self.head = nn.Embedding(20, D), nn.Linear(D, D), nn.Linear(D, CLASSES)
+        self.meets = meets
+
+    def forward(self, tokens):
+        h = self.table(tokens)
+        mine = (tokens.sum(1) > 30).nonzero(as_tuple=True)[0]
+        rows = self.meets(self.lin(h[mine])).sum(1) + self.lin(h[mine][:, :2]).sum(1)
+        return self.head(h.sum(1).index_add(0, mine, torch.tanh(rows)))
+
+
+@pytest.mark.parametrize("make", [Edges, OfSome, Widths])
+def test_other_picks(make):
+    torch.manual_seed(1)
+    tokens = torch.randint(3, 20, (8, T))
+    check_is_right(make(nn.Identity()), tokens)
+    check_is_refused(make(adds_all), tokens)
