@@ -143,7 +143,7 @@ class _Exchange:
         self.by_lengths: tuple[dict[int | str, str], str | None] | None = None
         self.keeps = False
         self.draws = 0
-        self.reordered, self.on_picked = set[Key](), set[int]()
+        self.reordered: set[Key] = set()
         self.routes = NO_ROUTES
         self.refused = refused
         self.most_calls, self.steady = MOST_CALLS, False
@@ -249,10 +249,8 @@ class _Exchange:
         )
 
     def _are_trained(self, places: dict[Key, Place]) -> bool:
-        """Whether of the taps whose samples are not apart one has parameters, and is refused. How many rows those on
-        picked ones have is no matter."""
-        wrong = {number for (number, _), x in places.items() if isinstance(x, str)} - self.on_picked
-        wrong |= {number for (number, _), x in places.items() if isinstance(x, Mixed)}
+        """Whether of the taps whose samples are not apart one has parameters, and with that is refused."""
+        wrong = {number for (number, _), place in places.items() if isinstance(place, str)}
         return any(owned_parameters(self.taps[number].module) for number in wrong)
 
     def _of_taps(self, base: Run, runs: Sequence[Run], which: Which) -> tuple[dict[Key, Place], frozenset[Key]]:
@@ -376,7 +374,7 @@ class _Exchange:
             return self._run(others, noisy, size, whole=whole)
         buffers.give_back()  # or each run would leave other pieces than the next one fills
         self.routes = self.routes | run.routes
-        self.reordered, self.on_picked = self.reordered | run.reordered, self.on_picked | run.on_picked
+        self.reordered |= run.reordered
         self.keeps = self.keeps or run.keeps
         return run
 

@@ -98,7 +98,7 @@ class Run:
             its modules keep in attributes (``held``, by their names).
         met: where operations on what has no samples, by their ways, have those that it meets.
         beside: fingerprints of outputs beside the first, along dimensions that may be the samples'.
-        on_picked: taps that have run on rows that were picked, by number. sources: what these were picked out of.
+        sources: what rows were picked out of.
         routes: where rows were picked. keeps: whether it has changed what modules hold.
         counted: how long samples may be (:class:`~dpfast.taps.lengths.Counts`).
         grads: as calls, of the gradients at the taps' outputs in a backward pass, those beside the first and those of
@@ -114,7 +114,6 @@ class Run:
     reordered: set[Key] = field(default_factory=set)
     met: dict[Key, int | Rows] = field(default_factory=dict)
     beside: dict[Beside, Tensor] = field(default_factory=dict)
-    on_picked: set[int] = field(default_factory=set)
     sources: dict[OfRows, list[Source]] = field(default_factory=dict)
     routes: Routes = NO_ROUTES
     keeps: bool = False

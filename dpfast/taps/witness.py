@@ -110,7 +110,6 @@ class Witness(AtMeetings):
         output = self.without_samples(output)
         with torch._C.DisableTorchFunction():  # nobody is to follow what is done here
             noted, picked = self._noted(args, kwargs, output), picked_here()
-            self.seen.on_picked |= set() if picked is None else {self.number}
             if not self.noisy:
                 return output
             if noted is None:  # no noise: which rows are picked may be others in other runs, or all
