@@ -324,6 +324,7 @@ class WithoutGradients(TorchFunctionMode):
 
 
 _MOST_TURNS = 100
+"""Times that one place in the code may ask in a forward, and get the same answer."""
 
 
 class Values(WithoutGradients):
