@@ -14,11 +14,13 @@ from dpfast.taps.seen import Beside, CaughtOf, Key, OfRows, Run
 from dpfast.taps.shared import Shared
 
 
-def catch_beside(seen: Run, key: Key, prints: Prints, first: Tensor, output: Any, size: int) -> list[Tensor]:
+def catch_beside(
+    seen: Run, key: Key, prints: Prints, first: Tensor, output: Any, size: int, among: Picked | None
+) -> list[Tensor]:
     """The outputs beside the first that gradients are caught of: those with samples in some dimension.
 
     Args:
-        key, prints: of the first. size: how many samples there are.
+        key, prints: of the first. size: how many samples there are. among: the rows that it runs on, if picked.
     """
     found: dict[int, Tensor] = {id(first): first}
     for x in tensors_in(output):
@@ -35,7 +37,7 @@ def catch_beside(seen: Run, key: Key, prints: Prints, first: Tensor, output: Any
         for d, order in zip(own, orders, strict=True):
             where = Beside(key, number, d)
             along[where] = Prints(d, order, prints.whole)
-            seen.beside[where] = along[where].of(x)
+            seen.beside[where] = along[where].of(x) if among is None else among.alone(along[where].of(x))
         seen.catch(along, x)
     return list(found.values())[1:]
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from dpfast.taps.copied_hooks import hang_up_copies
 from dpfast.taps.detached import DetachableParameters
 from dpfast.taps.followed import Picked
-from dpfast.taps.gathered import NOT_FOLLOWED
+from dpfast.taps.gathered import NOT_FOLLOWED, with_picked
 from dpfast.taps.inputs import stands_alone
 from dpfast.taps.kept import made_by_autograd
 from dpfast.taps.packed import packed_in
@@ -189,11 +189,16 @@ class OfCopy(Tap):
     def run_picked(
         self, picked: Picked, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Each row at its place among all: no row's bits depend on how many others were picked."""
+        """Each row at its place among all, and each sample that was picked whole: the bits of none depend on how many
+        others were picked."""
         leaves, structure = tree_flatten((args, kwargs))
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         packed = packed_in((*args, *kwargs.values())) is not None
-        if picked.numbers is None or picked.of is None or packed or not tensors or any(x.dim() > 2 for x in tensors):
+        if tensors and tensors[0].dim() > 2 and not isinstance(self.module, nn.RNNBase):  # whose states stand otherwise
+            picked = picked.by_samples() or picked
+        if picked.numbers is None or picked.of is None or packed or not tensors:
+            return self._as_picked(picked, forward, args, kwargs)
+        if picked.numbers.dim() > 1 and any(x.dim() > 2 for x in tensors):
             return self._as_picked(picked, forward, args, kwargs)
         if picked.numbers.shape == tensors[0].shape:  # entries, of tokens for a table
             return self._as_picked(picked, forward, args, kwargs)
@@ -202,13 +207,21 @@ class OfCopy(Tap):
         def at_places(x: Any) -> Any:  # what goes with the rows too (an expert's weight of each)
             if not isinstance(x, Tensor) or x.shape[:1] != numbers.shape:
                 return x
-            return x.new_zeros(rows, *x.shape[1:]).index_put((numbers,), x)
+            # Between them copies of them: of zeros a module may make what is no number.
+            others = torch.arange(rows, device=x.device) % max(len(x), 1)
+            between = x.detach()[others] if len(x) else x.new_zeros(rows, *x.shape[1:])
+            return between.nan_to_num_(0.0, 0.0, 0.0).index_put((numbers,), x)
 
         args_of_all, kwargs_of_all = tree_unflatten(list(map(at_places, leaves)), structure)
-        output = self.caught(forward, args_of_all, kwargs_of_all)
-        if not isinstance(output, Tensor) or output.shape[:1] != (rows,):
+        with with_picked(picked):
+            output = self.caught(forward, args_of_all, kwargs_of_all)
+        gave, structure = tree_flatten(output)
+        sizes = {x.shape[:1] for x in gave if isinstance(x, Tensor)} - {
+            torch.Size()
+        }  # and what a router's loss is made of
+        if sizes != {torch.Size([rows])}:
             return self._as_picked(picked, forward, args, kwargs)
-        return output[numbers]
+        return tree_unflatten([x[numbers] if isinstance(x, Tensor) and x.dim() else x for x in gave], structure)
 
     def _as_picked(
         self, picked: Picked, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

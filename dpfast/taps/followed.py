@@ -69,10 +69,19 @@ class Picked:
         by: what they are picked by; nothing: all, in their order.
         of: what they are picked out of; None: nobody follows them.
         packed: they are a packed sequence's, by samples (N, T).
+        each: the shape of one, but for its last dimension.
     """
 
-    def __init__(self, numbers: Tensor | None, by: tuple[Any, ...], of: Source | None, *, packed: bool = False):
-        self.numbers, self.by, self.of, self.packed = numbers, by, of, packed
+    def __init__(
+        self,
+        numbers: Tensor | None,
+        by: tuple[Any, ...],
+        of: Source | None,
+        *,
+        packed: bool = False,
+        each: Sequence[int] = (),
+    ):
+        self.numbers, self.by, self.of, self.packed, self.each = numbers, by, of, packed, tuple(each)
         self._runs: dict[int, Runs] = {}  # by how many rows a layer saw
 
     def place(self, learned: Any) -> Place:
@@ -93,6 +102,24 @@ class Picked:
                 "from that input as it is, x[rows], or freeze it"
             )
 
+    def by_samples(self) -> Picked | None:
+        """The same as rows of all that stand together, (N, ...) each; None where they are not whole, in dimension 0."""
+        if self.of is None or self.numbers is None or self.packed or self.numbers.dim() < 2:
+            return None
+        k = self.of.shape[1:].numel()
+        each, whole = self.numbers.flatten(1), torch.arange(k, device=self.numbers.device)
+        if self.numbers.shape[1:] != self.of.shape[1:] or not torch.equal(each, each[:, :1] // max(k, 1) * k + whole):
+            return None
+        source = Source(self.of.layer, self.of.shape[:1], self.of.place)
+        return Picked(each[:, 0] // k, self.by, source, each=self.of.shape[1:])
+
+    def alone(self, prints: Tensor) -> Tensor:
+        """Fingerprints of rows that stand at their places among all; none of the others, which are copies."""
+        if self.of is None or self.numbers is None or len(prints) != self.of.shape.numel():
+            return prints
+        numbers = self.numbers.flatten().to(prints.device)
+        return torch.zeros_like(prints).index_copy(0, numbers, prints[numbers])
+
     def is_one_each(self, rows: int) -> bool:
         """Whether they are a row of each sample, in the samples' order, out of so many."""
         if self.of is None or self.numbers is None or type(self.of.place) is not int or self.of.shape.numel() != rows:
@@ -112,6 +139,8 @@ class Picked:
         """Of so many rows that a layer gives: of all, where those that were picked stand at their places, or of these;
         None where it gives others. constant: as of :meth:`runs`."""
         if self.of is None or self.numbers is None:
+            return None
+        if constant is not None and tuple(constant[1 : 1 + len(self.each)]) != self.each:
             return None
         if rows == self.of.shape.numel():
             return torch.arange(rows)

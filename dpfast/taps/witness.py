@@ -115,7 +115,7 @@ class Witness(AtMeetings):
             if noted is None:  # no noise: which rows are picked may be others in other runs, or all
                 return output if picked is None else self._of_picked(picked, (args, kwargs), output)
             key, prints, x, noise = noted
-            beside = catch_beside(self.seen, key, prints, x, output, self.size)
+            beside = catch_beside(self.seen, key, prints, x, output, self.size, picked)
             if x.requires_grad:
                 self.seen.catch({key: prints}, x)
         # What the model gets has nodes of its own, which its hooks are on. In the noise's memory, where that is no
@@ -171,7 +171,8 @@ class Witness(AtMeetings):
             return None
         x, dim = outputs[0], place.dim if isinstance(place, Rows) else place
         size, among = x.shape[dim] if dim < x.dim() else 0, picked_here()
-        if among is not None and place == 0 and among.is_one_each(size):  # has run at their places among all rows
+        # Has run at their places among all rows.
+        if among is not None and place == 0 and size != self.size and among.is_one_each(size):
             x, size = x[among.numbers], self.size
         if packed is not None:
             dim, size = 0, int(packed.batch_sizes[0])
@@ -181,7 +182,8 @@ class Witness(AtMeetings):
         prints = Prints(dim, self._order(dim) if isinstance(place, int) else None, self.whole, packed)
         if packed is not None and prints.order is not None:
             self.seen.reordered.add(key)
-        calls.append(prints.of(x) if fits else tuple(x.shape))
+        own = prints.of(x) if fits else None
+        calls.append(tuple(x.shape) if own is None else own if among is None else among.alone(own))
         if not (self.noisy and fits and size) or x is not outputs[0]:
             return None
         return key, prints, x, self._noise_for(x, place, len(calls), prints)
