@@ -194,7 +194,8 @@ class OfCopy(Tap):
         leaves, structure = tree_flatten((args, kwargs))
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         packed = packed_in((*args, *kwargs.values())) is not None
-        if tensors and tensors[0].dim() > 2 and not isinstance(self.module, nn.RNNBase):  # whose states stand otherwise
+        recurrent = isinstance(self.module, nn.RNNBase)
+        if tensors and tensors[0].dim() > 2 and not (recurrent and (not self.module.batch_first or len(tensors) > 1)):
             picked = picked.by_samples() or picked
         if picked.numbers is None or picked.of is None or packed or not tensors:
             return self._as_picked(picked, forward, args, kwargs)
@@ -216,12 +217,12 @@ class OfCopy(Tap):
         with with_picked(picked):
             output = self.caught(forward, args_of_all, kwargs_of_all)
         gave, structure = tree_flatten(output)
-        sizes = {x.shape[:1] for x in gave if isinstance(x, Tensor)} - {
-            torch.Size()
-        }  # and what a router's loss is made of
-        if sizes != {torch.Size([rows])}:
+        dims = [0, *[1] * (len(gave) - 1)] if recurrent else [0] * len(gave)  # states are (layers, N, H)
+        of_rows = [(x, d) for x, d in zip(gave, dims, strict=True) if isinstance(x, Tensor) and x.dim()]
+        if not of_rows or any(x.shape[d : d + 1] != (rows,) for x, d in of_rows):
             return self._as_picked(picked, forward, args, kwargs)
-        return tree_unflatten([x[numbers] if isinstance(x, Tensor) and x.dim() else x for x in gave], structure)
+        chosen = {id(x): x.index_select(d, numbers) for x, d in of_rows}  # not what a router's loss is made of
+        return tree_unflatten([chosen.get(id(x), x) for x in gave], structure)
 
     def _as_picked(
         self, picked: Picked, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

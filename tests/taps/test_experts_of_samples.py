@@ -7,7 +7,7 @@ from torch import nn
 
 from dpfast import GradSampleModuleFastGradientClipping
 from dpfast.errors import UnsupportedModuleError
-from dpfast.testing import loop_over_samples, relative_error
+from dpfast.testing import loop_over_samples, norms_of, relative_error
 
 N, D, T = 5, 4, 6
 
@@ -72,6 +72,18 @@ class WithLoss(Expert):
         return y, y.detach().square().mean(), None
 
 
+class Recurrent(nn.GRU):
+    """An expert by itself, which gives its states too; what mixes stands behind it."""
+
+    def __init__(self, mixes):
+        super().__init__(D, D, batch_first=True)
+        self.mixes = [mixes]
+
+    def __call__(self, x):
+        y, state = super().__call__(x)
+        return self.mixes[0](y), state
+
+
 class Pools(Expert):
     def forward(self, x):
         return super().forward(x).mean(1, keepdim=True).expand_as(x)
@@ -121,7 +133,7 @@ def of(*args, n=N, seed=4, **kwargs):
     return Mixture(*args, **kwargs), 3.0 * torch.randn(n, T, D)
 
 
-KINDS = [Expert, Convolves, Remembers, Attends, Divides, WithLoss, Pools]
+KINDS = [Expert, Convolves, Remembers, Recurrent, Attends, Divides, WithLoss, Pools]
 SHAPES = [{"experts": 3}, {"experts": 4, "n": 6}, {"experts": 3, "best": 2}, {"experts": 2, "n": 2}]
 FLAT = [
     {"rows": True},
@@ -134,7 +146,8 @@ FLAT = [
 @pytest.mark.parametrize(
     "args",
     [
-        *({"expert": expert, "pick": pick} for expert in KINDS for pick in PICKS),
+        *({"expert": expert} for expert in KINDS),
+        *({"pick": pick} for pick in PICKS),
         *({**shape, "seed": seed} for shape in (*SHAPES, *FLAT) for seed in (5, 9, 13)),
     ],
     ids=str,
@@ -144,7 +157,7 @@ def test_samples_that_are_picked_whole(args):
     exact = loop_over_samples(model, loss, x)
     wrapped = GradSampleModuleFastGradientClipping(model, loss_reduction="sum", max_grad_norm=0.1)
     loss(wrapped, x).backward()
-    norms = torch.stack([g.flatten(1).square().sum(1) for g in exact.values()]).sum(0).sqrt()
+    norms = norms_of(exact)
     assert relative_error(wrapped.get_norm_sample(), norms) <= 1e-5
     factors = (0.1 / norms).clamp(max=1.0)
     for name, p in model.named_parameters():
@@ -152,15 +165,53 @@ def test_samples_that_are_picked_whole(args):
             assert relative_error(p.grad, torch.einsum("n,n...->...", factors, exact[name])) <= 1e-5
 
 
-@pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
 @pytest.mark.parametrize("mixes", [BatchMean.apply, lambda x: x - x.mean(0)], ids=["backward", "both"])
-@pytest.mark.parametrize("args", [{"expert": expert} for expert in KINDS] + SHAPES[:3] + FLAT[:3], ids=str)
-def test_samples_that_meet_in_an_expert(args, mixes, trained):
-    model, x = of(**{"expert": Expert, **args}, mixes=mixes, trained=trained)
+@pytest.mark.parametrize(
+    "args", [{"trained": False}, *({"expert": expert} for expert in KINDS), *SHAPES[:3], *FLAT[:3]], ids=str
+)
+def test_samples_that_meet_in_an_expert(args, mixes):
+    model, x = of(**{"expert": Expert, **args}, mixes=mixes)
     wrapped = GradSampleModuleFastGradientClipping(model, loss_reduction="sum")
     with pytest.raises(UnsupportedModuleError):
         loss(wrapped, x).backward()
     assert all(p.grad is None for p in model.parameters())
+
+
+class Images(nn.Module):
+    """Of which each expert convolves those that the data sends it."""
+
+    def __init__(self, mixes=lambda x: x):
+        super().__init__()
+        self.stem, self.gate, self.head = nn.Conv2d(3, D, 3, padding=1), nn.Linear(D, 3), nn.Linear(D, 2)
+        self.experts = nn.ModuleList(
+            nn.Sequential(
+                nn.Conv2d(D, D, 3, padding=1), nn.GroupNorm(2, D), Meets(mixes), nn.ReLU(), nn.Conv2d(D, D, 1)
+            )
+            for _ in range(3)
+        )
+
+    def forward(self, x):
+        h = torch.tanh(self.stem(x))
+        best, out = (8.0 * self.gate(h.mean((2, 3)))).argmax(1), torch.zeros_like(h)
+        for i, expert in enumerate(self.experts):
+            rows = (best == i).nonzero(as_tuple=True)[0]
+            if len(rows):
+                out = out.index_add(0, rows, expert(h[rows]))
+        return self.head((h + out).mean((2, 3)))
+
+
+@pytest.mark.parametrize("mixes", [None, BatchMean.apply, lambda x: x - x.mean(0)], ids=["right", "backward", "both"])
+def test_images_that_are_picked(mixes):
+    torch.manual_seed(0)
+    model, x = Images(*([mixes] if mixes else [])), torch.randn(N, 3, 5, 6)
+    exact = loop_over_samples(model, loss, x)
+    wrapped = GradSampleModuleFastGradientClipping(model, loss_reduction="sum")
+    if mixes is not None:
+        with pytest.raises(UnsupportedModuleError):
+            loss(wrapped, x).backward()
+        return
+    loss(wrapped, x).backward()
+    assert relative_error(wrapped.get_norm_sample(), norms_of(exact)) <= 1e-5
 
 
 def test_a_hook_that_adds_up_all_samples_gradients():
