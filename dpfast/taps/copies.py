@@ -195,7 +195,7 @@ class OfCopy(Tap):
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         packed = packed_in((*args, *kwargs.values())) is not None
         recurrent = isinstance(self.module, nn.RNNBase)
-        if tensors and tensors[0].dim() > 2 and not (recurrent and (not self.module.batch_first or len(tensors) > 1)):
+        if not (recurrent and (not self.module.batch_first or len(tensors) > 1)):
             picked = picked.by_samples() or picked
         if picked.numbers is None or picked.of is None or packed or not tensors:
             return self._as_picked(picked, forward, args, kwargs)

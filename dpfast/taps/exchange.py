@@ -27,7 +27,7 @@ from dpfast.taps.lengths import not_exchanged
 from dpfast.taps.met_in_backward import Exchanged, Which
 from dpfast.taps.owned import owned_parameters
 from dpfast.taps.picks import NO_ROUTES
-from dpfast.taps.places_told import OTHER_ORDER, parted_told, place_told
+from dpfast.taps.places_told import OTHER_ORDER, at_places_told, parted_told, place_told
 from dpfast.taps.random_numbers import RandomNumbers, same_random_numbers
 from dpfast.taps.same_kernels import attention_written_out, same_kernels
 from dpfast.taps.seen import Key, Run, alike, equal, gradients_alike, said_by
@@ -262,6 +262,8 @@ class _Exchange:
             if not any(calls):
                 not_run.add(key)
                 continue
+            if any(key in run.at_places for run in (base, *runs)):
+                calls = at_places_told(calls)
             if key in self.also_alone:
                 calls = [some and [x for x in some if isinstance(x, Tensor)] for some in calls]
             found[key] = place_told(self.size, place, calls[0], calls[1:], which)

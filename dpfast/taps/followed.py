@@ -106,18 +106,22 @@ class Picked:
         """The same as rows of all that stand together, (N, ...) each; None where they are not whole, in dimension 0."""
         if self.of is None or self.numbers is None or self.packed or self.numbers.dim() < 2:
             return None
-        k = self.of.shape[1:].numel()
-        each, whole = self.numbers.flatten(1), torch.arange(k, device=self.numbers.device)
+        each, whole = self.numbers.flatten(1), self.of.numbers(self.numbers.device)[:1].flatten()
+        k = len(whole)
         if self.numbers.shape[1:] != self.of.shape[1:] or not torch.equal(each, each[:, :1] // max(k, 1) * k + whole):
             return None
-        source = Source(self.of.layer, self.of.shape[:1], self.of.place)
-        return Picked(each[:, 0] // k, self.by, source, each=self.of.shape[1:])
+        rows = Source(self.of.layer, self.of.shape[:1], self.of.place)
+        return Picked(each[:, 0] // k, self.by, rows, each=self.of.shape[1:])
+
+    def is_at_places(self, rows: int) -> bool:
+        """Whether so many rows are all that there are to pick."""
+        return self.of is not None and self.of.shape.numel() == rows
 
     def alone(self, prints: Tensor) -> Tensor:
         """Fingerprints of rows that stand at their places among all; none of the others, which are copies."""
-        if self.of is None or self.numbers is None or len(prints) != self.of.shape.numel():
+        numbers = None if self.numbers is None else self.numbers.flatten().to(prints.device)
+        if numbers is None or not self.is_at_places(len(prints)):
             return prints
-        numbers = self.numbers.flatten().to(prints.device)
         return torch.zeros_like(prints).index_copy(0, numbers, prints[numbers])
 
     def is_one_each(self, rows: int) -> bool:
@@ -138,9 +142,8 @@ class Picked:
     def numbers_of(self, rows: int, constant: Sequence[int] | None) -> Tensor | None:
         """Of so many rows that a layer gives: of all, where those that were picked stand at their places, or of these;
         None where it gives others. constant: as of :meth:`runs`."""
-        if self.of is None or self.numbers is None:
-            return None
-        if constant is not None and tuple(constant[1 : 1 + len(self.each)]) != self.each:
+        shared = constant is not None and tuple(constant[1 : 1 + len(self.each)]) != self.each
+        if self.of is None or self.numbers is None or shared:
             return None
         if rows == self.of.shape.numel():
             return torch.arange(rows)

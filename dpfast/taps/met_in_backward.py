@@ -12,7 +12,7 @@ from torch import Tensor
 from dpfast.errors import UnsupportedModuleError
 from dpfast.taps.fingerprints import are_beyond_rounding, spread_of
 from dpfast.taps.layout import Place, Rows
-from dpfast.taps.seen import Beside, CaughtOf, Grads, Key, OfRows, Run
+from dpfast.taps.seen import Beside, CaughtOf, Grads, Key, OfRows, Run, added_up
 from dpfast.taps.witness import whose_rows
 
 Which = list[tuple[int, ...]]
@@ -91,8 +91,11 @@ class Exchanged(NamedTuple):
                 if self._meet_among_picked(key, grads, others, spread):
                     met.append(key.of)
             else:
-                place = self.places.get(key)
-                if isinstance(place, (int, Rows)) and self._meet_at(place, grads, others, spread):
+                place, several = self.places.get(key), [(grads, others)]
+                if any(key in run.at_places for run in (self.base, *self.runs)):
+                    shapes = {x.shape for some in (grads, *others) for x in some}
+                    several = [(added_up(grads, s), [added_up(other, s) for other in others]) for s in shapes]
+                if isinstance(place, (int, Rows)) and any(self._meet_at(place, *some, spread) for some in several):
                     met.append(key)
         return met + [key for (key, _), part in apart.items() if not part and key not in met]
 
@@ -101,13 +104,13 @@ class Exchanged(NamedTuple):
         whose = self._whose_picked(key)
         if whose is None:
             return False
-        rows, changed = _added_up(grads), []
-        for other in map(_added_up, others):
-            if rows is None or other is None:
-                some = rows if other is None else other
-                changed.append(None if some is None else some.reshape(len(some), -1).ne(0).any(1))
+        rows, changed = added_up(grads), []
+        for other in map(added_up, others):
+            if rows and other:
+                same = other[0].shape == rows[0].shape
+                changed.append(_differ(rows[0], other[0], spread) if same else None)
             else:
-                changed.append(None if other.shape != rows.shape else _differ(rows, other, spread))
+                changed.append(next((x.reshape(len(x), -1).ne(0).any(1) for x in (*rows, *other)), None))
         return any(
             some is not None and bool((some.cpu() & of_others(whose, which)).any())
             for some, which in zip(changed, self.which, strict=True)
@@ -167,12 +170,6 @@ class Exchanged(NamedTuple):
 def _of_runs(runs: Sequence[Grads], key: CaughtOf, grads: list[Tensor]) -> list[list[Tensor]]:
     """A tap's in each run; those of the first (``grads``) of one without a backward pass, which tells nothing."""
     return [run.get(key, []) if run else grads for run in runs]
-
-
-def _added_up(grads: list[Tensor]) -> Tensor | None:
-    """None where none has come."""
-    found = [x for x in grads if x.numel()]
-    return sum(found[1:], start=found[0]) if found else None
 
 
 def _differ(rows: Tensor, others: Tensor, spread: float) -> Tensor:

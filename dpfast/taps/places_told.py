@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from dpfast.taps.layout import Mixed, OtherRows, Place, Rows
 from dpfast.taps.met_in_backward import Which, of_others
-from dpfast.taps.seen import Run
+from dpfast.taps.seen import Run, added_up
 
 OTHER_ORDER = (
     "its samples stand in another order than in the model's input, and not by x[order] with an order that the inputs "
@@ -48,6 +49,14 @@ def place_told(size: int, place: Place, base: Any, runs: list[Any], which: Which
                 return "its samples are folded into rows in different orders at different uses"
             found = told
     return found
+
+
+def at_places_told(calls: Sequence[list[Any] | None]) -> list[list[Any] | None]:
+    """What a tap gave of picked rows at their places, in each run; of none where it did not run."""
+    all_calls = [x for some in calls for x in some or ()]
+    if not all(isinstance(x, Tensor) and x.shape == all_calls[0].shape for x in all_calls):
+        return list(calls)
+    return [added_up(some or []) or [torch.zeros_like(all_calls[0])] for some in calls]
 
 
 def _of_call(size: int, place: Place, changed: list[Tensor], which: Which) -> Place:

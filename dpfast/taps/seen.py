@@ -96,6 +96,7 @@ class Run:
             in another order than the samples'.
         outputs: fingerprints of the model's outputs, along every dimension as long as the batch; behind them of what
             its modules keep in attributes (``held``, by their names).
+        at_places: taps that ran on rows that were picked, each at its place among all.
         met: where operations on what has no samples, by their ways, have those that it meets.
         beside: fingerprints of outputs beside the first, along dimensions that may be the samples'.
         sources: what rows were picked out of.
@@ -112,6 +113,7 @@ class Run:
     lengths: set[int | None] = field(default_factory=set)
     packed: list[str] = field(default_factory=list)
     reordered: set[Key] = field(default_factory=set)
+    at_places: set[Key] = field(default_factory=set)
     met: dict[Key, int | Rows] = field(default_factory=dict)
     beside: dict[Beside, Tensor] = field(default_factory=dict)
     sources: dict[OfRows, list[Source]] = field(default_factory=dict)
@@ -183,6 +185,13 @@ class Run:
             x.handle.remove()
         self._caught.clear()
         self._backward = None
+
+
+def added_up(calls: Sequence[Tensor], shape: Sequence[int] | None = None) -> list[Tensor]:
+    """Of rows at their places, which calls have which may change with the samples: of all of them, where there are
+    any, or of those of a shape."""
+    found = [x for x in calls if x.numel() and shape in (None, x.shape)]
+    return [sum(found[1:], start=found[0])] if found else []
 
 
 def _of_entries(x: Tensor) -> Tensor:

@@ -235,7 +235,7 @@ class Tap(RoutedLayer):
         dim = self.batch_dim
         leaves, structure = tree_flatten((args, kwargs))
         tensors = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
-        if len(tensors) != 1 or not (self.taps.gives_batches and self.module.weight.requires_grad):
+        if len(tensors) != 1 or not (self.taps.gives_batches and self.module.weight.requires_grad) or picked_here():
             return args, kwargs, False
         x = leaves[tensors[0]]
         if self.alone and self._is_alone(x.dim() + 1):  # its output is not expanded before it meets samples

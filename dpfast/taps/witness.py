@@ -184,6 +184,8 @@ class Witness(AtMeetings):
             self.seen.reordered.add(key)
         own = prints.of(x) if fits else None
         calls.append(tuple(x.shape) if own is None else own if among is None else among.alone(own))
+        if among is not None and among.is_at_places(size):
+            self.seen.at_places.add(key)
         if not (self.noisy and fits and size) or x is not outputs[0]:
             return None
         return key, prints, x, self._noise_for(x, place, len(calls), prints)
@@ -225,7 +227,7 @@ class Witness(AtMeetings):
     def _noise_of(self, x: Tensor, together: bool, call: int, prints: Prints) -> Tensor:
         packed = prints.packed
         # Of packed samples the same at all times, or it would change with how long others are.
-        call = 1 if self.steady else call
+        call = 1 if self.steady or picked_here() is not None else call
         noise = noise_like(x if packed is None else x[: packed.batch_sizes[0]], hash((self.number, call)))
         k = len(noise) // self.size
         for j in self.exchanged:

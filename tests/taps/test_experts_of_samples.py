@@ -177,6 +177,44 @@ def test_samples_that_meet_in_an_expert(args, mixes):
     assert all(p.grad is None for p in model.parameters())
 
 
+class OfTokens(nn.Module):
+    """Experts get whole samples of tokens, each with a table of its own."""
+
+    def __init__(self, mixes=lambda x: x, *, tables=False):
+        super().__init__()
+        self.table, self.gate, self.head = nn.Embedding(9, D), nn.Linear(D, 3), nn.Linear(D, 2)
+        inner = [] if tables else [nn.Tanh(), nn.Linear(D, D), Meets(mixes)]
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Embedding(9, D), *inner) if inner else nn.Embedding(9, D) for _ in range(3)
+        )
+        self.behind = Meets(mixes if tables else lambda x: x)
+
+    def forward(self, x):
+        h = self.table(x)
+        best, out = (8.0 * self.gate(h.mean(1))).argmax(1), torch.zeros_like(h)
+        for i, expert in enumerate(self.experts):
+            rows = (best == i).nonzero(as_tuple=True)[0]
+            if len(rows):
+                out = out.index_add(0, rows, self.behind(expert(x[rows])))
+        return self.head((h + out).tanh().sum(1))
+
+
+@pytest.mark.parametrize("tables", [True, False], ids=["tables", "with tables"])
+@pytest.mark.parametrize("seed", range(5))
+def test_tokens_that_are_picked(seed, tables):
+    torch.manual_seed(seed)
+    x = torch.randint(9, (N, T))
+    model = OfTokens(tables=tables)
+    exact = loop_over_samples(model, loss, x)
+    wrapped = GradSampleModuleFastGradientClipping(model, loss_reduction="sum")
+    loss(wrapped, x).backward()
+    assert relative_error(wrapped.get_norm_sample(), norms_of(exact)) <= 1e-5
+    torch.manual_seed(seed)
+    mixes = GradSampleModuleFastGradientClipping(OfTokens(BatchMean.apply, tables=tables), loss_reduction="sum")
+    with pytest.raises(UnsupportedModuleError):
+        loss(mixes, x).backward()
+
+
 class Images(nn.Module):
     """Of which each expert convolves those that the data sends it."""
 
