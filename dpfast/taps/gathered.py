@@ -128,6 +128,12 @@ def picked_here() -> Picked | None:
     return _here.picked[-1] if _here.picked else None
 
 
+def may_be_all(n: int) -> bool:
+    """Whether as many rows, or samples, as these run in this thread: of a batch of one, others may stand for it."""
+    picked = picked_here()
+    return picked is None or picked.numbers is None or len(picked.numbers) == n
+
+
 def rows_are_followed() -> bool:
     """Whether what runs in this thread stands within a module whose rows are followed, or within an expert."""
     return bool(_here.following or _here.picked)

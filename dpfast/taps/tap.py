@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from dpfast.errors import InputError, StateError, UnsupportedModuleError
 from dpfast.taps.around import is_around, sees_its_own_heads, with_inner, without_its_own_sums
 from dpfast.taps.detached import DetachableParameters, detached_parameters, say_what_it_wants
-from dpfast.taps.gathered import RoutedLayer, picked_here
+from dpfast.taps.gathered import RoutedLayer, may_be_all, picked_here
 from dpfast.taps.gave import Before, before, gave
 from dpfast.taps.layout import NO_SAMPLES, NOT_RUN, SHARED, Mixed, Place, Rows, kind_here, place_in
 from dpfast.taps.leaves import leaf
@@ -235,7 +235,7 @@ class Tap(RoutedLayer):
         dim = self.batch_dim
         leaves, structure = tree_flatten((args, kwargs))
         tensors = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
-        if len(tensors) != 1 or not (self.taps.gives_batches and self.module.weight.requires_grad) or picked_here():
+        if len(tensors) != 1 or not (self.taps.gives_batches and self.module.weight.requires_grad) or not may_be_all(n):
             return args, kwargs, False
         x = leaves[tensors[0]]
         if self.alone and self._is_alone(x.dim() + 1):  # its output is not expanded before it meets samples

@@ -215,6 +215,36 @@ def test_tokens_that_are_picked(seed, tables):
         loss(mixes, x).backward()
 
 
+class Sorted(nn.Module):
+    """All samples, in another order, with positions (1, T) that they share."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.inner, self.head = nn.Embedding(9, D), WithPositions(), nn.Linear(D, 2)
+
+    def forward(self, x):
+        order = x.sum(1).argsort()
+        return self.head(self.inner(self.table(x)[order])[order.argsort()].sum(1))
+
+
+class WithPositions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.positions, self.lin = nn.Embedding(T, D), nn.Linear(D, D)
+
+    def forward(self, x):
+        return torch.tanh(self.lin(x + self.positions(torch.arange(x.shape[1])[None])))
+
+
+def test_positions_of_samples_in_another_order():
+    torch.manual_seed(0)
+    model, x = Sorted(), torch.randint(9, (N, T))
+    exact = loop_over_samples(model, loss, x)
+    wrapped = GradSampleModuleFastGradientClipping(model, loss_reduction="sum")
+    loss(wrapped, x).backward()
+    assert relative_error(wrapped.get_norm_sample(), norms_of(exact)) <= 1e-5
+
+
 class Images(nn.Module):
     """Of which each expert convolves those that the data sends it."""
 
