@@ -21,6 +21,17 @@ class BatchMean(torch.autograd.Function):
         return grad - grad.mean(0, keepdim=True)
 
 
+class Meets(nn.Module):
+    """Where samples do, by a function: one with a backward of its own, say."""
+
+    def __init__(self, mixes):
+        super().__init__()
+        self.mixes = mixes
+
+    def forward(self, x):
+        return self.mixes(x)
+
+
 class Rounded(torch.autograd.Function):
     """With the gradient of what it rounds."""
 
