@@ -108,7 +108,7 @@ class Picked:
             return None
         each, whole = self.numbers.flatten(1), self.of.numbers(self.numbers.device)[:1].flatten()
         k = len(whole)
-        if self.numbers.shape[1:] != self.of.shape[1:] or not torch.equal(each, each[:, :1] // max(k, 1) * k + whole):
+        if not k or self.numbers.shape[1:] != self.of.shape[1:] or not torch.equal(each, each[:, :1] // k * k + whole):
             return None
         rows = Source(self.of.layer, self.of.shape[:1], self.of.place)
         return Picked(each[:, 0] // k, self.by, rows, each=self.of.shape[1:])
