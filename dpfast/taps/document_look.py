@@ -309,9 +309,10 @@ class _Witness(OfCopy):
         if not outputs or in_backward() is not None:  # repeated there, where it is checkpointed
             return output
         key = (self.number, outputs[0].dim() if find_forward(self.module) is None else None)
-        rows = self._tokens(outputs[0], places.get(key))
-        self.seen.calls.setdefault(key, []).append(None if rows is None else fingerprints(rows, 0).cpu())
-        if outputs[0].requires_grad and picked_here() is None:
+        rows, among = self._tokens(outputs[0], places.get(key)), picked_here()
+        own = rows if among is None or rows is None else self._tokens(among.alone(outputs[0]), places.get(key))
+        self.seen.calls.setdefault(key, []).append(None if own is None else fingerprints(own, 0).cpu())
+        if outputs[0].requires_grad and among is None:
             self.seen.caught.append((key, places.get(key), outputs[0]))
             output = replaced(output, outputs[0], outputs[0].view_as(outputs[0]))  # hooks on its node run before
         if rows is not None and rowwise and not self._is_rowwise(forward, args, kwargs, places.get(key), rows):
@@ -335,11 +336,10 @@ class _Witness(OfCopy):
         picked = picked_here()
         if picked is not None and picked.of is not None:
             order = picked.of.tokens(self.how[1])
-            mask = (
-                mask.flatten()
-                if order is None
-                else torch.empty_like(mask.flatten()).index_copy(0, order, mask.flatten())
-            )
+            if order is not None:
+                mask = torch.empty_like(mask.flatten()).index_copy(0, order, mask.flatten())
+            elif not picked.each:  # else whole samples
+                mask = mask.flatten()
         else:
             mask = (
                 mask.flatten() if isinstance(place, Rows) else mask.movedim(0, place if isinstance(place, int) else 0)

@@ -117,12 +117,12 @@ class Picked:
         """Whether so many rows are all that there are to pick."""
         return self.of is not None and self.of.shape.numel() == rows
 
-    def alone(self, prints: Tensor) -> Tensor:
-        """Fingerprints of rows that stand at their places among all; none of the others, which are copies."""
-        numbers = None if self.numbers is None else self.numbers.flatten().to(prints.device)
-        if numbers is None or not self.is_at_places(len(prints)):
-            return prints
-        return torch.zeros_like(prints).index_copy(0, numbers, prints[numbers])
+    def alone(self, x: Tensor) -> Tensor:
+        """Of rows that stand at their places among all, or of their fingerprints; zeros for the others, copies."""
+        numbers = None if self.numbers is None else self.numbers.flatten().to(x.device)
+        if numbers is None or not x.dim() or not self.is_at_places(len(x)):
+            return x
+        return torch.zeros_like(x).index_copy(0, numbers, x[numbers])
 
     def is_one_each(self, rows: int) -> bool:
         """Whether they are a row of each sample, in the samples' order, out of so many."""
