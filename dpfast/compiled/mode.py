@@ -233,7 +233,7 @@ def clip_op(value: Tensor, upper: Tensor, used: Sequence[int], valid: Tensor) ->
     norms: list[SquaredNorm | None] = [None] * len(mode._places)
     for i, of in zip(used, zip(value, upper, strict=True), strict=True):
         norms[i] = SquaredNorm(*of)
-    return list(mode.own_clip(norms, valid))
+    return [x.clone() for x in mode.own_clip(norms, valid)]  # results of an operation share no memory
 
 
 @torch.library.custom_op("dpfast::clip_in_turn", mutates_args=())

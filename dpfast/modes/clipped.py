@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from dpfast.arithmetic import SquaredNorm, bounds, towards_zero
-from dpfast.modes.clippers import NormClipper, clip_factors, constant_factors
+from dpfast.modes.clippers import (
+    ConstantFlatClipper,
+    NormClipper,
+    clip_factors,
+    constant_factors,
+    thresholds_taken,
+)
 
 
 class Clipped(NamedTuple):
@@ -56,6 +62,9 @@ def clip(
     device = found[0].value.device if found else torch.device("cpu") if valid is None else valid.device
     if valid is not None:
         valid = valid.to(device)
+    excess = max(rounding, default=0.0)
+    if type(clipper) is ConstantFlatClipper and len(found) == 1:
+        return clip_to(*thresholds_taken(clipper), found[0], scale, excess=excess, valid=valid)
 
     def total(squares: Sequence[Tensor], slop: float) -> Tensor:
         if not squares:
@@ -69,25 +78,24 @@ def clip(
     if clipper.is_per_layer:
         unused = torch.zeros_like(upper)
         measured = [
-            unused if n is None else _valid(n.upper.to(device), valid).sqrt() * (scale * (1.0 + excess))
-            for n, excess in zip(norms, rounding, strict=True)
+            unused if n is None else _valid(n.upper.to(device), valid).sqrt() * (scale * (1.0 + own))
+            for n, own in zip(norms, rounding, strict=True)
         ]
     else:
-        measured = [upper.sqrt() * (1.0 + max(rounding, default=0.0))]
+        measured = [upper.sqrt() * (1.0 + excess)]
     factors = [_valid(f, valid) for f in clip_factors(clipper, measured)]
     if not clipper.is_per_layer:
         together = factors[0]
     else:
         together = torch.stack(factors) if factors else upper.new_zeros(0, len(upper))
     weights = together * scale
-    both = towards_zero(torch.stack([together, weights]), torch.float32)
-    rounded = [x.clone() for x in both.unbind()]  # results of an operation share no memory
+    rounded, single = towards_zero(torch.stack([together, weights]), torch.float32).unbind()
     return Clipped(
         value,
         upper,
-        rounded[0],
+        rounded,
         weights,
-        rounded[1],
+        single,
         torch.stack(measured) if measured else upper.new_zeros(0, len(upper)),
     )
 

@@ -212,12 +212,22 @@ def clip_factors(clipper: NormClipper, norms: Sequence[Tensor]) -> list[Tensor]:
             f"{type(clipper).__name__}.calc_clipping_factors gave factors of shape "
             f"{[tuple(f.shape) for f in factors]} for norms of shape {[tuple(n.shape) for n in norms]}"
         )
+    limits = thresholds_taken(clipper)
+    return [safe_factors(f, norm, limit) for f, norm, limit in zip(factors, norms, limits, strict=True)]
+
+
+def thresholds_taken(clipper: NormClipper) -> list[float]:
+    """Of each norm, as the factors are about to be: the clipper notes that sums are clipped to them.
+
+    Raises:
+        InputError: one is NaN or negative.
+    """
     thresholds = clipper.thresholds.double() if clipper.is_per_layer else None
     limits = [clipper.sensitivity] if thresholds is None else thresholds.tolist()
     clipper._clipped_to = max(clipper._clipped_to, limits[0] if thresholds is None else float(thresholds.norm()))
     if not all(limit >= 0.0 for limit in limits):
         raise InputError(f"{type(clipper).__name__} has thresholds {limits}; each must be a number, and not negative")
-    return [safe_factors(f, norm, limit) for f, norm, limit in zip(factors, norms, limits, strict=True)]
+    return limits
 
 
 def safe_factors(factors: Tensor, norms: Tensor, threshold: float) -> Tensor:

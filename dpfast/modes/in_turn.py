@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dpfast.arithmetic import SquaredNorm, cost, ops
 from dpfast.factors import Factor, InTurn, OuterProduct, Reshaped, added_up
-from dpfast.modes.clipped import Clipped, clip, clip_to
+from dpfast.modes.clipped import Clipped, clip
 from dpfast.modes.clippers import AutomaticClipper, ConstantFlatClipper, NormClipper
 from dpfast.modes.gathered import Gathered
 from dpfast.modes.memory_budget import size_of
@@ -106,9 +106,6 @@ def clip_in_turn(
         norm = added_up(*written)
         own = scale[some] if isinstance(scale, Tensor) else scale
         mask = None if valid is None else valid[some]
-        if type(clipper) is ConstantFlatClipper and not excess:
-            found.append(clip_to(clipper.sensitivity, norm, own, valid=mask))
-        else:
-            found.append(clip(clipper, [norm], scale=own, rounding=[excess], valid=mask))
+        found.append(clip(clipper, [norm], scale=own, rounding=[excess], valid=mask))
         in_turn.add(found[-1].coefficients(0, in_turn.dtype).tolist())
     return Clipped(*(torch.cat(parts, dim=-1) for parts in zip(*found, strict=True)))

@@ -205,19 +205,27 @@ def test_a_sample_that_is_not_finite_is_dropped(as_before):
     assert wrapped._clip_factors[1] == 0 and all(p.grad.isfinite().all() for p in wrapped.parameters())
 
 
+class OfOnesOwn(dpfast.ConstantFlatClipper):
+    """Asked for its factors, as any clipper is of which no more is known."""
+
+
 def test_factors_are_those_of_the_clipper():
     numbers = [0.0, 5e-324, 1e-300, 0.3, 0.999999, 1.0, 1.0000001, 7.0, 1e150, 1e308, math.inf, math.nan]
     for limit in (1e-300, 1e-6, 1.0, 3.7, 1e100):
         squares = torch.tensor(numbers, dtype=torch.float64)
         norm = SquaredNorm(squares * 0.99, squares)
-        clipper = dpfast.ConstantFlatClipper(limit)
         valid = torch.arange(len(numbers)) % 3 > 0
-        for scale, number, mask in itertools.product((1.0, 12.0), (1, 5), (None, valid)):
+        scales = (1.0, 12.0, torch.linspace(0.5, 12.0, len(numbers), dtype=torch.float64))
+        for scale, number, mask, excess in itertools.product(scales, (1, 5), (None, valid), (0.0, 1e-3)):
+            asked = {"scale": scale, "rounding": [excess] * number, "valid": mask}
             value, upper = (x.expand(number, -1).cumsum(0)[-1] for x in norm)
-            one = clip_to(limit, SquaredNorm(value, upper), scale, added=number, valid=mask)
-            other = clip(clipper, [norm] * number, scale=scale, rounding=[0.0] * number, valid=mask)
-            for name, x, y in zip(one._fields, one, other, strict=True):
-                assert torch.equal(x.nan_to_num(-1.0), y.nan_to_num(-1.0)), (name, limit, scale, number)
+            one = clip_to(limit, SquaredNorm(value, upper), scale, added=number, excess=excess, valid=mask)
+            for clipper in (dpfast.ConstantFlatClipper(limit), OfOnesOwn(limit)):
+                other = clip(clipper, [norm] * number, **asked)
+                for name, x, y in zip(one._fields, one, other, strict=True):
+                    assert torch.equal(x.nan_to_num(-1.0), y.nan_to_num(-1.0)), (name, limit, scale, number, excess)
+                clipper.flat_value = limit / 2  # what was clipped before remains so
+                assert clipper.take_sensitivity() == limit
 
 
 def zeros_in_place(wrapped):
