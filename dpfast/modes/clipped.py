@@ -64,7 +64,7 @@ def clip(
         valid = valid.to(device)
     excess = max(rounding, default=0.0)
     if type(clipper) is ConstantFlatClipper and len(found) == 1:
-        return clip_to(*thresholds_taken(clipper), found[0], scale, excess=excess, valid=valid)
+        return clip_to(thresholds_taken(clipper)[0], found[0], scale, excess=excess, valid=valid)
 
     def total(squares: Sequence[Tensor], slop: float) -> Tensor:
         if not squares:
