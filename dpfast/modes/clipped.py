@@ -95,7 +95,7 @@ def clip(
         upper,
         rounded,
         weights,
-        single,
+        single.clone(),  # as in clip_to
         torch.stack(measured) if measured else upper.new_zeros(0, len(upper)),
     )
 
@@ -128,6 +128,7 @@ def clip_to(
         return Clipped(value, upper, single, factors, single, measured.unsqueeze(0))
     weights = factors * scale
     rounded, single = towards_zero(torch.stack([factors, weights]), torch.float32).unbind()
+    single = single.clone()  # launches read it, which are others where an address is no multiple of 16 bytes
     return Clipped(value * scale**2, upper, rounded, weights, single, measured.unsqueeze(0))
 
 
