@@ -1,5 +1,8 @@
 """Per-sample gradients for PyTorch, at the speed of the hardware."""
 
+import importlib
+from typing import Any
+
 from dpfast import rules
 from dpfast.arithmetic import ops
 from dpfast.compiled import compile_step
@@ -48,3 +51,10 @@ __all__ = [
 ]
 
 keep_former_names()
+
+
+def __getattr__(name: str) -> Any:
+    """What not everybody needs, and Opacus with it, is imported when it is asked for."""
+    if name in ("opacus", "testing"):
+        return importlib.import_module(f"dpfast.{name}")
+    raise AttributeError(f"module 'dpfast' has no attribute {name!r}")

@@ -4,10 +4,14 @@ import importlib
 import inspect
 import pkgutil
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+import dpfast
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "api.md").read_text()
@@ -72,3 +76,13 @@ def test_names_that_pages_call_by_their_full_name_are_there(page):
             pkgutil.resolve_name(name)
         except (ImportError, AttributeError) as error:
             raise AssertionError(f"{page.name} speaks of {name}: {error}") from error
+
+
+@pytest.mark.parametrize("name", ["opacus", "testing"])
+def test_a_wing_that_is_asked_for_is_imported(name):
+    """As README writes it, behind ``import dpfast`` alone."""
+    pytest.importorskip("opacus")
+    code = f"import dpfast; assert dpfast.{name}.__name__ == 'dpfast.{name}'"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(AttributeError, match="has no attribute 'opacu'"):
+        dpfast.opacu  # noqa: B018

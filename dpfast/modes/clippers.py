@@ -284,6 +284,15 @@ def check_threshold(value: float, name: str = "max_grad_norm") -> float:
     return number
 
 
+def check_is_clipper(norm_clipper: Any) -> None:
+    """Raises InputError for what is none."""
+    if not isinstance(norm_clipper, NormClipper):
+        raise InputError(
+            f"norm_clipper={norm_clipper!r} is no NormClipper: give an object, as dpfast.ConstantFlatClipper(1.0), no "
+            "number and no class"
+        )
+
+
 def check_clipper(norm_clipper: NormClipper | None, module: nn.Module, passes: int) -> None:
     """Raises InputError where the clipper does not fit the module's parameters or the passes; StateError within a
     backward pass, some of which another one may have clipped."""
@@ -291,6 +300,7 @@ def check_clipper(norm_clipper: NormClipper | None, module: nn.Module, passes: i
         raise StateError("norm_clipper cannot be set while a backward pass runs; set it between steps")
     if norm_clipper is None:
         return
+    check_is_clipper(norm_clipper)
     norm_clipper.for_parameters(sum(p.requires_grad for p in module.parameters()))
     if passes == 2 and norm_clipper.is_per_layer:
         raise InputError(

@@ -55,7 +55,8 @@ def check_before_steps(private: Any) -> Any:
 def check_noise(noise_multiplier: float) -> None:
     """Raises InputError where it is no number, negative or not finite."""
     try:
-        fits = 0.0 <= float(noise_multiplier) < math.inf
+        # It is kept as it is, and no string can be computed with.
+        fits = not isinstance(noise_multiplier, str) and 0.0 <= float(noise_multiplier) < math.inf
     except (TypeError, ValueError):
         fits = False
     if not fits:

@@ -368,3 +368,13 @@ def test_thresholds_that_bound_nothing_are_refused(wrong):
     with pytest.raises(InputError, match=r"thresholds .* not negative"):
         mean_loss(wrapped, x, y).backward()
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("given", [1.0, "flat", dpfast.ConstantFlatClipper], ids=str)
+def test_what_is_no_clipper_is_refused(given):
+    for wrap in (
+        lambda: dpfast.PerSampleGradientClipper(nn.Linear(2, 2), given),
+        lambda: dpfast.GradSampleModuleFastGradientClipping(nn.Linear(2, 2), norm_clipper=given),
+    ):
+        with pytest.raises(InputError, match=r"is no NormClipper: give an object"):
+            wrap()

@@ -20,6 +20,7 @@ WRONG = {
     "NaN, materialized": {"max_grad_norm": torch.nan, "grad_sample_mode": "dpfast_materialize"},
     "negative noise": {"noise_multiplier": -1.0},
     "no number of noise": {"noise_multiplier": torch.nan, "grad_sample_mode": "dpfast_materialize"},
+    "noise that is a string": {"noise_multiplier": "1", "grad_sample_mode": "dpfast_materialize"},
     "whose records are": {"user_of_record": torch.arange(3)},
 }
 
