@@ -36,6 +36,7 @@ from dpfast.taps.left_behind import LeftBehind, taking_back
 from dpfast.taps.meeting import Meeting
 from dpfast.taps.node import Record, TappedLayer
 from dpfast.taps.nodes import Leads, ends_among, is_of_tap, nodes_behind
+from dpfast.taps.noise import noise_like
 from dpfast.taps.others import looked_at
 from dpfast.taps.outside import put_back
 from dpfast.taps.own_node import OwnStep, register_node
@@ -66,7 +67,6 @@ from dpfast.taps.registry import (
 from dpfast.taps.seen import said_by
 from dpfast.taps.shared import Shared
 from dpfast.taps.tap import Tap, TappedForward, has_hooks
-from dpfast.taps.witness import noise_like
 
 __all__ = [
     "Activations",

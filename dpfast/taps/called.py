@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 from dpfast.arithmetic import in_cuda_graph
-from dpfast.taps.bags import Bags
+from dpfast.taps.bags import NO_BAGS, Bags
+from dpfast.taps.inputs import Structure
 from dpfast.taps.learned import Learned
 
 _LATER = frozenset({1, *(8**k - 1 for k in range(1, 9))})
@@ -32,6 +35,23 @@ class Called(NamedTuple):
     bags: Bags
     dims: list[set[int]]
     n: int
+
+    def in_front(self, samples: Sequence[int], batch_dim: int) -> Called:
+        """The same batch with these samples before the others; as it is where samples are bags in one row."""
+        structure = Structure(self.inputs)
+        if self.bags is not NO_BAGS or len(structure.leaves) != len(self.dims):
+            return self
+        order = torch.tensor(list(dict.fromkeys((*samples, *range(self.n)))))
+        leaves = [
+            x.detach().index_select(dim, order.to(x.device)) if (dim := along(some, batch_dim)) is not None else x
+            for x, some in zip(structure.leaves, self.dims, strict=True)
+        ]
+        return self._replace(inputs=structure.unflatten(leaves), leaves=leaves)
+
+
+def along(dims: set[int], batch_dim: int) -> int | None:
+    """Which of the dimensions that may follow the batch is taken for it."""
+    return batch_dim if batch_dim in dims else min(dims, default=None)
 
 
 class Due(NamedTuple):

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from dpfast.taps.copied_hooks import hang_up_copies
 from dpfast.taps.detached import DetachableParameters
 from dpfast.taps.followed import Picked
-from dpfast.taps.gathered import NOT_FOLLOWED, with_picked
+from dpfast.taps.gathered import NOT_FOLLOWED, known_rows, with_picked
 from dpfast.taps.inputs import stands_alone
 from dpfast.taps.kept import made_by_autograd
 from dpfast.taps.packed import packed_in
@@ -166,6 +166,22 @@ def _holds_nothing(hook: Any) -> bool:
     return type(hook) is types.FunctionType and stands_alone(hook)
 
 
+def among_all(x: Tensor, numbers: Tensor, rows: int) -> Tensor:
+    """Rows at these places among so many, with copies of them between: of zeros a module may make what is no number."""
+    others = torch.arange(rows, device=x.device) % max(len(x), 1)
+    between = x.detach()[others] if len(x) else x.new_zeros(rows, *x.shape[1:])
+    return between.nan_to_num_(0.0, 0.0, 0.0).index_put((numbers,), x)
+
+
+def stand_otherwise(x: Tensor, picked: Picked) -> bool:
+    """Whether a tensor has all of some rows, and not these, of which there are as many by accident."""
+    rows = known_rows(x)
+    if rows is None or rows.by or rows.numbers is None or picked.numbers is None:
+        return False
+    own, others = (x.flatten(1)[:, 0] if x.dim() > 1 else x for x in (rows.numbers, picked.numbers))
+    return not torch.equal(own, others)
+
+
 class OfCopy(Tap):
     """The tap of a copy, where rows are always followed.
 
@@ -192,7 +208,7 @@ class OfCopy(Tap):
         """Each row at its place among all, and each sample that was picked whole: the bits of none depend on how many
         others were picked."""
         leaves, structure = tree_flatten((args, kwargs))
-        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        tensors, given = [x for x in leaves if isinstance(x, Tensor)], picked
         packed = packed_in((*args, *kwargs.values())) is not None
         recurrent = isinstance(self.module, nn.RNNBase)
         if not (recurrent and (not self.module.batch_first or len(tensors) > 1)):
@@ -206,12 +222,9 @@ class OfCopy(Tap):
         numbers, rows = picked.numbers.flatten(), picked.of.shape.numel()
 
         def at_places(x: Any) -> Any:  # what goes with the rows too (an expert's weight of each)
-            if not isinstance(x, Tensor) or x.shape[:1] != numbers.shape:
+            if not isinstance(x, Tensor) or x.shape[:1] != numbers.shape or stand_otherwise(x, given):
                 return x
-            # Between them copies of them: of zeros a module may make what is no number.
-            others = torch.arange(rows, device=x.device) % max(len(x), 1)
-            between = x.detach()[others] if len(x) else x.new_zeros(rows, *x.shape[1:])
-            return between.nan_to_num_(0.0, 0.0, 0.0).index_put((numbers,), x)
+            return among_all(x, numbers, rows)
 
         args_of_all, kwargs_of_all = tree_unflatten(list(map(at_places, leaves)), structure)
         with with_picked(picked):

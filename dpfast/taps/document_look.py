@@ -23,6 +23,7 @@ from dpfast.taps.fingerprints import fingerprints
 from dpfast.taps.gathered import following_model, picked_here
 from dpfast.taps.inputs import Structure, results_in
 from dpfast.taps.layout import Place, Rows, tokens_in
+from dpfast.taps.noise import stand_ins
 from dpfast.taps.outside import put_back
 from dpfast.taps.passes import in_backward
 from dpfast.taps.random_numbers import same_random_numbers
@@ -30,7 +31,7 @@ from dpfast.taps.registry import find_by_row, find_forward
 from dpfast.taps.same_kernels import attention_written_out, same_kernels
 from dpfast.taps.seen import Key
 from dpfast.taps.tap import Tap
-from dpfast.taps.witness import copied, replaced, stand_ins
+from dpfast.taps.witness import copied, replaced
 from dpfast.taps.written import begun_anew
 
 _SAME = 0.02

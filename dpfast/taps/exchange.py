@@ -25,16 +25,17 @@ from dpfast.taps.layout import NO_SAMPLES, Mixed, Place, Rows
 from dpfast.taps.length_look import DIFFERS, LengthLook
 from dpfast.taps.lengths import not_exchanged
 from dpfast.taps.met_in_backward import Exchanged, Which
+from dpfast.taps.noise import stand_ins
 from dpfast.taps.owned import owned_parameters
 from dpfast.taps.picks import NO_ROUTES
-from dpfast.taps.places_told import OTHER_ORDER, at_places_told, parted_told, place_told
+from dpfast.taps.places_told import OTHER_ORDER, calls_told, parted_told, place_told
 from dpfast.taps.random_numbers import RandomNumbers, same_random_numbers
 from dpfast.taps.same_kernels import attention_written_out, same_kernels
 from dpfast.taps.seen import Key, Run, alike, equal, gradients_alike, said_by
 from dpfast.taps.tap import Tap
 from dpfast.taps.told import NOTHING, Told, together
 from dpfast.taps.trial import Trial
-from dpfast.taps.witness import MOST_CALLS, RunsAway, run_on, stand_ins
+from dpfast.taps.witness import MOST_CALLS, RunsAway, run_on
 from dpfast.taps.written import begun_anew
 
 _GRADIENT = "the gradient at its output changes with a sample that is not its own"
@@ -49,7 +50,7 @@ _IN_LOSS = (
     "samples' tokens where these have different numbers of them)"
 )
 
-_MIXED = "each of its entries depends on several samples (similarities of all pairs, in-batch negatives)"
+_MIXED = "each of its entries depends on several samples (statistics of the batch, mixup, similarities of all pairs)"
 _FAILS = "with a sample in another one's place it fails, {}"
 _NO_BACKWARD = "more than one backward pass through it fails, {}"
 _GRADIENTS_DIFFER = (
@@ -234,17 +235,16 @@ class _Exchange:
         both = ((calls, base.calls.get(key, [])) for run in runs for key, calls in run.calls.items())
         changed = any(not equal(x, y) for calls in both for x, y in zip(*calls, strict=False))
         named = {i if i < own else base.held[i - own]: message for i, message in outputs.items()}
-        why = None
-        if not (wrong or outputs or met):
-            why = _NO_BACKWARD.format(base.failed) if base.failed else _GRADIENTS_DIFFER if differ else None
+        why = _NO_BACKWARD.format(base.failed) if base.failed else _GRADIENTS_DIFFER if differ else None
         return Told(
             found,
             named,
             changed,
-            why=why,
+            why=None if wrong or outputs or met else why,
             parted={i: dims for i, dims in parted.items() if dims and i < own},
             not_run=not_run,
             packed=frozenset(base.packed),
+            ran=frozenset(key for key in base.order if self.taps[key[0]].receives),
             draws=self.again.are_drawn(),
         )
 
@@ -258,17 +258,16 @@ class _Exchange:
         found: dict[Key, Place] = {}
         not_run: set[Key] = set()
         for key, place in self.places.items():
-            calls = [base.calls.get(key), *(run.calls.get(key) for run in runs)]
+            calls = calls_told(key, (base, *runs))
             if not any(calls):
                 not_run.add(key)
                 continue
-            if any(key in run.at_places for run in (base, *runs)):
-                calls = at_places_told(calls)
             if key in self.also_alone:
                 calls = [some and [x for x in some if isinstance(x, Tensor)] for some in calls]
             found[key] = place_told(self.size, place, calls[0], calls[1:], which)
         for key, place in base.met.items():  # noted if it is wrong: shapes have told where it is
-            told = place_told(self.size, place, base.calls[key], [run.calls.get(key) for run in runs], which)
+            calls = calls_told(key, (base, *runs))
+            told = place_told(self.size, place, calls[0], calls[1:], which)
             if isinstance(told, str) or isinstance(self.ways.get(key), Rows):
                 found[key] = told
         return found, frozenset(not_run)

@@ -29,10 +29,14 @@ from dpfast.taps.beside_outputs import left_beside
 from dpfast.taps.copies import copy_of
 from dpfast.taps.dependence import Dependence
 from dpfast.taps.detached import detached_parameters
+from dpfast.taps.followed import Picked
+from dpfast.taps.gathered import gave_rows, rows_among
 from dpfast.taps.inputs import tensors_in
-from dpfast.taps.layout import Call, Rows
+from dpfast.taps.layout import Call, Place, Rows
 from dpfast.taps.left_behind import ONE_AT_A_TIME, LeftBehind, say_what_was_guessed, taking_back
 from dpfast.taps.meeting import Meeting
+from dpfast.taps.meets import are_met_as_rows, met_as_rows
+from dpfast.taps.nobody import Nobody
 from dpfast.taps.outside import put_back
 from dpfast.taps.owned import owned_modules
 from dpfast.taps.packed import shapes_taken
@@ -133,6 +137,7 @@ class ShapeTap(Tap):
     looks = True
     size: int
     dependence: Dependence
+    at: dict[Any, Place] | None = None  # where its samples are; None: that is found out here
     called: tuple[Trial, Sequence[Any]]
     calls: list[tuple[Any, Call]]
     fine: dict[Any, bool]
@@ -236,11 +241,15 @@ class ShapeTap(Tap):
     def tapped_as_one(self, *_: Any) -> None:
         return None
 
+    @property
+    def follows(self) -> bool:
+        return self.at is not None
+
     def known(self, key: Any) -> Any:
         return 0
 
     def known_place(self, rank: int) -> Any:
-        return self.given  # the rest is found out here
+        return self.at.get(rank) if self.at is not None and self.given is None else self.given
 
     def own(self, owned: Sequence[nn.Module], parameter: nn.Parameter) -> Tensor:
         self.asked = True
@@ -260,6 +269,11 @@ class ShapeTap(Tap):
         found = [x for x in tensors_in(output) if x.requires_grad]
         if not found:
             return output
+        rows = rows_among(operation.others)
+        if rows is not None and are_met_as_rows(operation, *rows):
+            _note(operation, fine=self._has_rule_for_rows(operation, rows[0], output))
+            gave_rows(output, rows[0])
+            return output
         follows = any(map(self.dependence.follows, found))
         shapes = [operation.times()] if operation.func is Tensor.repeat else [x.shape for x in found]
         self.calls.append((operation.way, ([], shapes)))
@@ -273,6 +287,13 @@ class ShapeTap(Tap):
             return operation.wrapped(output, lambda x: x.requires_grad)
         _note(operation, fine=follows and self._has_rule(operation, output, shapes))
         return output
+
+    def _has_rule_for_rows(self, operation: Operation, picked: Picked, output: Any) -> bool:
+        try:
+            again = met_as_rows(operation, picked)
+        except Exception:
+            return False
+        return isinstance(again, Tensor) and (again.shape, again.dtype) == (output.shape, output.dtype)
 
     def _has_rule(self, operation: Operation, output: Any, shapes: Sequence[Sequence[int]]) -> bool:
         """Whether the operation has one, which gives what the operation itself gives."""
@@ -300,18 +321,6 @@ def _note(operation: Operation, fine: bool, where: str = "") -> None:
         assert isinstance(probe, ShapeTap)
         if source.key[0] == where or not where:
             probe.fine[source.key] = fine and probe.fine.get(source.key, True)
-
-
-class Nobody:
-    """Stands where the tapped model is, in a copy: catches nothing."""
-
-    active = inserts = picks_rows = False
-    gives_batches = True
-    batch_dim = 0
-    shared: Sequence[tuple[nn.Parameter, Tensor]] = ()  # the model's parameters, and what the copy has in their place
-
-    def is_input(self, x: Tensor, *, whole: bool = False) -> bool:
-        return True  # what a 1-D input is is found out here, and no value is looked at
 
 
 class WithoutGradients(TorchFunctionMode):

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from dpfast.errors import UnsupportedModuleError
 from dpfast.factors import Runs
+from dpfast.taps.kept_rows import ENTRIES, KEEP, PACK, PICK, PUT, by_index, is_mask
 from dpfast.taps.layout import Mixed, Place, Rows, tokens_in
 from dpfast.taps.packed import in_samples, rows_of, tensors_of_packed
 from dpfast.taps.row_by_row import at_places, made_row_by_row
@@ -81,8 +82,15 @@ class Picked:
         packed: bool = False,
         each: Sequence[int] = (),
     ):
-        self.numbers, self.by, self.of, self.packed, self.each = numbers, by, of, packed, tuple(each)
+        self.numbers, self.by, self.of, self.packed, self.each = numbers, by, of, packed, torch.Size(each)
         self._runs: dict[int, Runs] = {}  # by how many rows a layer saw
+        self._outer = self  # what the expert got, within which these are
+
+    def within(self, outer: Picked) -> Picked:
+        """The same in an expert that got other rows, of which a look knows."""
+        found = Picked(self.numbers, self.by, self.of, packed=self.packed, each=self.each)
+        found._outer = outer
+        return found
 
     def place(self, learned: Any) -> Place:
         """Of a layer in the expert: its rows are taken for samples, unless it has been seen to mix them."""
@@ -131,9 +139,16 @@ class Picked:
         n = self.of.shape[self.of.place]
         return torch.equal(self.of.samples(n)[self.numbers.cpu()], torch.arange(n))
 
+    def shape_by(self, dim: int) -> tuple[int, ...]:
+        """Of the rows, with that dimension in front."""
+        if self.numbers is None:
+            return ()
+        return tuple((self.numbers.movedim(dim, 0) if dim < self.numbers.dim() else self.numbers).shape)
+
     def _may_be(self, constant: Sequence[int], rows: int, dim: int) -> bool:
         """Whether a layer's input of that shape, through which no gradient goes, is what was picked."""
-        assert self.numbers is not None
+        if self.numbers is None:
+            return False
         if dim >= self.numbers.dim() or rows >= self.numbers.numel():
             return True
         picked = self.numbers.movedim(dim, 0).shape
@@ -142,10 +157,14 @@ class Picked:
     def numbers_of(self, rows: int, constant: Sequence[int] | None) -> Tensor | None:
         """Of so many rows that a layer gives: of all, where those that were picked stand at their places, or of these;
         None where it gives others. constant: as of :meth:`runs`."""
-        shared = constant is not None and tuple(constant[1 : 1 + len(self.each)]) != self.each
-        if self.of is None or self.numbers is None or shared:
+        if self.of is None or self.numbers is None:
             return None
-        if rows == self.of.shape.numel():
+        samples, entries = self.of.shape.numel(), self.each.numel()
+        if self.each and rows == samples * entries != samples:  # of samples, one after the other
+            return torch.arange(samples).repeat_interleave(entries)
+        if constant is not None and tuple(constant[1 : 1 + len(self.each)]) != self.each:  # shared
+            return None
+        if rows == samples:
             return torch.arange(rows)
         if constant is not None and not self._may_be(constant, rows, 0):
             return None
@@ -167,16 +186,21 @@ class Picked:
         """
         self.check()
         assert self.of is not None and self.numbers is not None
-        if constant is not None and not self._may_be(constant, rows, dim):
+        if constant is not None and not self._outer._may_be(constant, rows, dim):
             raise UnsupportedModuleError(
                 f"its input {tuple(constant)} is not what {self.of.layer} picks, "
-                f"{tuple(self.numbers.movedim(dim, 0).shape)}, nor made of it by what has gradients: positions or a "
+                f"{self._outer.shape_by(dim)}, nor made of it by what has gradients: positions or a "
                 "table that all samples share, most likely, which nobody can tell from samples in an expert; give each "
                 "sample that is picked its own row, or freeze it"
             )
         if rows not in self._runs:
             whose = self.of.samples(batch_size) if units is None else units.of_rows(self.of)
             whose, number = whose[self.numbers.cpu()], (batch_size or 0) if units is None else units.num_units
+            if dim < whose.dim() and whose.shape[dim] != rows == whose.numel():
+                raise UnsupportedModuleError(
+                    f"it gets {rows} rows made of {tuple(whose.shape)} that {self.of.layer} picks, in an order that is "
+                    "not followed; make one dimension of several where they come in (x.flatten(0, 1)), or freeze it"
+                )
             if dim < whose.dim() and whose.shape[dim] == rows < whose.numel():
                 whose = whose.movedim(dim, 0).flatten(1)
                 if bool((whose != whose[:, :1]).any()):
@@ -243,8 +267,16 @@ class Following(TorchFunctionMode):
                 for state in x if isinstance(x, tuple) else (x,):  # (layers, N, D), in the order of its samples
                     if isinstance(state, Tensor) and state.dim() == 3 and state.shape[1] == len(numbers):
                         self._note(state, Picked(numbers[:, 0].expand(state.shape[:2]), picked.by, picked.of))
-        elif isinstance(output, Tensor) and numbers is not None and output.shape[:-1] == numbers.shape:
-            self._note(output, picked)
+        elif numbers is not None and not isinstance(output, PackedSequence):
+            for x in output if isinstance(output, tuple) else (output,):
+                if isinstance(x, Tensor) and x.is_floating_point() and x.shape[:-1] == numbers.shape:
+                    self._note(x, picked)
+
+    def knows_nothing_of(self, tensors: Sequence[Tensor]) -> None:
+        """Whose rows those have that are not known by now."""
+        for x in tensors:
+            if x.is_floating_point() and self.picked(x) is None:
+                self._note(x, Picked(None, (None,), self.source))
 
     def picked(self, x: Any) -> Picked | None:
         """The rows that a tensor has; None where that is not known."""
@@ -265,7 +297,7 @@ class Following(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in _KEEP and func not in _PUT:
+        if func not in KEEP and func not in PUT:
             made_of, each = made_row_by_row(func, args, kwargs)
             rows = [self.picked(x) if isinstance(x, Tensor) and x.is_floating_point() else None for x in made_of]
             sources = [] if each and None in rows else [picked for picked in rows if picked is not None]
@@ -280,17 +312,20 @@ class Following(TorchFunctionMode):
         result = func(*args, **kwargs)
         if source is None or source.numbers is None:
             return result
-        if func in _PUT:
+        if func in PUT:
             if not kwargs and self._is_put_back(source, *args[1:]):
                 self._note(args[0] if result is None else result, source)
             return result
         last = args[0].shape[source.numbers.dim() :]  # none of entries
-        found = _KEEP[func](source.numbers, result, *args[1:], **kwargs) if last or func in _ENTRIES else None
+        try:
+            found = KEEP[func](source.numbers, result, *args[1:], **kwargs) if last or func in ENTRIES else None
+        except (TypeError, IndexError):  # arguments by names, or dimensions counted from behind
+            found = None
         parts = [(result, found)] if isinstance(result, Tensor) else zip(result, found or (), strict=False)
         for x, numbers in parts:
             if numbers is not None and (*numbers.shape, *last) == x.shape:
-                by = args[-1] if func in _PICK else PACK
-                self._note(x, Picked(numbers, (*source.by, by) if func in _ENTRIES else source.by, source.of))
+                by = args[-1] if func in PICK else PACK
+                self._note(x, Picked(numbers, (*source.by, by) if func in ENTRIES else source.by, source.of))
         return result
 
     def _is_put_back(self, to: Picked, index: Any, rows: Any) -> bool:
@@ -298,11 +333,11 @@ class Following(TorchFunctionMode):
         put = self.picked(rows)
         if put is None or put.numbers is None or to.numbers is None or put.of is not to.of:
             return False
-        if _is_mask(index) and index.dim() == to.numbers.dim() + 1 and index.shape[-1] == 1:
+        if is_mask(index) and index.dim() == to.numbers.dim() + 1 and index.shape[-1] == 1:
             index = index.squeeze(-1)
         if isinstance(index, Tensor) and index.dim() > to.numbers.dim():
             return False
-        place = _by_index(to.numbers, rows, index)
+        place = by_index(to.numbers, rows, index)
         return place is not None and torch.equal(place, put.numbers)
 
     def _note_row_by_row(self, result: Tensor, sources: list[Picked], each: bool) -> None:
@@ -313,6 +348,8 @@ class Following(TorchFunctionMode):
         """
         lead = result.shape[:-1] if result.dim() else None
         whole = [(x.numbers, x) for x in sources if x.numbers is not None and x.numbers.shape == lead]
+        if all(x.numbers is None for x in sources):
+            self._note(result, sources[0])
         if not whole or (each and len(whole) < len(sources)):
             return
         if all(numbers is whole[0][0] or torch.equal(numbers, whole[0][0]) for numbers, _ in whole):
@@ -334,67 +371,3 @@ class Following(TorchFunctionMode):
     def __exit__(self, *error: Any) -> None:
         self._seen.clear()
         super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch's
-
-
-def _by_index(numbers: Tensor, result: Tensor, index: Any) -> Tensor | None:
-    parts = index if isinstance(index, tuple) else (index,)
-    if any(x is Ellipsis for x in parts):  # it stands for the last dimension too
-        return None
-    taken = sum(0 if x is None else x.dim() if _is_mask(x) else 1 for x in parts)
-    if taken > numbers.dim() and isinstance(parts[-1], slice) and parts[-1] == slice(None):
-        index = parts[:-1]  # the last dimension, whole
-    try:
-        return numbers[index]
-    except (IndexError, TypeError):
-        return None
-
-
-def _is_mask(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.dtype == torch.bool
-
-
-def _by_select(numbers: Tensor, result: Tensor, dim: int, index: Tensor) -> Tensor | None:
-    return numbers.index_select(dim, index) if 0 <= dim < numbers.dim() else None
-
-
-def _parted(numbers: Tensor, result: Any, sizes: Any, dim: int = 0) -> Any:
-    return numbers.split(sizes, dim) if 0 <= dim < numbers.dim() else None
-
-
-def _repeated(numbers: Tensor, result: Tensor, times: Any, dim: int = -1, **_: Any) -> Tensor | None:
-    return numbers.repeat_interleave(times, dim) if 0 <= dim < numbers.dim() else None
-
-
-def _transposed(numbers: Tensor, result: Tensor, one: int, two: int) -> Tensor | None:
-    return numbers.transpose(one, two) if min(one, two) >= 0 and max(one, two) < numbers.dim() else None
-
-
-def _packed(numbers: Tensor, result: Any, lengths: Tensor, batch_first: bool) -> Any:
-    return PACK(numbers.unsqueeze(-1), lengths, batch_first)[0].squeeze(-1), None
-
-
-def _viewed(numbers: Tensor, result: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
-    lead = result.shape[:-1]
-    return numbers.reshape(lead) if lead.numel() == numbers.numel() else None
-
-
-PACK: Any = torch._VF._pack_padded_sequence  # what pack_padded_sequence calls
-_PICK: dict[Any, Callable[..., Any]] = {
-    Tensor.__getitem__: _by_index,
-    Tensor.index_select: _by_select,
-    torch.index_select: _by_select,
-    Tensor.split: _parted,
-    torch.split: _parted,
-    Tensor.repeat_interleave: _repeated,
-    torch.repeat_interleave: _repeated,
-}
-_ENTRIES = frozenset((*_PICK, PACK))  # what rows are picked by, whole numbers too
-_PUT = frozenset((Tensor.__setitem__, Tensor.masked_scatter, Tensor.masked_scatter_, torch.masked_scatter))
-_VIEWS = ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous", "clone", "to", "type_as")
-_KEEP = _PICK | {
-    f: _viewed for name in (*_VIEWS, "float", "half", "bfloat16", "double") for f in (getattr(Tensor, name),)
-}
-_KEEP |= dict.fromkeys((torch.reshape, torch.flatten, torch.squeeze, torch.unsqueeze, torch.clone), _viewed)
-_KEEP |= dict.fromkeys((Tensor.transpose, torch.transpose), _transposed) | {PACK: _packed}
-WHOLE_ROWS = frozenset(_KEEP)
-"""Functions that keep rows as they are."""

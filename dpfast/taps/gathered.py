@@ -7,13 +7,14 @@ How many rows an expert gets depends on the data, and nothing in their shape tel
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
 from dpfast.taps.followed import Following, Picked
+from dpfast.taps.inputs import tensors_in
 from dpfast.taps.layout import Place
 from dpfast.taps.node import TappedLayer
 from dpfast.taps.packed import packed_in
@@ -77,9 +78,9 @@ def end_model(taps: object) -> None:
 
 
 @contextmanager
-def following_model(taps: Any, model: nn.Module, inputs: Any) -> Iterator[None]:
+def following_model(taps: Any, model: nn.Module, inputs: Any, *, trial: bool = True) -> Iterator[None]:
     """The same in a copy's forward, which writes to none of the parameters that it shares."""
-    follow_model(taps, model, inputs, trial=True)
+    follow_model(taps, model, inputs, trial=trial)
     try:
         with Unwritten(taps.shared):
             yield
@@ -128,6 +129,26 @@ def picked_here() -> Picked | None:
     return _here.picked[-1] if _here.picked else None
 
 
+def rows_among(tensors: Iterable[Tensor]) -> tuple[Picked, Tensor] | None:
+    """Of the tensors the first that has rows which were picked, and these; None within an expert, which has all of them
+    for its samples."""
+    if not _here.following or _here.picked:
+        return None
+    some = ((of.picked(x), x) for x in tensors for of in reversed(_here.following))
+    return next(((picked, x) for picked, x in some if picked is not None and picked.by), None)
+
+
+def known_rows(x: Tensor) -> Picked | None:
+    """Those that a tensor has, where it is followed."""
+    return next((rows for of in reversed(_here.following) if (rows := of.picked(x)) is not None), None)
+
+
+def gave_rows(output: Any, picked: Picked) -> None:
+    """Something has given that of picked rows, one of each."""
+    for outer in _here.following:
+        outer.gave_rows(output, picked)
+
+
 def may_be_all(n: int) -> bool:
     """Whether as many rows, or samples, as these run in this thread: of a batch of one, others may stand for it."""
     picked = picked_here()
@@ -164,12 +185,15 @@ class RoutedLayer(TappedLayer):
         """The module's forward, of whose rows it is known whose they are where it sends some to experts, or is one."""
         if not (self.sends or self.receives or _here.following) or not self.follows:
             return self.caught(forward, args, kwargs)
+        if _here.picked and not self.trial:
+            return self._run_within(forward, args, kwargs)
         picked = self.rows_picked((*args, *kwargs.values())) if self.receives else None
         if picked is not None:
+            if _here.following:  # what else it gets may have as many rows
+                _here.following[-1].knows_nothing_of(tensors_in((args, kwargs)))
             with with_picked(picked):
                 output = self.run_picked(picked, forward, args, kwargs)
-            for outer in _here.following:
-                outer.gave_rows(output, picked)
+            gave_rows(output, picked)
             return output
         if not self.sends:
             output = self.caught(forward, args, kwargs)
@@ -184,6 +208,18 @@ class RoutedLayer(TappedLayer):
                     outer.gave(self.layer, output, self.known_place)
                 else:
                     outer.gave_packed(packed, output)
+        return output
+
+    def _run_within(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Within an expert, on what is made of the rows that it got, or on something else of the samples'."""
+        x = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+        rows = None if x is None else known_rows(x)
+        if rows is None or rows.packed:
+            return self.caught(forward, args, kwargs)
+        rows = rows.within(_here.picked[0])
+        with with_picked(rows):
+            output = self.caught(forward, args, kwargs)
+        gave_rows(output, rows)
         return output
 
     def rows_picked(self, inputs: Any) -> Picked | None:

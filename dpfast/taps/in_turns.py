@@ -6,7 +6,7 @@ follows the batch, and not who is in it. What has no samples goes as it would go
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from dpfast.taps.dependence import Dependence
 from dpfast.taps.exchanged_samples import first_samples
 from dpfast.taps.fake_run import ShapeTap
 from dpfast.taps.gathered import following_model
-from dpfast.taps.layout import Call
+from dpfast.taps.layout import Call, Place
 from dpfast.taps.outside import put_back
 from dpfast.taps.random_numbers import same_random_numbers
 from dpfast.taps.tap import Tap
@@ -43,11 +43,13 @@ def calls_in_turns(
     dims: Sequence[int | None],
     few: int,
     size: int,
+    places: Mapping[Any, Place],
 ) -> list[list[tuple[Any, Call | bool]]]:
     """As ``fake_run.calls_in_forward``, of a forward on so ``few`` of the samples, in turns.
 
     Args:
         leaves, trial: the inputs, flattened. dims: of each, that of its samples. size: so many run.
+        places: where taps have their samples, as far as that is known, for rows that are picked out of what they give.
     """
     with same_random_numbers():
         some = [first_samples(first_samples(x, d, few), d, size) for x, d in zip(leaves, dims, strict=True)]
@@ -60,7 +62,10 @@ def calls_in_turns(
         with put_back(original):
             trial.run_passes(model, inputs)
             probes = [ShapeTap.of(tap, size, dependence, (trial, inputs)) for tap in copies]
+            for i, probe in enumerate(probes):
+                probe.at = {rank: place for (number, rank), place in places.items() if number == i}
             args, kwargs = trial.unflatten(inputs)
-            with following_model(copies[0].taps, model, inputs), torch.enable_grad(), dependence:
+            # No bits are compared, and what has no shape of the batch is to have none on the way.
+            with following_model(copies[0].taps, model, inputs, trial=False), torch.enable_grad(), dependence:
                 model(*args, **kwargs)
         return [probe.told() for probe in probes]

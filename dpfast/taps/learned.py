@@ -23,6 +23,7 @@ from dpfast.taps.fake_run import Values, calls_in_forward, fake_parameters, noth
 from dpfast.taps.in_turns import calls_in_turns, told_apart
 from dpfast.taps.inputs import may_be_given_again, stands_alone
 from dpfast.taps.layout import NO_SAMPLES, Call, Mixed, Place, Rows, place_of, place_of_result
+from dpfast.taps.meets import PICKED
 from dpfast.taps.random_numbers import same_random_numbers
 from dpfast.taps.seen import said_by
 from dpfast.taps.tap import ALONE, OWN, Tap
@@ -139,6 +140,7 @@ def _learned_as(model: nn.Module, taps: Sequence[Tap], trial: Trial, dims: Seque
     told = told_by_exchange(model, taps, trial, batched, places, (SAMPLES, n))
     everywhere = with_own({**places, **told.places})
     everywhere = {key: place for key, place in everywhere.items() if key not in told.not_run}
+    everywhere |= {(number, (PICKED, way)): 0 for number, way in told.routes.ways}
     return Learned(everywhere, shapes, told, told.changed, batched, places)
 
 
@@ -260,7 +262,7 @@ def _found_on_data(
     inside |= {part for x in shapes for size in x for part in (size, size // sizes[0])}
     turns = told_apart(inside)
     try:
-        one, two = (calls_in_turns(model, taps, trial.leaves, trial, dims, sizes[0], size) for size in turns)
+        one, two = (calls_in_turns(model, taps, trial.leaves, trial, dims, sizes[0], n, seen.places) for n in turns)
         alike = _compared(taps, one, two, turns).places
     except Exception:  # of a model that wants them sorted, or takes no stand-ins: what is known is wrong stays so
         return [seen]
@@ -276,7 +278,10 @@ def _found_on_data(
     of_ranks = [place for (_, rank), place in alike.items() if isinstance(rank, int)]
     by_shapes = not any(isinstance(place, str) and place != NO_SAMPLES for place in of_ranks)
     ways = {key: place for key, place in alike.items() if not isinstance(key[1], int)}
-    seen.places.update({k: place for k, place in ways.items() if by_shapes or k[0] in anew or k[0] not in run})
+    wrong = {i for (i, _), place in ways.items() if not isinstance(place, int) and place != NO_SAMPLES}
+    apart = {i for i, _ in ways} - wrong - {i for i, way in ways if way and way[0] == ALONE}  # of parameters
+    known = anew | apart | ({i for i, _ in ways} - run)
+    seen.places.update({k: place for k, place in ways.items() if by_shapes or k[0] in known})
     return [seen]
 
 

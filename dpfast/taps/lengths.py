@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from dpfast.taps.followed import PACK
 from dpfast.taps.inputs import tensors_in
+from dpfast.taps.kept_rows import PACK
 
 
 class Counts(NamedTuple):

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from dpfast.taps.copies import OfCopy
 from dpfast.taps.detached import detached_parameters
-from dpfast.taps.gathered import picked_here
+from dpfast.taps.followed import Picked
+from dpfast.taps.gathered import gave_rows, picked_here, rows_among
 from dpfast.taps.layout import NO_SAMPLES, Place, Rows
+from dpfast.taps.meets import are_met_as_rows
 from dpfast.taps.owned import owned_modules
 from dpfast.taps.passes import in_backward
 from dpfast.taps.registry import find_rule
@@ -74,11 +76,21 @@ class AtMeetings(OfCopy):
         place = self.known(operation.way)
         if place == NO_SAMPLES:
             return operation.remains()
+        rows = rows_among(operation.others)
+        if rows is not None and are_met_as_rows(operation, *rows):
+            with torch._C.DisableTorchFunction():
+                output = self.met_rows(operation, rows[0])
+            gave_rows(output, rows[0])
+            return output
         output = operation.plain()
         if not isinstance(place, (int, Rows)) or not isinstance(output, Tensor) or picked_here() is not None:
             return output
         with torch._C.DisableTorchFunction():
             return self.met(operation, place, output)
+
+    def met_rows(self, operation: Operation, picked: Picked) -> Tensor:
+        """The result where it meets rows that were picked."""
+        raise NotImplementedError
 
     def met(self, operation: Operation, place: int | Rows, output: Tensor) -> Tensor:
         """It has met samples, which are there."""

@@ -7,7 +7,7 @@ were picked by numbers that depend on the data (``x[rows]``, masks, sorting), an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dpfast.taps.fake_run import WithoutGradients
-from dpfast.taps.followed import WHOLE_ROWS
 from dpfast.taps.inputs import tensors_in
+from dpfast.taps.kept_rows import WHOLE_ROWS
 from dpfast.taps.lengths import READ
 from dpfast.taps.packed import packed_in
 from dpfast.taps.registry import find_forward
@@ -33,13 +33,15 @@ class Routes(NamedTuple):
 
     Attributes:
         senders: whose forward picks rows. receivers: that are called with them, or may be.
+        ways: of taps, by number, to operations on what has no samples that have met such rows.
     """
 
     senders: frozenset[str]
     receivers: frozenset[str]
+    ways: frozenset[tuple[int, Any]] = frozenset()
 
     def __or__(self, other: Any) -> Routes:
-        return Routes(self.senders | other.senders, self.receivers | other.receivers)
+        return Routes(*(own | others for own, others in zip(self, other, strict=True)))
 
 
 NO_ROUTES = Routes(frozenset(), frozenset())
@@ -81,6 +83,10 @@ class Picks(WithoutGradients):
         self._receiver: tuple[str, _Mark] | None = None  # that runs, and of the rows that it got
         self._read = False  # whether the forward has read numbers out of the data
         self._receivers: dict[str, str] = {}
+        self._met_in: set[str] = set()  # modules whose rows meet parameters, which no module has to itself
+        self._trained: dict[int, StorageWeakRef] = {}  # what parameters, and what is made of them alone, stand in
+        for x in model.parameters():
+            self._are_made_of_parameters([x] if x.requires_grad else [])
         for x in inputs:
             if isinstance(x, Tensor):
                 self._set(x, _WHOLE)
@@ -94,6 +100,15 @@ class Picks(WithoutGradients):
             return None
         found = self._marks.get(x.untyped_storage()._cdata)
         return None if found is None else found[1]
+
+    def _are_made_of_parameters(self, tensors: Iterable[Any]) -> None:
+        for x in tensors:
+            if x.layout is torch.strided and x.is_floating_point():
+                self._trained[x.untyped_storage()._cdata] = StorageWeakRef(x.untyped_storage())
+
+    def has_picked(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether one of them has rows that were picked."""
+        return self._picked_in(*tensors) is not None
 
     def _picked_in(self, *inputs: Any) -> _Mark | None:
         with torch._C.DisableTorchFunction():
@@ -147,7 +162,7 @@ class Picks(WithoutGradients):
 
     def routes(self) -> Routes:
         """What has been seen. Modules of a sender that did not run may be called with picked rows another time."""
-        senders = frozenset(self._receivers.values())
+        senders = frozenset(self._receivers.values()) | self._met_in
         receivers = set(self._receivers)
         for name, module in self.model.named_modules():
             above = [name.rpartition(".")[0]] if name else []
@@ -177,6 +192,11 @@ class Picks(WithoutGradients):
             return
         took = tensors_in(args[:1] if name in _FIRST_ALONE else (args, kwargs))
         marks = [mark for x in took if (mark := self._mark(x)) is not None]
+        of_parameters = any(x.layout is torch.strided and x.untyped_storage()._cdata in self._trained for x in took)
+        if of_parameters and not marks:
+            self._are_made_of_parameters(made)
+        if of_parameters and self._receiver is None and func is not F.embedding_bag:  # which says whose they are
+            self._met_in |= {mark.sender for mark in marks if mark.sender is not None}
         if marks:
             self._read |= name in READ
             if self._parts_samples(name, args):

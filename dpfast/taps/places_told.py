@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dpfast.taps.layout import Mixed, OtherRows, Place, Rows
 from dpfast.taps.met_in_backward import Which, of_others
-from dpfast.taps.seen import Run, added_up
+from dpfast.taps.seen import Key, Run, added_up
 
 OTHER_ORDER = (
     "its samples stand in another order than in the model's input, and not by x[order] with an order that the inputs "
@@ -51,11 +51,15 @@ def place_told(size: int, place: Place, base: Any, runs: list[Any], which: Which
     return found
 
 
-def at_places_told(calls: Sequence[list[Any] | None]) -> list[list[Any] | None]:
-    """What a tap gave of picked rows at their places, in each run; of none where it did not run."""
+def calls_told(key: Key, runs: Sequence[Run]) -> list[list[Any] | None]:
+    """What a tap gave in each run; of rows that were picked at their places among all, those of nobody where it did
+    not run."""
+    calls = [run.calls.get(key) for run in runs]
+    if not any(key in run.at_places for run in runs):
+        return calls
     all_calls = [x for some in calls for x in some or ()]
     if not all(isinstance(x, Tensor) and x.shape == all_calls[0].shape for x in all_calls):
-        return list(calls)
+        return calls
     return [added_up(some or []) or [torch.zeros_like(all_calls[0])] for some in calls]
 
 

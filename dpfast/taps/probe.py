@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, cast
 
 import torch
@@ -15,7 +15,8 @@ from torch import nn
 from dpfast.arithmetic import buffers
 from dpfast.errors import InputError, UnsupportedModuleError, warn_caller
 from dpfast.taps.bags import NO_BAGS, Bags
-from dpfast.taps.called import Called, Due, Looks
+from dpfast.taps.begun_late import New, like_those_seen, rank_of, samples_of
+from dpfast.taps.called import Called, Due, Looks, along
 from dpfast.taps.exchange import told_by_exchange
 from dpfast.taps.inputs import (
     check_which_is_the_batch,
@@ -56,10 +57,6 @@ _NOT_SEEN = (
 )
 
 _TOO_MANY = f"this is another kind of input than the {_MOST_LOOKS} that were looked at (and so are later ones)"
-
-
-New = tuple[Tap, Record, tuple[int, ...] | None]
-"""What runs for the first time, and the shape of its output; None: of pieces."""
 
 
 class Probe:
@@ -175,7 +172,7 @@ class Probe:
         """What the first look at inputs of a kind has told."""
         self.outputs[kind], self._parted[kind] = found.told.outputs, found.told.parted
         if found.dims and found.told.why is None:
-            self._seen[kind] = {*found.places, *found.told.packed}
+            self._seen[kind] = {*found.places, *found.told.packed, *found.told.ran}
         else:  # on trust
             self._seen.pop(kind, None)
         for i, tap in enumerate(self._taps):
@@ -205,6 +202,7 @@ class Probe:
         self._refuse_carried(told.carried)
         say_what_is_not_told(receiver.model, told)
         self.outputs[kind] = {**told.outputs, **refused}  # the first time told which samples meet
+        self._seen.get(kind, set()).update(told.ran)
         wrong: Found = {key: place for key, place in told.places.items() if isinstance(place, str)}
         for (number, rank), place in with_own(wrong).items():
             self._note(self._taps[number].places, rank, kind, place)
@@ -237,13 +235,12 @@ class Probe:
         """Whether the tap runs and has not when the model was looked at: a branch, or a layer that random numbers, or a
         switch of the model's own, let out. Then that is done when the forward has ended."""
         seen = None if self._asks_no_more else self._seen.get(kind_here(self._receiver()))
-        # Where rows are picked they are followed, and operations have their way. What a backward pass repeats has run
-        # without taps before.
-        if seen is None or tap.sends or tap.receives or not record.batch_size or record.created_in is not None:
+        # Operations have their way. What a backward pass repeats has run without taps before.
+        if seen is None or tap.sends or not record.batch_size or record.created_in is not None:
             return False
         if tap.layer in seen or tap not in self._taps:
             return False
-        if (self._taps.index(tap), _rank(shape)) in seen:
+        if (self._taps.index(tap), rank_of(shape)) in seen:
             return False
         self._new.append((tap, record, shape))
         return True
@@ -256,9 +253,36 @@ class Probe:
             UnsupportedModuleError: samples meet, in a layer that has been looked at before too.
             InputError: a layer that no trial has run may have its samples in several dimensions.
         """
-        kind, receiver = kind_here(self._receiver()), cast(Any, self._receiver())
-        seen, where = self._seen[kind], [(self._taps.index(tap), _rank(shape)) for tap, _, shape in new]
-        picks, mixed = False, self._mixed(kind)
+        kind = kind_here(self._receiver())
+        seen, where = self._seen[kind], [(self._taps.index(tap), rank_of(shape)) for tap, _, shape in new]
+        mixed, keys, receiver = self._mixed(kind), list(zip(new, where, strict=True)), cast(Any, self._receiver())
+        experts = [key for (_, record, _), key in keys if record.picked is not None]
+        seen.update(like_those_seen(receiver.model, self._taps, experts, seen))
+        picks = len(experts) < len(keys) and self._look_with(called, looks, seen, {*where}.difference(experts))
+        before = -1
+        while not picks and looks is not None and before < len(seen):  # experts, each with samples of its own
+            rest, before = samples_of([record for (_, record, _), key in keys if key not in seen]), len(seen)
+            if rest:
+                self._look_again(called.in_front(rest, receiver.batch_dim), kind, looks.first, called.n)
+        for key, why in self._mixed(kind).items():
+            if key not in mixed and key not in where:  # whose place this forward has taken already
+                raise UnsupportedModuleError(f"{self._taps[key[0]].layer}: {why}")
+        unseen = {key: tap.layer for (tap, _, _), key in keys if not (picks or key in seen)}
+        seen.update(set(where) - unseen.keys())
+        for tap, record, shape in new:
+            place = tap.places.get(rank_of(shape))
+            place = place.get(kind) if isinstance(place, dict) else place
+            if record.picked is not None:
+                record.place = record.picked.place(place)
+                continue
+            # Rows that were picked in this forward have not been followed.
+            record.place = NOT_RUN if picks else place_in(tap, place, shape, record.batch_size or 0)
+        return unseen
+
+    def _look_with(self, called: Called, looks: Looks | None, seen: set[Any], where: Set[Any]) -> bool:
+        """Adds to what is seen of what is new. Returns whether rows are found to be picked that were not followed."""
+        receiver: Any = self._receiver()
+        kind, picks = kind_here(receiver), False
         with same_random_numbers() as again:
             for _ in range(_MOST_DRAWS):
                 found = self._learned(called)
@@ -279,17 +303,7 @@ class Probe:
                 self._add(kind, later, looks)
         if found.told.why is None and found.dims and called.n > SAMPLES:
             self._look_again(called, kind, found, called.n)
-        for key, why in self._mixed(kind).items():
-            if key not in mixed and key not in where:  # whose place this forward has taken already
-                raise UnsupportedModuleError(f"{self._taps[key[0]].layer}: {why}")
-        unseen = {key: tap.layer for (tap, _, _), key in zip(new, where, strict=True) if not (picks or key in seen)}
-        seen.update(set(where) - unseen.keys())
-        for tap, record, shape in new:
-            place = tap.places.get(_rank(shape))
-            place = place.get(kind) if isinstance(place, dict) else place
-            # Rows that were picked in this forward have not been followed.
-            record.place = NOT_RUN if picks else place_in(tap, place, shape, record.batch_size or 0)
-        return unseen
+        return picks
 
     def _add(self, kind: Any, found: Learned, looks: Looks | None) -> None:
         """What another look has told of what is new, or wrong."""
@@ -299,7 +313,7 @@ class Probe:
                 self._note(self._taps[number].places, rank, kind, place)
                 self._taps[number].note_uses()
         self.outputs[kind] = {**self.outputs[kind], **found.told.outputs}
-        seen.update(found.places)
+        seen.update(found.places, found.told.ran)
         if looks is not None:
             looks.first = looks.first._replace(by_shapes={**found.by_shapes, **looks.first.by_shapes})
 
@@ -312,7 +326,7 @@ class Probe:
     def _learned(self, called: Called, passes: int = 0) -> Learned:
         """Of a forward that runs, or has; or of one that comes so many passes later."""
         receiver, (inputs, leaves, bags, dims, n) = cast(Any, self._receiver()), called
-        follow = [receiver.batch_dim if receiver.batch_dim in some else min(some, default=None) for some in dims]
+        follow = [along(some, receiver.batch_dim) for some in dims]
         found = learned(receiver.model, self._taps, inputs, leaves, follow, n, bags, passes)
         tables = any(isinstance(tap.module, nn.Embedding) for tap in self._taps)
         if found.told.why is None or found.bags is not None or not (tables and receiver.gives_batches):
@@ -383,7 +397,3 @@ class Probe:
             places[rank] = place
         else:
             places[rank] = {**dict.fromkeys(self.outputs, before), kind: place}
-
-
-def _rank(shape: tuple[int, ...] | None) -> int | None:
-    return None if shape is None else len(shape)

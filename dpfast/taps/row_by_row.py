@@ -85,6 +85,7 @@ def at_places(func: Any, numbers: Tensor, rows: int) -> Any:
         return places.give(result)
 
     run.__name__, run.__module__ = getattr(func, "__name__", ""), "torch"
+    run.of_rows = getattr(func, "of_rows", func)  # type: ignore[attr-defined]
     return run
 
 

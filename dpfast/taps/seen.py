@@ -17,7 +17,7 @@ from dpfast.taps.layout import Rows
 from dpfast.taps.lengths import Counts
 from dpfast.taps.nodes import ends_among, nodes_behind
 from dpfast.taps.passes import in_backward
-from dpfast.taps.picks import NO_ROUTES, Routes
+from dpfast.taps.picks import NO_ROUTES, Picks, Routes
 
 Key = tuple[int, Any]
 """The number of a tap and the rank of its output; None: of pieces."""
@@ -97,6 +97,7 @@ class Run:
         outputs: fingerprints of the model's outputs, along every dimension as long as the batch; behind them of what
             its modules keep in attributes (``held``, by their names).
         at_places: taps that ran on rows that were picked, each at its place among all.
+        picked_ways: where operations on what has no samples, by their ways, have met rows that were picked.
         met: where operations on what has no samples, by their ways, have those that it meets.
         beside: fingerprints of outputs beside the first, along dimensions that may be the samples'.
         sources: what rows were picked out of.
@@ -114,6 +115,8 @@ class Run:
     packed: list[str] = field(default_factory=list)
     reordered: set[Key] = field(default_factory=set)
     at_places: set[Key] = field(default_factory=set)
+    picked_ways: set[Key] = field(default_factory=set)
+    picks: Picks | None = None  # while it runs
     met: dict[Key, int | Rows] = field(default_factory=dict)
     beside: dict[Beside, Tensor] = field(default_factory=dict)
     sources: dict[OfRows, list[Source]] = field(default_factory=dict)

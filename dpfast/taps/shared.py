@@ -24,6 +24,7 @@ from dpfast.arithmetic import is_traced
 from dpfast.errors import UnsupportedModuleError
 from dpfast.factors import Dense, Factor, OuterProduct, folded, merge
 from dpfast.taps.activations import Activations
+from dpfast.taps.gathered import picked_here
 from dpfast.taps.layout import Rows
 from dpfast.taps.leaves import leaf, without_values
 from dpfast.taps.nested import each_tensor
@@ -150,7 +151,7 @@ class Shared(Tensor):
     def copies(self, dim: int, n: int) -> Tensor:
         """One for each of n samples, in dimension ``dim`` (of size 1, or one more before it), or in one more in front
         where that is negative; tapped, so that each brings back its sample's gradient."""
-        key = (dim, in_backward())
+        key = (dim, n, in_backward(), picked_here())
         if key not in self._copies:
             value = self.value.detach()
             one_more = dim >= 0 and value.shape[dim] != 1
@@ -260,7 +261,7 @@ class Operation:
     """
 
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]):
-        self.func, self.name = func, getattr(func, "__name__", "")
+        self.func, self.name = getattr(func, "of_rows", func), getattr(func, "__name__", "")
         found: list[Any] = []
         self.shared: list[Shared] = []
         self.args, self.kwargs = _settled((args, kwargs), found, self.shared)
@@ -290,9 +291,9 @@ class Operation:
         _, *times = self.args
         return tuple(times[0]) if len(times) == 1 and not isinstance(times[0], int) else tuple(times)
 
-    def plain(self) -> Any:
-        """Its result, as torch gives it."""
-        args, kwargs = _plain((self.args, self.kwargs))
+    def plain(self, of: Callable[[Tensor], Tensor] | None = None) -> Any:
+        """Its result, as torch gives it; with what ``of`` gives in the place of tensors that are not Shared."""
+        args, kwargs = _plain((self.args, self.kwargs), of)
         return self.func(*args, **kwargs)
 
     def remains(self) -> Any:
@@ -329,9 +330,9 @@ def met_in(place: int | Rows, output: Any) -> Any:
     return output
 
 
-def _plain(x: Any) -> Any:
-    """The same with plain tensors."""
-    return each_tensor(x, lambda x: x.value if isinstance(x, Shared) else x)
+def _plain(x: Any, of: Callable[[Tensor], Tensor] | None = None) -> Any:
+    """The same with plain tensors, the others changed."""
+    return each_tensor(x, lambda x: x.value if isinstance(x, Shared) else x if of is None else of(x))
 
 
 def _settled(x: Any, found: list[Any], shared: list[Shared]) -> Any:

@@ -21,11 +21,11 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from dpfast.errors import InputError, StateError, UnsupportedModuleError
 from dpfast.taps.around import is_around, sees_its_own_heads, with_inner, without_its_own_sums
 from dpfast.taps.detached import DetachableParameters, detached_parameters, say_what_it_wants
-from dpfast.taps.gathered import RoutedLayer, may_be_all, picked_here
+from dpfast.taps.gathered import may_be_all, picked_here
 from dpfast.taps.gave import Before, before, gave
-from dpfast.taps.layout import NO_SAMPLES, NOT_RUN, SHARED, Mixed, Place, Rows, kind_here, place_in
+from dpfast.taps.layout import NO_SAMPLES, NOT_RUN, SHARED, Place, Rows, kind_here, place_in
 from dpfast.taps.leaves import leaf
-from dpfast.taps.meeting import Meeting
+from dpfast.taps.meets import Meets
 from dpfast.taps.node import Record, TapFunction
 from dpfast.taps.outputs import as_no_views, failing_in_backward, is_followed, is_plain, ready_for_change
 from dpfast.taps.own_node import OwnStep, may_be_one, tapped_step
@@ -33,8 +33,8 @@ from dpfast.taps.owned import owned_modules
 from dpfast.taps.passes import in_backward, in_function, never_compiled, suspended
 from dpfast.taps.pieces import Pieces, forward_in_pieces, is_of_piece
 from dpfast.taps.plain import caught_plainly
-from dpfast.taps.registry import Rule, find_fault, find_function, find_rule, makes_fresh_output
-from dpfast.taps.shared import Operation, Shared, Source, without_samples
+from dpfast.taps.registry import Rule, find_fault, find_rule, makes_fresh_output
+from dpfast.taps.shared import Shared, Source, without_samples
 from dpfast.taps.watch import Watch, may_keep_output, refuse_what_is_left
 
 # What ways begin with: a parameter in its own module's forward, in another's, what a layer gave.
@@ -88,7 +88,7 @@ class TappedForward:
         return inspect.signature(self.replaced or type(self.tap.module).forward.__get__(self.tap.module))
 
 
-class Tap(RoutedLayer):
+class Tap(Meets):
     """How one module runs tapped."""
 
     looks = False
@@ -210,22 +210,6 @@ class Tap(RoutedLayer):
     def _value(self, parameter: nn.Parameter, name: str) -> Tensor:
         """What a stand-in holds."""
         return leaf(parameter, self.layer, name)
-
-    def follow(self, operation: Operation) -> Any:
-        """The result of an operation on tensors without samples, of which the first is this tap's."""
-        place = self.known(operation.way)
-        if place == NO_SAMPLES and not operation.meets_others():
-            return operation.remains()
-        if isinstance(place, str) and torch.is_grad_enabled():
-            wrong = UnsupportedModuleError if isinstance(place, Mixed) else InputError
-            what = f"{self.layer}: what {operation.name} makes of its parameters, or of what it gave, and of samples"
-            return failing_in_backward(operation.plain(), wrong(f"{what}: {place}; freeze it, or put them back before"))
-        n, substitute = self.taps.batch_size(), find_function(operation.func)
-        if isinstance(place, Rows) and place.together is None and n:
-            return operation.plain()  # whose its rows are is not known
-        if not isinstance(place, (int, Rows)) or n is None or substitute is None or not torch.is_grad_enabled():
-            return operation.plain()
-        return substitute(Meeting(operation, place, n, substitute.__name__), *operation.args, **operation.kwargs)
 
     def with_whole_batch(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], n: int
@@ -363,6 +347,8 @@ class Tap(RoutedLayer):
         if record.picked is not None:
             rank = None if output is None else output.dim()
             record.place = record.picked.place(self.known(rank))
+            if self.given is None and (output is not None or is_of_piece(record.rule)):
+                self.taps.probe.is_new(self, record, None if output is None else tuple(output.shape))
             if getattr(self.taps.whose()[0], "of_tokens", False) and record.created_in is None:
                 self.taps.whose()[0].ran(self, rank)
         else:

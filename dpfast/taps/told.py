@@ -42,8 +42,8 @@ class Told(NamedTuple):
         parted: of the model's outputs, by number, the dimensions in which samples stay apart; None: not run.
         lengths: why nothing is told of what the lengths of packed sequences do to other samples. noise: why there was
             none in the runs. kept: why nothing is told of what a pass keeps for the next ones.
-        draws: whether random numbers were drawn. not_run: taps that ran in no run. packed: layers that took packed
-            sequences, of which nothing is told.
+        draws: whether random numbers were drawn. ran: experts that did. not_run: taps that ran in no run.
+        packed: layers that took packed sequences, of which nothing is told.
     """
 
     places: dict[Key, Place]
@@ -55,6 +55,7 @@ class Told(NamedTuple):
     parted: Mapping[int, list[int]] | None = None
     not_run: frozenset[Key] = frozenset()
     packed: frozenset[str] = frozenset()
+    ran: frozenset[Key] = frozenset()
     draws: bool = False
     lengths: str | None = None
     noise: str | None = None
@@ -83,6 +84,7 @@ def together(one: Told, two: Told) -> Told:
         parted=parted,
         not_run=one.not_run & two.not_run,
         packed=one.packed | two.packed,
+        ran=one.ran | two.ran,
         draws=one.draws or two.draws,
     )
 

@@ -13,21 +13,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from dpfast.errors import UnsupportedModuleError
 from dpfast.taps import kept
 from dpfast.taps.caught_beside import catch_beside, catch_picked
-from dpfast.taps.copies import copy_of, leaf_of, leaves_of_copy, without_graphs
+from dpfast.taps.copies import among_all, copy_of, leaf_of, leaves_of_copy, without_graphs
 from dpfast.taps.detached import detached_parameters
-from dpfast.taps.fake_run import Nobody
 from dpfast.taps.fingerprints import Prints, fingerprints
-from dpfast.taps.followed import Picked
+from dpfast.taps.followed import Picked, Source
 from dpfast.taps.gathered import following_model, picked_here
 from dpfast.taps.inputs import results_in, tensors_in
 from dpfast.taps.layout import Call, Place, Rows
 from dpfast.taps.lengths import Lengths
 from dpfast.taps.meetings import AtMeetings
+from dpfast.taps.nobody import Nobody
+from dpfast.taps.noise import NOISE, noise_like
 from dpfast.taps.outside import put_back
 from dpfast.taps.owned import owned_modules
 from dpfast.taps.packed import packed_in, rows_of, shapes_taken, with_data
@@ -37,12 +38,8 @@ from dpfast.taps.seen import Key, Run
 from dpfast.taps.shared import Operation, Shared
 from dpfast.taps.tap import Tap
 from dpfast.taps.trial import Trial
-from dpfast.taps.unsharded import copied_whole, whole_stand_in
+from dpfast.taps.unsharded import copied_whole
 from dpfast.taps.written import is_written, note_written
-
-_NUMBERS = 1021  # of noise, over and over: a prime, so that no two rows are likely to have the same
-_NOISE = 0.125
-_ZERO = 2.0**-10
 
 MOST_CALLS = 250
 """Of a layer in a forward pass with noise, unless it has more without: iterations may not end with it."""
@@ -193,6 +190,8 @@ class Witness(AtMeetings):
     def met(self, operation: Operation, place: int | Rows, output: Tensor) -> Tensor:
         dim = place.dim if isinstance(place, Rows) else place
         size = output.shape[dim] if dim < output.dim() else 0
+        if self.seen.picks is not None and self.seen.picks.has_picked(operation.others):
+            self.seen.picked_ways.add((self.number, operation.way))
         if not output.is_floating_point() or not size or size % self.size:
             return output
         where = Rows(dim, True) if operation.func is Tensor.repeat and size != self.size else place
@@ -208,6 +207,43 @@ class Witness(AtMeetings):
             self.seen.catch({key: prints}, output)
         noise = self._noise_for(output, where, hash((seed, len(calls))), prints)
         return output.view_as(output) if noise is None else output + noise
+
+    def met_rows(self, operation: Operation, picked: Picked) -> Tensor:
+        """Each row at its place among all, in the samples' order, as where a module gets it (``run_picked``)."""
+        key = self.number, operation.way
+        self.seen.picked_ways.add(key)
+        seed = self.seen.order.setdefault(key, len(self.seen.order))
+        whole = picked.by_samples() or picked
+        assert whole.numbers is not None and whole.of is not None
+        if whole.numbers.dim() != 1:
+            output: Tensor = operation.plain()
+            caught = catch_picked(self.seen, key, picked, operation.others, output, whole=self.whole)
+            return output.view_as(output) if self.noisy and caught else output
+        numbers, rows, together = self._in_order(whole.numbers, whole.of)
+        every = operation.plain(lambda x: among_all(x, numbers, rows) if x.shape[:1] == numbers.shape else x)
+        where: int | Rows = 0 if rows == self.size else Rows(0, together)
+        prints, calls = Prints(0, None, self.whole), self.seen.calls.setdefault(key, [])
+        self.seen.met[key] = where
+        self.seen.at_places.add(key)
+        own = prints.of(every)
+        calls.append(torch.zeros_like(own).index_copy(0, numbers, own[numbers]))
+        if self.noisy and together:
+            if every.requires_grad:
+                self.seen.catch({key: prints}, every)
+            noise = self._noise_for(every, where, hash((seed, 1)), prints)
+            every = every.view_as(every) if noise is None else every + noise
+        return every[numbers]
+
+    def _in_order(self, numbers: Tensor, of: Source) -> tuple[Tensor, int, bool | None]:
+        """Of rows their places, where those of each sample stand together; how many there are; None: it is not known
+        whose they are, and they stand as they stood."""
+        rows = of.shape.numel()
+        try:
+            whose = of.samples(self.size)
+        except UnsupportedModuleError:
+            return numbers, rows, None
+        places = torch.empty_like(whose).index_copy(0, whose.argsort(stable=True), torch.arange(rows))
+        return places.to(numbers.device)[numbers], rows, True
 
     def _order(self, dim: int) -> Tensor | None:
         """The numbers of the samples' rows, where samples are picked whole, each once, in another order."""
@@ -232,7 +268,7 @@ class Witness(AtMeetings):
         k = len(noise) // self.size
         for j in self.exchanged:
             own = noise[j * k : (j + 1) * k] if together else noise[j :: self.size]
-            torch.sub(_NOISE, own, out=own)
+            torch.sub(NOISE, own, out=own)
         if prints.order is not None:
             noise = noise[prints.order.argsort()]
         noise = noise if packed is None else noise[rows_of(packed)[0]]
@@ -299,14 +335,16 @@ def _run_on(
         witness.called = trial, leaves
     args, kwargs = trial.unflatten(leaves)
     before = kept.held(model)
+    picks = run.picks = Picks(model, leaves, size)
     with (
         following_model(witnesses[0].taps, model, leaves),
-        Picks(model, leaves, size).watching() as picks,
+        picks.watching(),
         Lengths(leaves) as lengths,
         torch.set_grad_enabled(noisy or trial.with_gradients or bool(of_witnesses.get("ways"))),
     ):
         outputs = results_in(model(*args, **kwargs))
-    run.routes = picks.routes()
+    run.picks = None
+    run.routes = picks.routes()._replace(ways=frozenset(run.picked_ways))
     run.lengths.update(lengths.found)
     run.counted.extend(lengths.counted)
     run.keeps = not kept.are_same(before, kept.held(model))
@@ -347,36 +385,6 @@ def _own(parameter: nn.Parameter, stands_there: Tensor) -> nn.Parameter:
     own = leaf_of(nn.Parameter(stands_there.detach().clone(), requires_grad=parameter.requires_grad))
     note_written(own)
     return own
-
-
-def stand_ins(model: nn.Module) -> dict[int, Any]:
-    """Other numbers for parameters that are mostly zeros, and for those of which a rank has a part, by the parameters'
-    ids."""
-    found: dict[int, Any] = {}
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.is_meta or not p.is_floating_point():  # no numbers
-                continue
-            if hasattr(p, "device_mesh"):
-                whole = torch.empty(p.shape, device=p.device_mesh.device_type)
-                found[id(p)] = whole_stand_in(p, noise_like(whole, len(found)) / _NOISE)
-            elif is_traceable_wrapper_subclass(p):
-                continue  # quantised: it need not know more than what its layer does with it
-            elif 2 * int(torch.count_nonzero(p.abs() > _ZERO)) <= p.numel() > 0:
-                found[id(p)] = nn.Parameter(p + noise_like(p, len(found)), requires_grad=p.requires_grad)
-    return found
-
-
-def noise_like(like: Tensor, seed: int) -> Tensor:
-    """Noise of that shape; the same wherever and whenever it is asked for."""
-    numel = like.numel()
-    numbers = torch.randn(min(numel, _NUMBERS), generator=torch.Generator().manual_seed(seed % 2**32)) * _NOISE
-    noise = torch.empty(like.shape, dtype=like.dtype, device=like.device)  # no view of anything
-    if numel:
-        numbers, flat, whole = numbers.to(noise), noise.view(-1), numel - numel % len(numbers)
-        flat[:whole].view(-1, len(numbers)).copy_(numbers)
-        flat[whole:].copy_(numbers[: numel - whole])
-    return noise
 
 
 def replaced(output: Any, x: Tensor, by: Tensor) -> Any:

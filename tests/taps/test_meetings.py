@@ -72,7 +72,7 @@ REFUSED = {
         *("a weight made of others", "a layer's rows"),
     )
     for pick in PICK
-    if pick != "as it is" and (what, pick) != ("a weight made of others", "x[order]")
+    if pick != "as it is" and (pick != "x[order]" or what in ("class tokens", "repeated"))
 }
 
 
