@@ -9,7 +9,7 @@ from cases import MODELS, example, mean_loss, sum_loss
 from torch import nn
 
 import dpfast
-from dpfast.errors import StateError
+from dpfast.errors import StateError, UnsupportedModuleError
 from dpfast.modes import autograd_grad_sample
 from dpfast.testing import loop_over_samples, relative_error
 
@@ -74,6 +74,53 @@ def test_copies_have_hooks_of_their_own():
             autograd_grad_sample.remove_hooks(other)
     mean_loss(model, x, y).backward()
     assert model[0].weight.grad_sample is not None
+
+
+class BatchMean(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 5), nn.Linear(5, 2)
+
+    def forward(self, x):
+        hidden = self.first(x)
+        return self.last(hidden - hidden.mean(0, keepdim=True))
+
+
+class TimeFirst(nn.Module):
+    """With positions that all samples share, which are made within it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.table, self.last = nn.Linear(6, 5), nn.Embedding(4, 5), nn.Linear(5, 2)
+
+    def forward(self, x):
+        hidden = self.first(x) + self.table(torch.arange(x.shape[1]))
+        return self.last(hidden.transpose(0, 1)).transpose(0, 1).mean(1)
+
+
+def hooked(model):
+    autograd_grad_sample.add_hooks(model)
+    return model
+
+
+def referring_to_its_wrapper(model):
+    model.__dict__["trainer"] = [dpfast.GradSampleModule(model)]
+    return model
+
+
+@pytest.mark.filterwarnings("error::dpfast.errors.DpfastWarning")
+@pytest.mark.parametrize("wrapped", [hooked, referring_to_its_wrapper])
+def test_the_model_is_looked_at(wrapped):
+    """A copy of it, which has a copy of what wraps it: that is not on trust."""
+    with pytest.raises(UnsupportedModuleError, match="last"):
+        wrapped(BatchMean())(torch.randn(4, 6)).square().sum().backward()
+    for n in (4, 3):
+        torch.manual_seed(0)
+        model, x, y = TimeFirst(), torch.randn(n, 4, 6), torch.randint(2, (n,))
+        exact = loop_over_samples(model, sum_loss, x, y)
+        mean_loss(wrapped(model), x, y).backward()
+        for name, expected in exact.items():
+            assert relative_error(model.get_parameter(name).grad_sample, expected) <= 1e-5, name
 
 
 def test_bad_input():
