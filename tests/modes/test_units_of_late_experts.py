@@ -98,5 +98,6 @@ def test_it_is_looked_at_when_it_runs():
 
 def test_one_in_which_units_meet_is_refused_then():
     model = after_looks(last_mixes=True)
-    with pytest.raises(UnsupportedModuleError, match=r"experts\.2.*(another unit|which tokens stand beside)"):
+    told = r"experts\.2.*(another unit|which tokens stand beside)|a sample that is not its own"  # or by looks at samples
+    with pytest.raises(UnsupportedModuleError, match=told):
         step(model, torch.randint(1, 20, (3, T)))
