@@ -98,6 +98,8 @@ def test_it_is_looked_at_when_it_runs():
 
 def test_one_in_which_units_meet_is_refused_then():
     model = after_looks(last_mixes=True)
-    told = r"experts\.2.*(another unit|which tokens stand beside)|a sample that is not its own"  # or by looks at samples
+    told = (
+        r"experts\.2.*(another unit|which tokens stand beside)|a sample that is not its own"  # or by looks at samples
+    )
     with pytest.raises(UnsupportedModuleError, match=told):
         step(model, torch.randint(1, 20, (3, T)))
