@@ -84,7 +84,7 @@ class Picked:
     ):
         self.numbers, self.by, self.of, self.packed, self.each = numbers, by, of, packed, torch.Size(each)
         self._runs: dict[int, Runs] = {}  # by how many rows a layer saw
-        self._outer = self  # what the expert got, within which these are
+        self._outer: Picked | None = None  # what the expert got, within which these are
 
     def within(self, outer: Picked) -> Picked:
         """The same in an expert that got other rows, of which a look knows."""
@@ -186,10 +186,10 @@ class Picked:
         """
         self.check()
         assert self.of is not None and self.numbers is not None
-        if constant is not None and not self._outer._may_be(constant, rows, dim):
+        if constant is not None and not (self._outer or self)._may_be(constant, rows, dim):
             raise UnsupportedModuleError(
                 f"its input {tuple(constant)} is not what {self.of.layer} picks, "
-                f"{self._outer.shape_by(dim)}, nor made of it by what has gradients: positions or a "
+                f"{(self._outer or self).shape_by(dim)}, nor made of it by what has gradients: positions or a "
                 "table that all samples share, most likely, which nobody can tell from samples in an expert; give each "
                 "sample that is picked its own row, or freeze it"
             )
