@@ -100,10 +100,12 @@ def check_rule(
 
     Raises:
         AssertionError: a gradient, norm or sum is further from the loop's than ``TOLERANCES`` allows, or a bound is
-            below the norm; the message names parameter, verb and dtype.
+            below the norm; the message names parameter, verb and dtype. InputError: nothing is trainable.
 
     >>> check_rule(nn.Linear(3, 2), torch.randn(4, 5, 3))
     """
+    if not any(p.requires_grad for p in module.parameters()):
+        raise InputError(f"no parameter of {type(module).__name__} is trainable: there is no gradient to compare")
     for dtype in dtypes:
         converted = tree_map(
             lambda x, t=dtype: x.to(t) if isinstance(x, Tensor) and x.is_floating_point() else x, inputs

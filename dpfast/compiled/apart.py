@@ -41,6 +41,15 @@ def check_apart(
         _look(model, losses, batch, options)
 
 
+def check_losses(losses: Any) -> None:
+    """Raises InputError for what is not called with the model: a criterion, or what it gave."""
+    if isinstance(losses, nn.modules.loss._Loss) or not callable(losses):
+        raise InputError(
+            f"losses={losses!r} is to be a function that is called with the model and the batch, and gives one loss a "
+            "sample: lambda model, x, y: torch.nn.functional.cross_entropy(model(x), y, reduction='none')"
+        )
+
+
 def _compare_values(losses: Losses, model: GraphMode, batch: Batch) -> bool:
     """Exchanges every other sample, and each half of them, for their neighbours: the losses of the others must stay.
 

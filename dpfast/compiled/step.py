@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from dpfast.arithmetic import reduced_convolutions, reduced_products
-from dpfast.compiled.apart import check_apart
+from dpfast.compiled.apart import check_apart, check_losses
 from dpfast.compiled.batches import Batch, num_samples, padded
 from dpfast.compiled.graph import Graph, Own, Walked
 from dpfast.compiled.mode import GraphMode, learner, mixed_in, running
@@ -130,19 +130,19 @@ class CompiledStep:
     ):
         if not (isinstance(batch_size, int) and batch_size > 0):
             raise InputError(f"batch_size={batch_size!r} must be a positive number of samples")
+        GradSampleModule.validate(model, strict=True)
+        check_losses(losses)
         if isinstance(model, torch._dynamo.OptimizedModule):
             raise InputError("the model is torch.compile's already, and compile_step compiles: give model._orig_mod")
         if any(isinstance(m, GradSampleModule) or has_hooks(m) for m in model.modules()):
             raise StateError(
-                "compile_step takes the module itself, and this one, or one in it, has hooks already; remove the first "
-                "ones with remove_hooks() or to_standard_module()"
+                "this module, or one in it, has hooks already: remove them (remove_hooks() or to_standard_module())"
             )
         if number_of_ranks() > 1:
             raise StateError(
                 "compile_step leaves the sum of this process's samples alone; over ranks take "
                 "GradSampleModuleFastGradientClipping under DistributedDataParallel or fully_shard"
             )
-        GradSampleModule.validate(model, strict=True)
         check_parameters(model, (p for p in model.parameters() if p.requires_grad), hooks=False)
         self.model, self.losses = model, losses
         self.batch_size, self.chunks = batch_size, chunks

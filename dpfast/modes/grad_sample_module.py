@@ -366,8 +366,10 @@ class GradSampleModule(nn.Module):
         """What keeps the model from having per-sample gradients: a list of errors, empty where nothing does.
 
         Raises:
-            UnsupportedModuleError: ``strict`` and there is a fault; the message holds them all.
+            UnsupportedModuleError: ``strict`` and there is a fault; the message holds them all. InputError: no Module.
         """
+        if not isinstance(module, nn.Module):
+            raise InputError(f"{module!r} is no torch.nn.Module: give the one that holds the parameters")
         errors: list[NotImplementedError] = [error for name, m in module.named_modules() for error in _faults(m, name)]
         if errors and strict:
             raise UnsupportedModuleError("; ".join(map(str, errors)))

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
+from opacus.optimizers import DPOptimizer
 from opacus.validators import ModuleValidator
 from opacus.validators import errors as of_opacus
 from torch import nn, optim
@@ -61,6 +62,17 @@ def check_noise(noise_multiplier: float) -> None:
         fits = False
     if not fits:
         raise InputError(f"noise_multiplier={noise_multiplier!r} must be a finite number, and not negative")
+
+
+def check_wraps(optimizer: Any) -> None:
+    """Raises InputError for what is no optimizer, or a private one."""
+    if isinstance(optimizer, DPOptimizer):
+        raise InputError(
+            f"this {type(optimizer).__name__} is private already, and a second one would add noise to noise that the "
+            "accountant has counted: give the optimizer that it wraps (original_optimizer)"
+        )
+    if not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "step")):
+        raise InputError(f"optimizer={type(optimizer).__name__} is no torch.optim.Optimizer")
 
 
 def parameters_of(optimizer: optim.Optimizer) -> list[Any]:

@@ -39,6 +39,7 @@ from dpfast.opacus.checks import (
     check_noise,
     check_one,
     check_ranks,
+    check_wraps,
     note_norms,
     parameters_of,
 )
@@ -77,7 +78,8 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
             wrapped modules have left them, where they are sums over ranks and there is no ``secret``, or where they are
             still this rank's alone (``no_sync``; the module called past its DistributedDataParallel), or clipped to
             more than ``max_grad_norm``; ``step()`` of the wrapped ``optimizer`` on sums that have no noise; a copy.
-            InputError: ``secret`` in secure mode; a noise multiplier or an expected batch size that is out of range.
+            InputError: ``secret`` in secure mode; a noise multiplier, threshold or expected batch size that is out of
+            range; no optimizer, or one that is private already.
 
     >>> from dpfast.modes import GradSampleModuleFastGradientClipping
     >>> model = GradSampleModuleFastGradientClipping(torch.nn.Linear(3, 2), max_grad_norm=1.0)
@@ -110,7 +112,9 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
             )
         self._secret = secret
         self.noised_steps = 0
+        check_wraps(optimizer)
         check_noise(options.get("noise_multiplier", 0.0))
+        check_threshold(options.get("max_grad_norm", 1.0))
         if (expected := options.get("expected_batch_size")) is not None:
             check_threshold(expected, "expected_batch_size")
         super().__init__(optimizer, **options)

@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from dpfast.arithmetic import cost
 from dpfast.factors import Factor, Lookup, OuterProduct, PatchProduct, parts_of
@@ -160,7 +161,8 @@ def explain(model: nn.Module, *batch: Any, **inputs: Any) -> Explanation:
         batch, inputs: the model's inputs; shapes are what counts.
 
     Raises:
-        InputError: the model's output has nothing to differentiate.
+        InputError: the model's output has nothing to differentiate. UnsupportedModuleError, EscapedGradientError: a
+            step refuses the model.
 
     >>> print(explain(nn.Linear(3, 2), torch.ones(4, 3)).uses[0].way)
     rank_one
@@ -193,7 +195,9 @@ def _explained(tapped: TappedModel, model: nn.Module, batch: tuple[Any, ...], in
     tapped.mode, tapped.enabled, tapped.observe = Caught(), True, observe
     try:
         with put_back(tapped.model), torch.random.fork_rng(), torch.enable_grad():
-            sum_of(model(*batch, **inputs)).backward(inputs=_trainable(tapped.model))
+            # No gradient comes to where it is kept: taps take those of parameters, or refuse them.
+            args, kwargs = tree_map(_apart, (batch, inputs))
+            sum_of(model(*args, **kwargs)).backward()
     finally:
         tapped.mode, tapped.enabled, tapped.observe = before
         tapped.guards.drop()  # the next forward pass sets those again that its mode needs
@@ -205,8 +209,9 @@ def _explained(tapped: TappedModel, model: nn.Module, batch: tuple[Any, ...], in
     return Explanation(tuple(uses), max(sizes, default=0), _Of(model, batch, inputs))
 
 
-def _trainable(model: nn.Module) -> list[nn.Parameter]:
-    return [p for p in model.parameters() if p.requires_grad]
+def _apart(x: Any) -> Any:
+    """An input that nothing is differentiated beyond, and that stays as it is."""
+    return x.detach().requires_grad_() if isinstance(x, Tensor) and x.requires_grad else x
 
 
 def _rule_name(tapped: TappedModel, record: Record) -> str:

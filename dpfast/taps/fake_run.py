@@ -142,7 +142,7 @@ class ShapeTap(Tap):
     calls: list[tuple[Any, Call]]
     fine: dict[Any, bool]
     asked: bool  # whether its own forward has asked for a parameter
-    values: list[Tensor]  # of those, what stands there
+    stand_ins: list[Shared]  # what it got
     in_pieces: list[tuple[Any, Call]]  # calls in which its own forward has run in the place of its pieces
     took: list[Any]  # what those took was made of
     on_shared: list[tuple[tuple[Any, Call], list[Any]]]  # other calls on such, and what that was made of
@@ -153,9 +153,8 @@ class ShapeTap(Tap):
     def of(cls, tap: Tap, size: int, dependence: Dependence, called: tuple[Trial, Sequence[Any]]) -> ShapeTap:
         tap.__class__ = cls
         assert isinstance(tap, cls)
-        tap.size, tap.dependence, tap.calls, tap.fine, tap.asked, tap.values = size, dependence, [], {}, False, []
-        tap.called, tap.in_pieces, tap.took, tap.on_shared = called, [], [], []
-        tap.rounded, tap.in_layers = set(), set()
+        tap.size, tap.dependence, tap.called, tap.calls, tap.fine, tap.asked = size, dependence, called, [], {}, False
+        tap.stand_ins, tap.in_pieces, tap.took, tap.on_shared, tap.rounded, tap.in_layers = [], [], [], [], set(), set()
         tap.stand_in_elsewhere()
         return tap
 
@@ -202,7 +201,7 @@ class ShapeTap(Tap):
             with detached_parameters(owned, self.as_it_is if rule is not None else functools.partial(self.own, owned)):
                 output = forward(*args, **kwargs)
         if self.asked and self.module._modules:
-            place = left_beside(self.module, forward, output, self.values)
+            place = left_beside(self.module, forward, output, [x.value for x in self.stand_ins])
             if place is not None:
                 self.fine[(BESIDE, place)] = True
         found = [x for x in tensors_in(output) if x.is_floating_point()]
@@ -254,7 +253,7 @@ class ShapeTap(Tap):
     def own(self, owned: Sequence[nn.Module], parameter: nn.Parameter) -> Tensor:
         self.asked = True
         found = super().own(owned, parameter)
-        self.values += [found.value] if isinstance(found, Shared) else []
+        self.stand_ins += [found] if isinstance(found, Shared) else []
         return found
 
     def elsewhere(self, parameter: nn.Parameter) -> Tensor:
@@ -320,7 +319,9 @@ def _note(operation: Operation, fine: bool, where: str = "") -> None:
         probe = source.tap
         assert isinstance(probe, ShapeTap)
         if source.key[0] == where or not where:
-            probe.fine[source.key] = fine and probe.fine.get(source.key, True)
+            # An argument of an autograd.Function, whose backward gives its gradient: not by samples.
+            given = in_function() and any(x.way == source.key and x.requires_grad for x in probe.stand_ins)
+            probe.fine[source.key] = fine and not given and probe.fine.get(source.key, True)
 
 
 class WithoutGradients(TorchFunctionMode):

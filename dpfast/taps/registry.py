@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from dpfast.errors import InputError
-from dpfast.factors import Dense, Factor
+from dpfast.factors import Factor
 from dpfast.taps.activations import Activations
 from dpfast.taps.inherited import inherits, note_methods
+from dpfast.taps.others import dense
 
 ModuleClass = type[nn.Module] | str
 Target = ModuleClass | Iterable[ModuleClass]
@@ -161,7 +162,7 @@ def register_grad_sampler(target: Target) -> Callable[[S], S]:
 
     def decorate(sampler: S) -> S:
         def rule(module: nn.Module, activations: Activations, backprops: Tensor) -> dict[nn.Parameter, Factor]:
-            return {p: Dense(values) for p, values in sampler(module, activations, backprops).items()}
+            return dense(type(module).__name__, sampler(module, activations, backprops))
 
         rule.__name__ = getattr(sampler, "__name__", "grad_sampler")
         for cls in classes:
