@@ -368,14 +368,19 @@ class GradSampleModule(nn.Module):
         Raises:
             UnsupportedModuleError: ``strict`` and there is a fault; the message holds them all. InputError: no Module.
         """
-        if not isinstance(module, nn.Module):
-            raise InputError(f"{module!r} is no torch.nn.Module: give the one that holds the parameters")
+        check_is_module(module)
         errors: list[NotImplementedError] = [error for name, m in module.named_modules() for error in _faults(m, name)]
         if errors and strict:
             raise UnsupportedModuleError("; ".join(map(str, errors)))
         if errors:
             warnings.warn("; ".join(map(str, errors)), DpfastWarning, stacklevel=3)
         return errors
+
+
+def check_is_module(module: object) -> None:
+    """Raises InputError for what is none."""
+    if not isinstance(module, nn.Module):
+        raise InputError(f"{module!r} is no torch.nn.Module: give the one that holds the parameters")
 
 
 def check_loss_reduction(loss_reduction: str) -> None:

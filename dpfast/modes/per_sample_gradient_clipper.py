@@ -13,7 +13,7 @@ from dpfast.errors import StateError
 from dpfast.factors import Dense
 from dpfast.modes.clipped import clip
 from dpfast.modes.clippers import NormClipper, check_is_clipper
-from dpfast.modes.grad_sample_module import GradSampleModule
+from dpfast.modes.grad_sample_module import GradSampleModule, check_is_module
 from dpfast.modes.rounding import added, rounding, warn_of_16_bits
 from dpfast.modes.steps import Step
 
@@ -58,6 +58,7 @@ class PerSampleGradientClipper:
         self.batch_first = batch_first
         self.loss_reduction = loss_reduction
         self.on_batch_clip_func: Callable[..., None] | None = None
+        check_is_module(module)
         check_is_clipper(norm_clipper)
         norm_clipper.for_parameters(len(self._named_parameters()))
         self._wrapped: _Noting | None = _Noting(
