@@ -59,6 +59,9 @@ class NormClipper(ABC):
         """The most that adding or removing one sample can move the clipped sum, in L2 norm: ‖thresholds‖."""
         return float(self.thresholds.double().norm())
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(sensitivity={self.sensitivity:.6g})"
+
     def take_sensitivity(self) -> float:
         """Of a sum that is about to be left: that of now, or of when its factors were made, where a class of one's own
         has had other thresholds then."""

@@ -69,7 +69,7 @@ class PerSampleGradientClipper:
         self._samples = 0
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.module!r}, {type(self.norm_clipper).__name__})"
+        return f"{type(self).__name__}({self.module!r}, {self.norm_clipper!r})"
 
     def __del__(self) -> None:
         if hasattr(self, "_wrapped"):
@@ -91,6 +91,8 @@ class PerSampleGradientClipper:
 
     def clip_and_accumulate(self) -> None:
         """Clips the gradients of the last backward pass and adds them to what :meth:`pre_step` will average.
+
+        ``.grad`` is None from here to :meth:`pre_step`, so a step between them takes nothing that is not clipped.
 
         Raises:
             StateError: no trainable parameter has per-sample gradients, or one has none that was frozen in a backward
@@ -129,6 +131,7 @@ class PerSampleGradientClipper:
                 grad_after_clip=self._averaged(total, n, p.dtype),
             )
             p.grad_sample = None  # type: ignore[attr-defined]  # as in Opacus
+            p.grad = None  # the sum that is not clipped: an optimizer's step before pre_step() has nothing to take
         self._samples += n
         self._report()
 

@@ -158,3 +158,18 @@ def test_what_was_frozen_or_taken_away_is_no_zero():
     clipper.clip_and_accumulate()
     with pytest.raises(StateError, match=r"body\.weight.*box\.bias: call loss\.backward"):
         clipper.clip_and_accumulate()
+
+
+def test_a_step_before_the_average_takes_nothing_that_is_not_clipped():
+    torch.manual_seed(0)
+    model, x = torch.nn.Linear(6, 3), torch.randn(4, 6)
+    clipper = dpfast.PerSampleGradientClipper(model, ConstantFlatClipper(0.7))
+    optimizer, before = torch.optim.SGD(model.parameters(), lr=1.0), model.weight.detach().clone()
+    model(x).square().sum(1).mean().backward()
+    clipper.clip_and_accumulate()
+    optimizer.step()
+    assert torch.equal(model.weight, before)
+    clipper.pre_step()
+    optimizer.step()
+    assert 0.0 < float((model.weight - before).detach().norm()) <= 0.7
+    assert repr(clipper).endswith(", ConstantFlatClipper(sensitivity=0.7))")
