@@ -10,6 +10,7 @@ from torch import optim
 from dpfast.distributed import refuse_disagreement
 from dpfast.errors import StateError
 from dpfast.modes import GradSampleModuleFastGradientClipping, Left, held_by
+from dpfast.opacus.checks import why_none
 from dpfast.opacus.optimizers import DPOptimizerFast
 from dpfast.opacus.thresholds import set_sensitivity
 
@@ -46,9 +47,7 @@ class _BoundToModule(DPOptimizerFast):
         """Moves ``p.grad`` to ``p.summed_grad``, or adds it there."""
         left = held_by(self.params)
         if self.params and left is None:
-            raise StateError(
-                "p.grad does not hold clipped gradients: no backward pass of the dpfast module since the last step"
-            )
+            raise StateError(f"p.grad does not hold clipped gradients: {why_none(self.params)}")
         super().accumulate()
 
     def _check_sensitivity(self, left: Left) -> None:

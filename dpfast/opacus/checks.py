@@ -120,6 +120,17 @@ def check_frozen(optimizer: optim.Optimizer) -> None:
             )
 
 
+def why_none(params: Sequence[nn.Parameter]) -> str:
+    """Why parameters hold nothing to step with."""
+    if any(getattr(p, "_norm_sample", None) is not None for p in params):
+        return (
+            "the last backward pass was the first of two (passes=2), and has left norms alone. Take "
+            "dpfast.opacus.ClippedLoss(model, optimizer, criterion) as the criterion, whose backward() runs both, or "
+            "passes=1"
+        )
+    return "no backward pass of the dpfast module since the last step"
+
+
 def check_clipped(params: Sequence[nn.Parameter], left: Left | None) -> None:
     """Raises StateError where p.grad is not a clipped sum; the norms of Opacus's ghost clipping are used up by it."""
     others = [] if left is None else not_noted(params)

@@ -42,6 +42,7 @@ from dpfast.opacus.checks import (
     check_wraps,
     note_norms,
     parameters_of,
+    why_none,
 )
 from dpfast.opacus.noise import add_noise_by_blocks, add_noise_to_all, are_worth_blocks, digest, new_secret
 
@@ -187,7 +188,7 @@ class DPOptimizerFast(DPOptimizerFastGradientClipping):
         """Moves ``p.grad`` to ``p.summed_grad``, or adds it there."""
         params = self.params
         if params and all(p.grad is None for p in params):
-            raise StateError("no parameter has a gradient: no backward pass since the last step")
+            raise StateError(f"no parameter has a gradient: {why_none(params)}")
         left = held_by(params)
         check_clipped(params, left)
         check_ranks(left, self._secret)

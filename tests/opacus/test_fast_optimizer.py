@@ -1,6 +1,7 @@
 """DPOptimizerFast against Opacus's own optimizer, and the noise it adds."""
 
 import copy
+import functools
 import pickle
 
 import opacus
@@ -12,7 +13,7 @@ from torch import nn
 
 import dpfast
 from dpfast.errors import StateError
-from dpfast.opacus import DPOptimizerFast, OnePassOptimizer, noise
+from dpfast.opacus import ClippedLoss, DPOptimizerFast, OnePassOptimizer, TwoPassOptimizer, noise
 
 
 def model_with_gradients(dtype=torch.float32, width=5):
@@ -207,3 +208,20 @@ def test_copies_are_refused_and_break_nothing(copies, bound):
         assert all(map(torch.equal, stepped(*some), expected))
     another = made()[1]
     another.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # what the message says
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_the_first_of_two_passes_is_no_step(bound):
+    model = dpfast.GradSampleModuleFastGradientClipping(nn.Linear(3, 2), max_grad_norm=2.0, passes=2)
+    cls = functools.partial(TwoPassOptimizer, module=model) if bound else DPOptimizerFast
+    optimizer, before = optimizer_of(cls, model), model.weight.detach().clone()
+    with pytest.raises(StateError, match="no backward pass of the dpfast module since the last step"):
+        optimizer.step()
+    model(torch.ones(4, 3)).sum(1).mean().backward()
+    with pytest.raises(StateError, match=r"the first of two \(passes=2\).*dpfast\.opacus\.ClippedLoss"):
+        optimizer.step()
+    assert torch.equal(model.weight, before)
+    losses = ClippedLoss(model, optimizer, nn.CrossEntropyLoss())(model(torch.ones(4, 3)), torch.zeros(4).long())
+    losses.backward()
+    optimizer.step()
+    assert not torch.equal(model.weight, before)
