@@ -27,7 +27,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
-    """Links into the source are names there."""
+    """Links into the source are names there; pages of the root are the site's."""
+    for source, page in PAGES.items():
+        markdown = markdown.replace(f"](../{source})", f"]({page})")
     return re.sub(r"\[([^]]*)\]\(\.\./[^)]*\)", r"\1", markdown)
 
 
