@@ -136,7 +136,7 @@ class CompiledStep:
             raise InputError("the model is torch.compile's already, and compile_step compiles: give model._orig_mod")
         if any(isinstance(m, GradSampleModule) or has_hooks(m) for m in model.modules()):
             raise StateError(
-                "this module, or one in it, has hooks already: remove them (remove_hooks() or to_standard_module())"
+                "give the module itself: this one, or one in it, has hooks (remove_hooks(), to_standard_module())"
             )
         if number_of_ranks() > 1:
             raise StateError(

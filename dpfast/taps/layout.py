@@ -300,6 +300,15 @@ def place_of(module: nn.Module, call: Call, other: Call, sizes: Sequence[int]) -
     return dim if times == 1 else Rows(dim, None)
 
 
+def both(one: Place, other: Place) -> Place:
+    """The place of a module that has samples in both, at different uses: a query, and several documents to each, which
+    one encoder takes as so many rows."""
+    dims = {place.dim if isinstance(place, Rows) else place for place in (one, other)}
+    if len(dims) == 1 and all(isinstance(place, (int, Rows)) for place in (one, other)):
+        return Rows(dims.pop(), None)  # type: ignore[arg-type]  # a dimension; one row of each sample are rows, too
+    return "its samples are in different dimensions at different uses"
+
+
 def place_of_result(one: Sequence[Sequence[int]], two: Sequence[Sequence[int]], sizes: Sequence[int]) -> Place:
     """Where the result of an operation, or the first of several, has its samples, from one run on each of two sizes."""
     found = [_dims(x, y, sizes) for x, y in zip(one, two, strict=True)]

@@ -22,7 +22,7 @@ from dpfast.taps.exchanged_samples import first_samples
 from dpfast.taps.fake_run import Values, calls_in_forward, fake_parameters, nothing_left_behind
 from dpfast.taps.in_turns import calls_in_turns, told_apart
 from dpfast.taps.inputs import may_be_given_again, stands_alone
-from dpfast.taps.layout import NO_SAMPLES, Call, Mixed, Place, Rows, place_of, place_of_result
+from dpfast.taps.layout import NO_SAMPLES, Call, Mixed, Place, Rows, both, place_of, place_of_result
 from dpfast.taps.meets import PICKED
 from dpfast.taps.random_numbers import same_random_numbers
 from dpfast.taps.seen import said_by
@@ -304,8 +304,9 @@ def _compared(taps: Sequence[Tap], first: Any, second: Any, sizes: list[int]) ->
                 place = place_of(tap.module, call, other, sizes)
                 one, two = (", ".join(str(tuple(x)) for x in outputs) for _, outputs in (call, other))
                 seen.shapes[i, rank] = f"{one} of {sizes[0]} samples and {two} of {sizes[1]}"
-            if seen.places.setdefault((i, rank), place) != place:
-                seen.places[i, rank] = "its samples are in different dimensions at different uses"
+            before = seen.places.setdefault((i, rank), place)
+            if before != place:
+                seen.places[i, rank] = both(before, place)
     return seen
 
 
