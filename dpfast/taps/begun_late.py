@@ -11,6 +11,7 @@ from torch import nn
 
 from dpfast.errors import UnsupportedModuleError
 from dpfast.taps.node import Record
+from dpfast.taps.registry import find_rule
 from dpfast.taps.tap import Tap, TappedForward
 
 New = tuple[Tap, Record, tuple[int, ...] | None]
@@ -45,7 +46,9 @@ def _beside(model: nn.Module, name: str) -> Iterator[tuple[nn.Module, nn.Module,
 
 def _do_the_same(one: nn.Module, two: nn.Module) -> bool:
     pairs = list(zip_longest(one.named_modules(), two.named_modules()))
-    return all(x and y and x[0] == y[0] and _state(x[1]) == _state(y[1]) for x, y in pairs)
+    if not all(x and y and x[0] == y[0] and _state(x[1]) == _state(y[1]) for x, y in pairs):
+        return False
+    return all(torch.equal(a, b) for x, y in pairs for a, b in zip(_switches(x[1]), _switches(y[1]), strict=True))
 
 
 def _state(module: nn.Module) -> tuple[Any, ...]:
@@ -55,9 +58,19 @@ def _state(module: nn.Module) -> tuple[Any, ...]:
     forward = vars(module).get("forward")
     own["forward"] = (forward.replaced or forward.around) if isinstance(forward, TappedForward) else forward
     values = {k: v if _is_plain(v) else id(v) for k, v in own.items()}
-    shapes = [(k, None if x is None else (x.shape, x.requires_grad)) for k, x in module._parameters.items()]
+    numbers = chain(module._parameters.items(), module._buffers.items())
+    shapes = [(k, None if x is None else (x.shape, x.dtype, x.requires_grad)) for k, x in numbers]
     # Of hooks nothing is known.
     return type(module), module.training, values, shapes, [id(module)] if hooks else []
+
+
+def _switches(module: nn.Module) -> list[torch.Tensor]:
+    """What nobody trains and a forward may go by (an observer that is on, a coefficient). Matrices are weights, and so
+    is what a rule knows the use of."""
+    numbers = chain(module._parameters.values(), module._buffers.values())
+    if find_rule(module) is not None:
+        return []
+    return [x for x in numbers if x is not None and not (x.requires_grad or x.is_meta or x.dim() > 1)]
 
 
 def _is_plain(x: Any) -> bool:

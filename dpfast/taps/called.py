@@ -72,15 +72,19 @@ class Looks:
     """At inputs of one kind.
 
     Attributes:
-        due: how many more are to come at once. forwards: since the first. first: what that told.
+        due: how many more are to come at once. forwards: since the first. first: what that told. alone: they had one
+            sample each, in whose place there is no other.
     """
 
-    def __init__(self, due: int, first: Learned):
-        self.due, self.first, self.forwards = due, first, 0
+    def __init__(self, due: int, first: Learned, alone: bool = False):
+        self.due, self.first, self.alone, self.forwards = due, first, alone, 0
 
-    def one_more(self) -> bool:
-        """Whether another forward is one to look at: none that goes into a CUDA graph, where no value can be read."""
+    def one_more(self, n: int) -> bool:
+        """Whether another forward, of n samples, is one to look at: none that goes into a CUDA graph, where no value
+        can be read."""
         if self.due == 0 and in_cuda_graph():
             return False
         self.forwards += 1
+        if self.alone and n > 1:
+            self.due, self.alone = max(self.due, 1), False
         return self.due > 0 or (looks_again_at(self.forwards) and bool(self.first.dims))

@@ -13,29 +13,25 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch import Tensor
 
 from dpfast.errors import DpfastError, InputError, UnsupportedModuleError
+from dpfast.taps import kept
 from dpfast.taps.boundaries import steps
-from dpfast.taps.copies import OfCopy
+from dpfast.taps.copies import leaves_of_copy
+from dpfast.taps.document_witness import DocumentRun, DocumentWitness
 from dpfast.taps.fingerprints import fingerprints
-from dpfast.taps.gathered import following_model, picked_here
+from dpfast.taps.gathered import following_model
 from dpfast.taps.inputs import Structure, results_in
-from dpfast.taps.layout import Place, Rows, tokens_in
+from dpfast.taps.layout import tokens_in
 from dpfast.taps.noise import stand_ins
 from dpfast.taps.outside import put_back
-from dpfast.taps.passes import in_backward
 from dpfast.taps.random_numbers import same_random_numbers
-from dpfast.taps.registry import find_by_row, find_forward
 from dpfast.taps.same_kernels import attention_written_out, same_kernels
-from dpfast.taps.seen import Key
+from dpfast.taps.seen import Key, said_by
 from dpfast.taps.tap import Tap
-from dpfast.taps.witness import copied, replaced
+from dpfast.taps.witness import copied
 from dpfast.taps.written import begun_anew
-
-_SAME = 0.02
-"""How far, in norm, a layer's rows may be from those of its tokens in another order: rounding, in 16 bits too."""
 
 _MASKED = -1e4
 """What an additive mask has, or less, where it masks."""
@@ -48,6 +44,8 @@ _OF_ALL = (
     "it is one number of all units' tokens (a mean divides one unit's gradient by how many the others have; take what "
     "the model gives for each token, and units.sums(losses of tokens))"
 )
+
+_OF_SEVERAL = "each of its entries depends on several units' tokens"
 
 _IN_BACKWARD = (
     "{}: the gradient at a token's row of its output changes with another unit's tokens, and what the forward pass "
@@ -65,26 +63,19 @@ class Told(NamedTuple):
         layers: of taps, by identity, and the rank of their output: why their rows are not the tokens; None: they are.
         outputs: of the model's outputs, by number, why a loss that is made of one has no gradients by unit.
         of_nobody: those in which nobody's tokens have entries that depend on several units' tokens.
+        failed: why no backward pass ran.
     """
 
     layers: dict[tuple[int, Any], str | None]
     outputs: dict[int | str, str]
     of_nobody: frozenset[int]
+    failed: str | None
 
     def joined(self, later: Told) -> Told:
         """With what a later look tells: what either finds wrong is wrong."""
         layers = {key: self.layers.get(key) or why for key, why in later.layers.items()}
         outputs = {**later.outputs, **self.outputs}
-        return Told({**self.layers, **layers}, outputs, self.of_nobody | later.of_nobody)
-
-
-class _Run(NamedTuple):
-    calls: dict[Key, list[Tensor | None]]  # fingerprints by token, of each use
-    outputs: list[Tensor | None]  # by token, or by sample
-    losses: set[int]  # those of the outputs that are one number
-    not_rowwise: set[Key]
-    caught: list[tuple[Key, Place, Tensor]]  # outputs of layers, until there are
-    grads: dict[Key, list[Tensor | None]]  # as calls, of the gradients that come back to them
+        return Told({**self.layers, **layers}, outputs, self.of_nobody | later.of_nobody, later.failed)
 
 
 class DocumentLook:
@@ -97,6 +88,7 @@ class DocumentLook:
     def __init__(self, receiver: Any, taps: Sequence[Tap], inputs: Any, ids: Tensor):
         self.model, self.taps, self.dim = receiver.model, taps, receiver.batch_dim
         self.others = stand_ins(self.model)  # what starts at zeros hides who meets before it
+        self._failed: str | None = None  # why no backward pass ran
         self.structure, self.raw = Structure(inputs), ids
         self.leaves = self.structure.leaves
         self.ids = ids.movedim(self.dim, 0)
@@ -142,8 +134,11 @@ class DocumentLook:
                 runs += [self._run(mask, again, inert) for mask in masks[len(runs) :]]
             mixed = self._mixed(base.calls, masks, [run.calls for run in runs])
             found = {i: self._output(i, base, masks, runs) for i in range(len(base.outputs))}
-            outputs: dict[int | str, str] = {i: why for i, why in found.items() if why}
-            of_nobody = frozenset(i for i in range(len(base.outputs)) if self._meet_in_nobodys(i, base, runs))
+            of_nobody = {i for i in range(len(base.outputs)) if self._meet_in_nobodys(i, base, runs)}
+            own, held = len(base.outputs) - len(base.held), base.held
+            found |= {i: _OF_SEVERAL for i in of_nobody if i >= own}  # nobody will part these
+            found |= dict.fromkeys(base.losses, _OF_ALL)
+            outputs: dict[int | str, str] = {i if i < own else held[i - own]: why for i, why in found.items() if why}
             if (mixed or outputs or met) and not _alike(base, self._run(None, again, backwards=True)):
                 raise ValueError("the same inputs gave other numbers when repeated")
             not_rowwise = self._run(None, again, rowwise=True).not_rowwise
@@ -156,7 +151,6 @@ class DocumentLook:
         if met and not outputs:  # the last that ran is the first that gradients come to
             last = [key for key in base.calls if key in met][-1]
             raise UnsupportedModuleError(_IN_BACKWARD.format(self.taps[last[0]].layer))
-        outputs |= dict.fromkeys(base.losses, _OF_ALL)
         layers: dict[tuple[int, Any], str | None] = {}
         for key, calls in base.calls.items():
             why = None
@@ -165,7 +159,7 @@ class DocumentLook:
             elif key in not_rowwise:
                 why = "its row for a token depends on which tokens stand beside, so they have no gradients apart"
             layers[id(self.taps[key[0]]), key[1]] = why
-        return Told(layers, outputs, of_nobody)
+        return Told(layers, outputs, frozenset(i for i in of_nobody if i < own), self._failed)
 
     def _others(self, mask: Tensor) -> Tensor:
         """Tokens of units that are not exchanged."""
@@ -184,7 +178,7 @@ class DocumentLook:
                 found |= one != two
         return found
 
-    def _output(self, i: int, base: _Run, masks: Sequence[Tensor], runs: Sequence[_Run]) -> str | None:
+    def _output(self, i: int, base: DocumentRun, masks: Sequence[Tensor], runs: Sequence[DocumentRun]) -> str | None:
         """What is wrong with an output of the model."""
         one = base.outputs[i]
         if one is None or any(i < len(run.outputs) and _length(run.outputs[i]) != len(one) for run in runs):
@@ -194,10 +188,10 @@ class DocumentLook:
             if any(bool((c & self._others(mask)).any()) for c, mask in zip(changes, masks, strict=True)):
                 return "a token's entries depend on other units' tokens"
         elif any(bool((x & y).any()) for x, y in zip(changes[::2], changes[1::2], strict=True)):
-            return "each of its entries depends on several units' tokens"
+            return _OF_SEVERAL
         return None
 
-    def _meet_in_nobodys(self, i: int, base: _Run, runs: Sequence[_Run]) -> bool:
+    def _meet_in_nobodys(self, i: int, base: DocumentRun, runs: Sequence[DocumentRun]) -> bool:
         """Whether an entry of an output that is of nobody's tokens depends on several units' tokens."""
         one, nobodys = base.outputs[i], (self.ids < 0).flatten()
         if one is None or len(one) != len(nobodys) or any(_length(run.outputs[i]) != len(one) for run in runs):
@@ -223,26 +217,29 @@ class DocumentLook:
         *,
         rowwise: bool = False,
         backwards: bool = False,
-    ) -> _Run:
+    ) -> DocumentRun:
         leaves = [x.clone() if isinstance(x, Tensor) else x for x in self.leaves]
         if mask is not None and not inert:
             raw = mask.movedim(0, self.dim)
             for i, x in enumerate(leaves):
                 if isinstance(x, Tensor) and x.shape[: raw.dim()] == raw.shape and not self._is_structure(x):
                     leaves[i] = _exchanged(x, raw.to(x.device))
-        model, taps = copied(self.model, self.taps, self.others)
-        run = _Run({}, [], set(), set(), [], {})
+        model, taps = copied(self.model, self.taps, leaves_of_copy(self.model) | self.others)
+        run = DocumentRun({}, [], set(), set(), [], {}, [])
         whole = all(not hasattr(p, "device_mesh") for p in self.model.parameters())
         for i, tap in enumerate(taps):
-            _Witness.of(tap, i, run, self.places, self.ids.shape, mask if inert else None, inert, rowwise)
+            DocumentWitness.of(tap, i, run, self.places, self.ids.shape, mask if inert else None, inert, rowwise)
         again()
         args, kwargs = self.structure.unflatten(leaves)
         with (
             put_back(self.model),
             following_model(taps[0].taps, model, leaves),
-            torch.set_grad_enabled(backwards and whole),
+            torch.set_grad_enabled(whole),
         ):
             outputs = results_in(model(*args, **kwargs))
+        left = kept.differentiable(model, outputs)
+        run.held.extend(left)
+        outputs += left.values()
         for i, x in enumerate(outputs):
             prints = None
             if isinstance(x, Tensor) and x.is_floating_point() and x.dim() <= 1 == x.numel():
@@ -251,10 +248,12 @@ class DocumentLook:
                 rows = tokens_in(x, self.dim, self.ids.shape)
                 prints = fingerprints(x, self.dim) if rows is None else fingerprints(rows, 0)
             run.outputs.append(None if prints is None else prints.cpu())
-        self._note_gradients(run, outputs)
+        if backwards and whole:
+            self._note_gradients(run, outputs)
+        run.caught.clear()
         return run
 
-    def _note_gradients(self, run: _Run, outputs: Sequence[Any]) -> None:
+    def _note_gradients(self, run: DocumentRun, outputs: Sequence[Any]) -> None:
         """Those of a loss whose gradient at a token's entries of the outputs depends on these alone."""
         nobodys = (self.raw < 0).flatten()
         of_tokens = [
@@ -263,105 +262,36 @@ class DocumentLook:
         own = [torch.where(x.detach().isfinite(), x.detach().cos(), 0.0) for x in of_tokens]
         for x in own:
             x.view(len(nobodys), -1)[nobodys.to(x.device)] = 0.0
-        tensors = [x for *_, x in run.caught]
+        given: list[Tensor | None] = [None] * len(run.caught)
+        for i, (*_, x) in enumerate(run.caught):
+            x.register_hook(partial(given.__setitem__, i))
         try:
-            given = torch.autograd.grad(of_tokens, tensors, own, allow_unused=True) if of_tokens and tensors else ()
-        except Exception:  # whatever somebody's functions raise, reentrant checkpoints too
-            given = ()
-        for (key, place, _), grad in zip(run.caught, given, strict=False):
+            if of_tokens and given:  # the copy's parameters keep none
+                torch.autograd.backward(of_tokens, own)
+        except Exception as error:  # whatever somebody's functions raise
+            self._failed = said_by(error)
+        for (key, place, _), grad in zip(run.caught, given, strict=True):
             rows = None if grad is None else tokens_in(grad, place, self.ids.shape)
             run.grads.setdefault(key, []).append(None if rows is None else fingerprints(rows + _LOST, 0).cpu())
-        run.caught.clear()
 
     def _is_structure(self, x: Tensor) -> bool:
         """Whether it says which documents there are: masks (additive ones too), document numbers, positions that count
         up by one within each unit's tokens."""
-        if x.dtype == torch.bool or (x.is_floating_point() and bool(((x == 0) | (x <= _MASKED)).all())):
+        if x.dtype == torch.bool:  # of tokens: padding, unless it parts what is somebody's
+            return x.dim() > self.raw.dim() or len(x[(self.raw >= 0).to(x.device)].unique()) < 2
+        if x.is_floating_point() and bool(((x == 0) | (x <= _MASKED)).all()):
             return True
-        if x.dim() > self.raw.dim():
+        if x.dim() > self.raw.dim() or x.is_floating_point():
             return False
         within = steps(x, self.ids, self.dim)[0]
-        return bool(len(within)) and any(bool((within == step).all()) for step in (0, 1))
+        alike = [bool(len(within)) and bool((within == step).all()) for step in (0, 1)]
+        return alike[1] or (alike[0] and self._are_numbers(x.movedim(self.dim, 0)))
 
-
-class _Witness(OfCopy):
-    """The tap of a copy, which notes fingerprints of tokens' rows."""
-
-    number: int
-    seen: _Run
-    how: tuple[Any, ...]
-
-    @classmethod
-    def of(cls, tap: Tap, number: int, seen: _Run, *how: Any) -> None:
-        tap.__class__ = cls
-        tap.__dict__.update(number=number, seen=seen, how=how)
-
-    def known_place(self, rank: int) -> Any:
-        return self.how[0].get((self.number, rank))
-
-    def caught(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        places, shape, mask, inert, rowwise = self.how
-        if isinstance(self.module, nn.Embedding):
-            args, kwargs, _ = self.with_whole_batch(args, kwargs, shape[0])
-        by_row = find_by_row(self.module)
-        forward = forward if by_row is None else partial(by_row, self.module)
-        output = forward(*args, **kwargs)
-        outputs = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]
-        if not outputs or in_backward() is not None:  # repeated there, where it is checkpointed
-            return output
-        key = (self.number, outputs[0].dim() if find_forward(self.module) is None else None)
-        rows, among = self._tokens(outputs[0], places.get(key)), picked_here()
-        own = rows if among is None or rows is None else self._tokens(among.alone(outputs[0]), places.get(key))
-        self.seen.calls.setdefault(key, []).append(None if own is None else fingerprints(own, 0).cpu())
-        if outputs[0].requires_grad and among is None:
-            self.seen.caught.append((key, places.get(key), outputs[0]))
-            output = replaced(output, outputs[0], outputs[0].view_as(outputs[0]))  # hooks on its node run before
-        if rows is not None and rowwise and not self._is_rowwise(forward, args, kwargs, places.get(key), rows):
-            self.seen.not_rowwise.add(key)
-        if rows is not None and mask is not None and key in inert and isinstance(output, Tensor):
-            return torch.where(self._in_layout(mask, output, places.get(key)), 0.5 * output, output)
-        return output
-
-    def _tokens(self, x: Tensor, place: Place) -> Tensor | None:
-        """One row for each token; within an expert rows stand at their places among all that were there to be
-        picked."""
-        shape, picked = self.how[1], picked_here()
-        if picked is None:
-            return tokens_in(x, place, shape)
-        if picked.of is None or not x.dim() or x.shape[0] != picked.of.shape.numel():
-            return None
-        return tokens_in(x.unflatten(0, picked.of.shape), picked.of.place, shape)
-
-    def _in_layout(self, mask: Tensor, output: Tensor, place: Place) -> Tensor:
-        """The tokens' mask, as the output has them."""
-        picked = picked_here()
-        if picked is not None and picked.of is not None:
-            order = picked.of.tokens(self.how[1])
-            if order is not None:
-                mask = torch.empty_like(mask.flatten()).index_copy(0, order, mask.flatten())
-            elif not picked.each:  # else whole samples
-                mask = mask.flatten()
-        else:
-            mask = (
-                mask.flatten() if isinstance(place, Rows) else mask.movedim(0, place if isinstance(place, int) else 0)
-            )
-        return mask.view(*mask.shape, *[1] * (output.dim() - mask.dim())).to(output.device)
-
-    def _is_rowwise(self, forward: Any, args: Any, kwargs: Any, place: Place, rows: Tensor) -> bool:
-        """Whether the module, given its tokens backwards as a batch, gives the same rows."""
-
-        def backwards(x: Tensor) -> Tensor:
-            found = self._tokens(x, place)
-            return x if found is None else found.flip(0)
-
-        try:
-            output = forward(*tree_map_only(Tensor, backwards, args), **tree_map_only(Tensor, backwards, kwargs))
-        except Exception:  # it wants them in rows
-            return False
-        output = next((x for x in tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()), None)
-        if output is None or output.shape != rows.shape:
-            return False
-        return bool((output.flip(0).double() - rows.double()).norm() <= _SAME * rows.double().norm())
+    def _are_numbers(self, x: Tensor) -> bool:
+        """Whether what is one number in each unit is another in each unit of a sample: no property of units."""
+        rows = zip(self.ids.flatten(1), x.to(self.ids.device).flatten(1), strict=True)
+        pairs = [torch.stack([ids, some], 1)[ids >= 0].unique(dim=0) for ids, some in rows]
+        return all(len(some[:, 1].unique()) == len(some) for some in pairs)
 
 
 def _exchanged(x: Tensor, mask: Tensor) -> Tensor:
@@ -379,7 +309,7 @@ def _length(x: Tensor | None) -> int:
     return -1 if x is None else len(x)
 
 
-def _alike(one: _Run, two: _Run) -> bool:
+def _alike(one: DocumentRun, two: DocumentRun) -> bool:
     """Whether two runs gave the same."""
 
     def equal(x: Tensor | None, y: Tensor | None) -> bool:

@@ -20,6 +20,10 @@ _LONGER = 2
 """How many times as many tokens a row has than any that was looked at, to be looked at by itself."""
 
 
+_NO_BACKWARD = (
+    "{} could not be run backwards with some documents exchanged for others: {}. That no unit comes to another's gradient "
+    "in the backward pass alone is taken on trust (docs/units.md#packed-documents)"
+)
 _ON_TRUST = "that units do not meet in this batch either, as they did not before, is taken on trust: {}"
 
 
@@ -46,6 +50,7 @@ class Documents:
         self._receiver = weakref.ref(receiver)
         self._taps = taps
         self._looked: dict[Any, _Looked] = {}
+        self._has_said = False
 
     def look(self, inputs: Any, ids: Tensor) -> Told:
         """The model is called.
@@ -61,7 +66,7 @@ class Documents:
         key, length = self._key(inputs, ids), ids.movedim(receiver.batch_dim, 0).flatten(1).shape[1]
         looked = self._looked.get(key)
         if looked is None:
-            self._looked[key] = looked = _Looked(DocumentLook(receiver, self._taps, inputs, ids).told(), length)
+            self._looked[key] = looked = _Looked(self._told(inputs, ids), length)
             return looked.told
         looked.forwards += 1
         if looks_again_at(looked.forwards) or length >= _LONGER * looked.longest:
@@ -78,9 +83,17 @@ class Documents:
 
     def _look_again(self, looked: _Looked, inputs: Any, ids: Tensor) -> None:
         try:
-            looked.told = looked.told.joined(DocumentLook(self._receiver(), self._taps, inputs, ids).told())
+            looked.told = looked.told.joined(self._told(inputs, ids))
         except InputError as error:  # a batch that tells nothing says nothing of the model
             warn_caller(_ON_TRUST.format(error))
+
+    def _told(self, inputs: Any, ids: Tensor) -> Told:
+        receiver: Any = self._receiver()
+        told = DocumentLook(receiver, self._taps, inputs, ids).told()
+        if told.failed is not None and not self._has_said:
+            self._has_said = True
+            warn_caller(_NO_BACKWARD.format(type(receiver.model).__name__, told.failed))
+        return told
 
     def _key(self, inputs: Any, ids: Tensor) -> Any:
         """What is looked at by itself: a kind of inputs, and what they show of where units end."""

@@ -29,7 +29,17 @@ def exchanged(x: Tensor, dim: int, numbers: tuple[int, ...]) -> Tensor:
         own, other = x.select(dim, j), x.select(dim, stay[i % len(stay)]).clone()
         if torch.equal(own, other):
             other = own.flip(tuple(range(own.dim())))
-        if torch.equal(own, other) and x.dtype != torch.bool:  # no number larger than what has been seen
-            other = own * 0.5 if x.is_floating_point() else torch.where(own > 0, own - 1, own)
-        own.copy_(other)
+        own.copy_(_another(own) if torch.equal(own, other) else other)
     return x
+
+
+def _another(x: Tensor) -> Tensor:
+    """Of one that is like all others: no whole number that is larger than what has been seen, and of a mask, where
+    nobody is padded or everybody, one entry."""
+    if x.is_floating_point():
+        return x * 0.5 if bool(x.any()) else x + 0.5
+    if x.dtype != torch.bool:
+        return torch.where(x > 0, x - 1, x)
+    other = x.clone()
+    other[(-1,) * x.dim()].logical_not_()
+    return other

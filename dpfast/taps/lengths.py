@@ -27,7 +27,7 @@ class Counts(NamedTuple):
     by_sample: list[int]
 
 
-READ = ("item", "tolist", "numpy", "__int__", "__index__")
+READ = ("item", "tolist", "numpy", "__array__", "__int__", "__index__")
 """Names of what takes numbers out of a tensor."""
 
 

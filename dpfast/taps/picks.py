@@ -24,6 +24,7 @@ from dpfast.taps.packed import packed_in
 from dpfast.taps.registry import find_forward
 
 _SHAPES_ALONE = ("_like", "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor", "empty_strided")
+_OF_NUMBERS = ("tensor", "as_tensor", "asarray", "scalar_tensor")
 _FIRST_ALONE = ("expand_as", "view_as", "reshape_as", "type_as", "to")
 _SCATTER = ("index_add", "index_copy", "index_put", "index_reduce", "scatter", "scatter_add", "scatter_reduce")
 
@@ -85,6 +86,8 @@ class Picks(WithoutGradients):
         self._receivers: dict[str, str] = {}
         self._met_in: set[str] = set()  # modules whose rows meet parameters, which no module has to itself
         self._trained: dict[int, StorageWeakRef] = {}  # what parameters, and what is made of them alone, stand in
+        self._constant: dict[int, StorageWeakRef] = {}  # whole numbers that no value of the data went into
+        self._are_constant(model.buffers())
         for x in model.parameters():
             self._are_made_of_parameters([x] if x.requires_grad else [])
         for x in inputs:
@@ -105,6 +108,14 @@ class Picks(WithoutGradients):
         for x in tensors:
             if x.layout is torch.strided and x.is_floating_point():
                 self._trained[x.untyped_storage()._cdata] = StorageWeakRef(x.untyped_storage())
+
+    def _are_constant(self, tensors: Iterable[Any]) -> None:
+        for x in tensors:
+            if x.layout is torch.strided and not x.is_floating_point():
+                self._constant[x.untyped_storage()._cdata] = StorageWeakRef(x.untyped_storage())
+
+    def _is_constant(self, x: Tensor) -> bool:
+        return x.layout is not torch.strided or x.untyped_storage()._cdata in self._constant
 
     def has_picked(self, tensors: Sequence[Tensor]) -> bool:
         """Whether one of them has rows that were picked."""
@@ -189,6 +200,7 @@ class Picks(WithoutGradients):
     def _note(self, func: Any, name: str, args: Any, kwargs: Any, result: Any) -> None:
         made = [args[0]] if name == "__setitem__" else tensors_in(result)
         if name.endswith(_SHAPES_ALONE) or not (made or name in READ):
+            self._are_constant(made if name != "new_tensor" else ())
             return
         took = tensors_in(args[:1] if name in _FIRST_ALONE else (args, kwargs))
         marks = [mark for x in took if (mark := self._mark(x)) is not None]
@@ -197,6 +209,8 @@ class Picks(WithoutGradients):
             self._are_made_of_parameters(made)
         if of_parameters and self._receiver is None and func is not F.embedding_bag:  # which says whose they are
             self._met_in |= {mark.sender for mark in marks if mark.sender is not None}
+        if not marks and not (self._read and name in _OF_NUMBERS):
+            self._are_constant(made if all(x.is_floating_point() or self._is_constant(x) for x in took) else ())
         if marks:
             self._read |= name in READ
             if self._parts_samples(name, args):
@@ -251,8 +265,8 @@ class Picks(WithoutGradients):
 
     def _is_data(self, index: Any) -> bool:
         """Lists and arrays have been tensors, and so may the ends of a slice."""
-        if isinstance(index, Tensor):
-            return self._mark(index) is not None
+        if isinstance(index, Tensor):  # or made of what has been read, by torch or another library
+            return self._mark(index) is not None or (self._read and not self._is_constant(index))
         if isinstance(index, slice):
             ends = [end for end in (index.start, index.stop) if end is not None]
             return bool(ends) and (self._read or any(self._mark(end) is not None for end in ends))

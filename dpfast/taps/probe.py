@@ -132,7 +132,7 @@ class Probe:
         if not (receiver.enabled and torch.is_grad_enabled()):
             return False
         looks = self._looks.get(look)
-        if looks is not None and (n == 0 or not looks.one_more()):  # an empty batch tells nothing
+        if looks is not None and (n == 0 or not looks.one_more(n)):  # an empty batch tells nothing
             return False
         if look not in self._looks and len(self._looks) >= _MOST_LOOKS:
             # With other parameters frozen all is as it was, but what is not known by its way is an error.
@@ -152,7 +152,7 @@ class Probe:
         if found.bags is not None:
             self._bags[anyhow] = found.bags
             return self.look(inputs, leaves, n, trainable)
-        if not self._looks and bags is NO_BAGS:
+        if bags is NO_BAGS:
             warn_of_lists(receiver.model, receiver.batch_dim, inputs, leaves, n)
         if add_routes(receiver, self._taps, found.told.routes):
             found = self._learned(called)
@@ -160,7 +160,8 @@ class Probe:
         say_what_is_not_told(receiver.model, found.told)
         if found.told.why is None:  # else it may be a batch that the model cannot take, which tells nothing of the next
             left = _AGAIN if looks is None else looks.due
-            self._looks[look] = Looks(0 if found.settled else left - (n > 0), found)
+            alone = n == 1 and (looks is None or looks.alone)
+            self._looks[look] = Looks(0 if found.settled else left - (n > 0), found, alone)
         self._note_first(kind, found)
         why = found.told.why
         if n > SAMPLES and found.dims and why is None:

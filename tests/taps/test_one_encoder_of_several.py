@@ -95,7 +95,7 @@ def test_how_many_there_are_may_change():
         exact = loop_over_samples(plain, lambda m, q, d: m(q, d).sin().sum(), query, documents)
         model.add_hooks()
         for name, expected in clipped_sum(exact, 0.3).items():
-            assert relative_error(plain.get_parameter(name).grad, expected) <= 1e-6, (n, k, name)  # factors are C / (norm + 1e-6)
+            assert relative_error(plain.get_parameter(name).grad, expected) <= 1e-6, (n, k, name)
 
 
 @pytest.mark.parametrize("documents_first", [False, True])

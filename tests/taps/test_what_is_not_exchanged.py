@@ -1,0 +1,169 @@
+"""What stands beside tensors in what a model is called with, what is alike in a whole batch, and batches of one."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import dpfast
+from dpfast.errors import DpfastError, DpfastWarning
+from dpfast.testing import clipped_sum, loop_over_samples, relative_error
+
+LENGTHS = [7, 2, 3, 2, 4, 2]
+
+
+class Cut(nn.Module):
+    """A mean over the time of the longest."""
+
+    def __init__(self, longest):
+        super().__init__()
+        self.layer, self.longest = nn.Linear(4, 3), longest
+
+    def forward(self, x, lengths):
+        return self.layer(x[:, : self.longest(lengths)].mean(1))
+
+
+CALLED = {
+    "list": (lambda n: list(n), max),
+    "tuple": (lambda n: tuple(n), max),
+    "array": (lambda n: np.array(n), lambda x: int(x.max())),
+    "texts": (lambda n: ["a" * k for k in n], lambda x: max(map(len, x))),
+    "tensors": (lambda n: [torch.tensor(k) for k in n], lambda x: int(torch.stack(x).max())),
+    "dict": (lambda n: {"length": list(n)}, lambda x: max(x["length"])),
+    "boxes": (lambda n: [{"boxes": torch.ones(k, 4)} for k in n], lambda x: max(len(y["boxes"]) for y in x)),
+}
+
+
+@pytest.mark.parametrize("what", CALLED)
+def test_what_is_no_tensor_is_on_trust_and_that_is_said(what):
+    made, longest = CALLED[what]
+    model = dpfast.GradSampleModule(Cut(longest))
+    with pytest.warns(DpfastWarning, match=r"Cut is called with a (list|tuple|ndarray) of 6, as many as there are"):
+        model(torch.randn(6, 7, 4), made(LENGTHS)).sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(torch.randn(5, 7, 4), made(LENGTHS[:5])).sum().backward()  # once is enough
+
+
+class Sized(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x, size, states=()):
+        return self.layer(x.view(-1, size[0], size[1], 4).mean((1, 2)) + sum(states))
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_sizes_and_states_are_no_samples(n):
+    model = dpfast.GradSampleModule(Sized())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(torch.randn(n, 6, 4), (2, 3), [torch.randn(n, 4) for _ in range(n)]).sum().backward()
+
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x, mask):
+        h = torch.tanh(self.inner(x)) * (mask if mask.is_floating_point() else mask.float())[..., None]
+        return self.outer(h.mean(1) - mask.float().mean())
+
+
+@pytest.mark.parametrize(
+    "mask", [torch.ones(4, 5).bool(), torch.zeros(4, 5).bool(), torch.ones(4, 5), torch.zeros(4, 5)], ids=str
+)
+def test_a_mask_that_is_alike_in_the_whole_batch(mask):
+    """Is exchanged for another: samples meet in its mean, whatever the next batch has."""
+    model = dpfast.GradSampleModule(Masked())
+    with pytest.raises(DpfastError, match=r"several samples|samples meet|not its own"):
+        model(torch.randn(4, 5, 4), mask).sum().backward()
+
+
+class Normalised(nn.Module):
+    """By how many tokens of the batch are there: alike in a batch of one, whatever stands there."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(7, 4), nn.Linear(4, 3)
+
+    def forward(self, tokens):
+        return self.head(self.table(tokens).sum(1) / (tokens != 0).sum())
+
+
+def test_batches_of_one_tell_nothing_of_larger_ones():
+    torch.manual_seed(0)
+    model = dpfast.GradSampleModule(Normalised())
+    for _ in range(2):
+        model(torch.randint(1, 7, (1, 5))).sum().backward()
+    tokens = torch.randint(1, 7, (4, 5))
+    tokens[1:, 2:] = 0
+    with pytest.raises(DpfastError, match=r"several samples|samples meet|not its own"):
+        model(tokens).sum().backward()
+
+
+class Marked(nn.Module):
+    """A layer, or a parameter, for the rows of marked tokens, whose numbers come by way of Python or NumPy."""
+
+    def __init__(self, how, free):
+        super().__init__()
+        self.table, self.layer, self.head = nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+        self.how, self.free = how, free
+
+    def forward(self, tokens):
+        rows = torch.tanh(self.table(tokens)).flatten(0, 1)
+        if self.how == "list":
+            picked = torch.tensor([i for i, k in enumerate(tokens.flatten().tolist()) if k == 8], dtype=torch.int64)
+        elif self.how == "items":
+            picked = torch.as_tensor([i for i, k in enumerate(tokens.flatten()) if k.item() == 8], dtype=torch.int64)
+        else:
+            picked = torch.from_numpy(np.flatnonzero(np.asarray(tokens).ravel() == 8))
+        found = rows[picked] @ self.layer.weight.T if self.free else self.layer(rows[picked])
+        return self.head(torch.zeros_like(rows).index_copy(0, picked, found).view(*tokens.shape, 4).sum(1))
+
+
+def marked(counts):
+    tokens = torch.randint(0, 8, (len(counts), 7))
+    for row, count in zip(tokens, counts, strict=True):
+        row[torch.randperm(7)[:count]] = 8
+    return tokens
+
+
+@pytest.mark.parametrize("free", [False, True])
+@pytest.mark.parametrize("how", ["list", "items", "numpy"])
+def test_rows_that_python_picks_by_the_data(how, free):
+    """As many of each sample in the first batches, others of as many in all later."""
+    torch.manual_seed(0)
+    plain = Marked(how, free).double()
+    model = dpfast.GradSampleModuleFastGradientClipping(plain, max_grad_norm=0.1, loss_reduction="sum")
+    for counts in ([2] * 6, [2] * 5, [1, 3, 2, 1, 3, 2], [3, 1, 1, 3], [4, 0, 4, 0]):
+        tokens = marked(counts)
+        model.zero_grad()
+        try:
+            model(tokens).sin().sum().backward()
+        except DpfastError:
+            assert free  # a parameter's use there is followed, or refused
+            return
+        model.remove_hooks()
+        exact = clipped_sum(loop_over_samples(plain, lambda m, t: m(t).sin().sum(), tokens), 0.1)
+        model.add_hooks()
+        for name, expected in exact.items():
+            if counts[0] != 4 or not name.startswith("layer.bias"):
+                assert relative_error(plain.get_parameter(name).grad, expected) <= 1e-4, (counts, name)
+
+
+def test_validation_in_inference_mode_of_a_model_that_picks_rows():
+    torch.manual_seed(0)
+    model = dpfast.GradSampleModule(Marked("list", False))
+    model(marked([2, 1, 3])).sum().backward()
+    expected = model._module(marked([1, 2])).detach().shape
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode():
+            assert model(marked([1, 2])).shape == expected
+        model.eval()
+    model.train()
+    model(marked([1, 2, 0])).sum().backward()
