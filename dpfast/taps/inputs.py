@@ -154,7 +154,7 @@ def _are_sizes(x: Any) -> bool:
 
 def _are_batches(entries: Sequence[Any], dim: int, n: int) -> bool:
     """Whether each is, or holds, tensors of all samples: a layer's keys and values."""
-    tensors = [x for x in tree_leaves(entries) if isinstance(x, Tensor)]
+    tensors = [x for x in results_in(entries) if isinstance(x, Tensor)]
     return bool(tensors) and all(x.dim() > dim and x.shape[dim] == n for x in tensors)
 
 

@@ -1,6 +1,7 @@
 """What stands beside tensors in what a model is called with, what is alike in a whole batch, and batches of one."""
 
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -56,12 +57,23 @@ class Sized(nn.Module):
         return self.layer(x.view(-1, size[0], size[1], 4).mean((1, 2)) + sum(states))
 
 
+class Cached(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x, cached):
+        return self.layer(x.sum(1) + sum(layer.keys for layer in cached))
+
+
 @pytest.mark.parametrize("n", [2, 3])
 def test_sizes_and_states_are_no_samples(n):
     model = dpfast.GradSampleModule(Sized())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model(torch.randn(n, 6, 4), (2, 3), [torch.randn(n, 4) for _ in range(n)]).sum().backward()
+        cached = [SimpleNamespace(keys=torch.randn(n, 4)) for _ in range(n)]  # by layer
+        dpfast.GradSampleModule(Cached())(torch.randn(n, 6, 4), cached).sum().backward()
 
 
 class Masked(nn.Module):
