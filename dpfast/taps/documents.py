@@ -21,8 +21,8 @@ _LONGER = 2
 
 
 _NO_BACKWARD = (
-    "{} could not be run backwards with some documents exchanged for others: {}. That no unit comes to another's gradient "
-    "in the backward pass alone is taken on trust (docs/units.md#packed-documents)"
+    "{} could not be run backwards with some documents exchanged for others: {}. That no unit comes to another's "
+    "gradient in the backward pass alone is taken on trust (docs/units.md#packed-documents)"
 )
 _ON_TRUST = "that units do not meet in this batch either, as they did not before, is taken on trust: {}"
 
