@@ -28,7 +28,7 @@ from dpfast.taps.noise import stand_ins
 from dpfast.taps.outside import put_back
 from dpfast.taps.random_numbers import same_random_numbers
 from dpfast.taps.same_kernels import attention_written_out, same_kernels
-from dpfast.taps.seen import Key, said_by
+from dpfast.taps.seen import Key, in_reentrant_checkpoint, said_by
 from dpfast.taps.tap import Tap
 from dpfast.taps.witness import copied
 from dpfast.taps.written import begun_anew
@@ -218,7 +218,7 @@ class DocumentLook:
         rowwise: bool = False,
         backwards: bool = False,
     ) -> DocumentRun:
-        leaves = [x.clone() if isinstance(x, Tensor) else x for x in self.leaves]
+        leaves = [_clone(x) if isinstance(x, Tensor) else x for x in self.leaves]
         if mask is not None and not inert:
             raw = mask.movedim(0, self.dim)
             for i, x in enumerate(leaves):
@@ -262,12 +262,15 @@ class DocumentLook:
         own = [torch.where(x.detach().isfinite(), x.detach().cos(), 0.0) for x in of_tokens]
         for x in own:
             x.view(len(nobodys), -1)[nobodys.to(x.device)] = 0.0
-        given: list[Tensor | None] = [None] * len(run.caught)
-        for i, (*_, x) in enumerate(run.caught):
-            x.register_hook(partial(given.__setitem__, i))
+        tensors = [x for *_, x in run.caught]
+        given: list[Tensor | None] = [None] * len(tensors)
         try:
-            if of_tokens and given:  # the copy's parameters keep none
+            if tensors and in_reentrant_checkpoint(of_tokens):  # the copy's parameters keep no gradient
+                for i, x in enumerate(tensors):
+                    x.register_hook(partial(given.__setitem__, i))
                 torch.autograd.backward(of_tokens, own)
+            elif tensors and of_tokens:
+                given = list(torch.autograd.grad(of_tokens, tensors, own, allow_unused=True))
         except Exception as error:  # whatever somebody's functions raise
             self._failed = said_by(error)
         for (key, place, _), grad in zip(run.caught, given, strict=True):
@@ -292,6 +295,11 @@ class DocumentLook:
         rows = zip(self.ids.flatten(1), x.to(self.ids.device).flatten(1), strict=True)
         pairs = [torch.stack([ids, some], 1)[ids >= 0].unique(dim=0) for ids, some in rows]
         return all(len(some[:, 1].unique()) == len(some) for some in pairs)
+
+
+def _clone(x: Tensor) -> Tensor:
+    """Another of the same numbers, by which no gradient comes to this one."""
+    return x.detach().requires_grad_(x.requires_grad).clone()
 
 
 def _exchanged(x: Tensor, mask: Tensor) -> Tensor:

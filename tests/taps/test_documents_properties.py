@@ -140,9 +140,15 @@ def test_what_meets_backwards_within_a_checkpoint_is_refused(reentrant):
     def inside(h):
         return MeanBackwards.apply(torch.tanh(h))
 
-    _, model = wrapped(lambda model, h, x: checkpoint(inside, h, use_reentrant=reentrant))
+    def way(model, h, x):
+        return checkpoint(inside, of_each(model, h, x), use_reentrant=reentrant)
+
+    plain, model = wrapped(way)
+    ages = AGES.double().requires_grad_()
     with pytest.raises(DpfastError, match="the gradient at a token's row of its output changes with another unit's"):
-        loss_of(model, torch.randint(0, 11, IDS.shape), AGES).backward()
+        loss_of(model, torch.randint(0, 11, IDS.shape), ages)
+        raise AssertionError("looked at in the forward pass")
+    assert ages.grad is None and all(p.grad is None for p in plain.parameters())
 
 
 def test_a_model_that_is_not_run_backwards_twice_is_on_trust():
