@@ -9,8 +9,10 @@ import torch
 
 from dpfast.arithmetic import in_cuda_graph
 from dpfast.taps.bags import NO_BAGS, Bags
+from dpfast.taps.entries import Entries, Path, entries_in, put_in
 from dpfast.taps.inputs import Structure
 from dpfast.taps.learned import Learned
+from dpfast.taps.trial import Trial
 
 _LATER = frozenset({1, *(8**k - 1 for k in range(1, 9))})
 """Forwards after the first that are looked at, for what that did not show: a branch, random numbers, a weight that was
@@ -36,6 +38,18 @@ class Called(NamedTuple):
     dims: list[set[int]]
     n: int
 
+    def entries(self, batch_dim: int) -> dict[Path, Entries | None]:
+        """What is no tensor and has one for each sample, by where it is."""
+        return entries_in(self.inputs, batch_dim, self.n)
+
+    def again(self, first: Learned, batch_dim: int) -> tuple[Trial, list[int | None]]:
+        """How a later look calls the model, and of each input the dimension of the samples."""
+        trial = Trial(self.inputs, self.bags, self.entries(batch_dim), with_gradients=first.with_gradients)
+        own, dims = len(trial.leaves) - len(trial.entries), list(first.dims)
+        if len(dims) != len(trial.leaves):  # what has as many by accident
+            dims = dims[:own] + [None] * len(trial.entries)
+        return trial, dims
+
     def in_front(self, samples: Sequence[int], batch_dim: int) -> Called:
         """The same batch with these samples before the others; as it is where samples are bags in one row."""
         structure = Structure(self.inputs)
@@ -46,7 +60,10 @@ class Called(NamedTuple):
             x.detach().index_select(dim, order.to(x.device)) if (dim := along(some, batch_dim)) is not None else x
             for x, some in zip(structure.leaves, self.dims, strict=True)
         ]
-        return self._replace(inputs=structure.unflatten(leaves), leaves=leaves)
+        inputs = structure.unflatten(leaves)
+        for path, x in self.entries(batch_dim).items():
+            inputs = inputs if x is None else put_in(inputs, path, x.taken(order.tolist()).as_given())
+        return self._replace(inputs=inputs, leaves=leaves)
 
 
 def along(dims: set[int], batch_dim: int) -> int | None:

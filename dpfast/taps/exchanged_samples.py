@@ -7,26 +7,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpfast.taps.entries import Entries
+
 
 def first_samples(x: Any, dim: int | None, size: int) -> Any:
-    """That many of a tensor's samples, in turns where it has fewer."""
+    """That many of the samples, in turns where there are fewer."""
+    if dim is not None and isinstance(x, Entries):
+        return x.taken(i % len(x) for i in range(size))
     if dim is None or not isinstance(x, Tensor):
         return x
     return x.detach().index_select(dim, torch.arange(size, device=x.device) % x.shape[dim])
 
 
 def with_one_more(x: Any, dim: int | None, size: int, number: int) -> Any:
-    """So many of a tensor's samples, and that one once more."""
+    """So many of the samples, and that one once more."""
     x = first_samples(x, dim, size)
+    if dim is not None and isinstance(x, Entries):
+        return x.taken((*range(size), number))
     return x if dim is None else torch.cat([x, x.narrow(dim, number, 1)], dim)
 
 
-def exchanged(x: Tensor, dim: int, numbers: tuple[int, ...]) -> Tensor:
-    """A tensor with the next samples that stay in the places of these; where they agree, others made of them."""
-    x, size = x.clone(), x.shape[dim]
+def exchanged(x: Any, dim: int, numbers: tuple[int, ...]) -> Any:
+    """With the next samples that stay in the places of these; where they agree, others made of them."""
+    size = len(x) if isinstance(x, Entries) else x.shape[dim]
     stay = [j % size for j in range(numbers[0] + 1, numbers[0] + size) if j % size not in numbers]
-    for i, j in enumerate(numbers):
-        own, other = x.select(dim, j), x.select(dim, stay[i % len(stay)]).clone()
+    places = {j: stay[i % len(stay)] for i, j in enumerate(numbers)}
+    if isinstance(x, Entries):
+        return x.exchanged(places)
+    x = x.clone()
+    for j, k in places.items():
+        own, other = x.select(dim, j), x.select(dim, k).clone()
         if torch.equal(own, other):
             other = own.flip(tuple(range(own.dim())))
         own.copy_(_another(own) if torch.equal(own, other) else other)

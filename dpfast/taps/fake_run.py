@@ -29,6 +29,7 @@ from dpfast.taps.beside_outputs import left_beside
 from dpfast.taps.copies import copy_of
 from dpfast.taps.dependence import Dependence
 from dpfast.taps.detached import detached_parameters
+from dpfast.taps.exchanged_samples import first_samples
 from dpfast.taps.followed import Picked
 from dpfast.taps.gathered import gave_rows, rows_among
 from dpfast.taps.inputs import tensors_in
@@ -103,7 +104,7 @@ def calls_in_forward(
     with copied_whole(model, memo, mode), FakeCopyMode(mode):
         model, taps = copy_of(model, taps, memo)
     with put_back(original), mode:
-        sized = [_of_size(x, dim, size) if isinstance(x, Tensor) else x for x, dim in zip(leaves, dims, strict=True)]
+        sized = [_of_size(x, dim, size) for x, dim in zip(leaves, dims, strict=True)]
         inputs = trial.as_called(sized)
         tensors = [x for x in inputs if isinstance(x, Tensor)]
         samples = [x for x, dim in zip(inputs, dims, strict=True) if isinstance(x, Tensor) and dim is not None]
@@ -122,7 +123,9 @@ def calls_in_forward(
     return [probe.told() for probe in probes]
 
 
-def _of_size(x: Tensor, dim: int | None, size: int) -> Tensor:
+def _of_size(x: Any, dim: int | None, size: int) -> Any:
+    if not isinstance(x, Tensor):
+        return first_samples(x, dim, size)
     shape = [size if d == dim else s for d, s in enumerate(x.shape)]
     return torch.empty(shape, dtype=x.dtype, device=x.device)
 

@@ -8,7 +8,7 @@ import enum
 import types
 import weakref
 from collections import UserDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -22,15 +22,14 @@ from dpfast.errors import InputError, warn_caller
 WITHOUT_TENSORS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 INERT = (*WITHOUT_TENSORS, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, enum.Enum)
 _DEPTH = 3
-_SIZES = 4  # of a picture, or a window: no longer a tuple has these
 _LISTED = (
     "{} is called with a {}: dimension {} of each, {}, is taken for the samples. Where each is a "
     "sample, make one of them all (torch.stack, torch.nn.utils.rnn.pad_sequence): as it is, clipping would bound parts "
     "of samples, and a whole one by nothing (docs/layouts.md)"
 )
 _ON_TRUST = (
-    "{0} is called with a {1} of {3}, as many as there are samples. Other samples are not put in the places of some in "
-    "what is no tensor: that none changes another's gradient by that (the longest of all, a sum over them) is taken on "
+    "{0} is called with a {1} of {3}, as many as there are samples, and does not run with other samples in the places "
+    "of some there: that none changes another's gradient by that (the longest of all, a sum over them) is taken on "
     "trust. Give a tensor (N, ...) to have it looked at (docs/layouts.md)"
 )
 
@@ -112,50 +111,27 @@ def no_samples_in(model: torch.nn.Module, leaves: Sequence[Any], dim: int) -> st
     )
 
 
-def warn_of_lists(model: torch.nn.Module, dim: int, inputs: Any, leaves: Sequence[Any], n: int) -> None:
-    """Once for a model, of each: where what is taken for the first input is the first of several in a list, which may
-    be samples, and where something else than a tensor has as many entries as there are samples."""
-    said, arguments = _said.setdefault(model, set()), (*inputs[0], *inputs[1].values())
-    first = next((x for x in leaves if isinstance(x, Tensor)), None)
-    tensors = [x for x in arguments if type(x) is list and len(x) > 1 and all(isinstance(y, Tensor) for y in x)]
-    found = {_LISTED: next((f"list of {len(x)} tensors" for x in tensors if x[0] is first), None)}
-    if _ON_TRUST not in said and not found[_LISTED]:
-        found[_ON_TRUST] = next((f"{type(x).__name__}" for x in _listed(arguments, dim, n, _DEPTH)), None)
-    for message, what in found.items():
-        if what is not None and message not in said:
-            said.add(message)
-            warn_caller(message.format(type(model).__name__, what, dim, n))
-
-
 _said: weakref.WeakKeyDictionary[torch.nn.Module, set[str]] = weakref.WeakKeyDictionary()
 
 
-def _listed(inside: Iterable[Any], dim: int, n: int, depth: int) -> Iterator[Any]:
-    """What has n entries, each a sample's."""
-    for x in inside:
-        if isinstance(x, (Tensor, torch.nn.Module, PackedSequence, *INERT)) or not depth:
-            continue
-        entries = list(x) if isinstance(x, (Sequence, Set)) else None
-        if hasattr(x, "shape") and hasattr(x, "tolist"):  # NumPy's
-            if x.shape[:1] == (n,):
-                yield x
-        elif entries is None:
-            held = x if isinstance(x, Mapping) else attributes_of(x)
-            yield from _listed(held.values(), dim, n, depth - 1)
-        elif len(entries) == n > 1 and not (_are_sizes(x) or _are_batches(entries, dim, n)):
-            yield x
-        else:
-            yield from _listed(entries, dim, n, depth - 1)
+def warn_of_lists(model: torch.nn.Module, dim: int, called: Any, on_trust: Sequence[str]) -> None:
+    """Once for a model, of each: where what is taken for the first input is the first of several in a list, which may
+    be samples, and where something else than a tensor has as many entries as there are samples.
 
-
-def _are_sizes(x: Any) -> bool:
-    return isinstance(x, tuple) and len(x) <= _SIZES and all(isinstance(y, (int, float)) for y in x)
-
-
-def _are_batches(entries: Sequence[Any], dim: int, n: int) -> bool:
-    """Whether each is, or holds, tensors of all samples: a layer's keys and values."""
-    tensors = [x for x in results_in(entries) if isinstance(x, Tensor)]
-    return bool(tensors) and all(x.dim() > dim and x.shape[dim] == n for x in tensors)
+    Args:
+        called: ``inputs``, their ``leaves``, and how many samples there are. on_trust: the kinds of those in which no
+            other samples could be put.
+    """
+    said, arguments = _said.setdefault(model, set()), (*called.inputs[0], *called.inputs[1].values())
+    first = next((x for x in called.leaves if isinstance(x, Tensor)), None)
+    tensors = [x for x in arguments if type(x) is list and len(x) > 1 and all(isinstance(y, Tensor) for y in x)]
+    found = {_LISTED: next((f"list of {len(x)} tensors" for x in tensors if x[0] is first), None)}
+    if _ON_TRUST not in said and not found[_LISTED]:
+        found[_ON_TRUST] = next(iter(on_trust), None)
+    for message, what in found.items():
+        if what is not None and message not in said:
+            said.add(message)
+            warn_caller(message.format(type(model).__name__, what, dim, called.n))
 
 
 _WHICH = (

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dpfast.taps.bags import NO_BAGS, Bags, OtherBags
 from dpfast.taps.detached import wants_gradients
+from dpfast.taps.entries import Entries, Path
 from dpfast.taps.exchange import told_by_exchange
 from dpfast.taps.exchanged_samples import first_samples
 from dpfast.taps.fake_run import Values, calls_in_forward, fake_parameters, nothing_left_behind
@@ -84,12 +85,13 @@ def learned(
     n: int,
     bags: Bags = NO_BAGS,
     passes: int = 0,
+    entries: Mapping[Path, Entries | None] = MappingProxyType({}),
 ) -> Learned:
     """What is told when the model is called with such inputs, of which these dimensions may follow the batch of n
     samples; nothing where it runs neither on fake tensors nor on a few of the samples.
 
     Args:
-        passes: so many come before the one that is looked at.
+        passes: so many come before the one that is looked at. entries: what else has one for each sample.
     """
     if not taps:
         return NOTHING
@@ -100,10 +102,11 @@ def learned(
     if odd is not None:
         return _untold(f"a {type(odd).__name__}'s forward is a function that may run the model itself")
     try:
-        found = _learned_as(model, taps, Trial(inputs, bags, passes=passes), dims, n)
+        found = _learned_as(model, taps, Trial(inputs, bags, entries, passes=passes), dims, n)
         if not wants_gradients(found.told.why or ""):
             return found
-        other = _learned_as(model, taps, Trial(inputs, bags, with_gradients=True, passes=passes), dims, n)
+        trial = Trial(inputs, bags, entries, with_gradients=True, passes=passes)
+        other = _learned_as(model, taps, trial, dims, n)
         return other._replace(with_gradients=True) if other.dims else found
     except OtherBags as others:
         return _untold(said_by(others))._replace(bags=others.bags)
@@ -112,6 +115,7 @@ def learned(
 def _learned_as(model: nn.Module, taps: Sequence[Tap], trial: Trial, dims: Sequence[int | None], n: int) -> Learned:
     """As :func:`learned`."""
     leaves = trial.leaves
+    dims = [*dims, *[0] * len(trial.entries)]
     sizes = {size for x in leaves for size in (x.shape if isinstance(x, Tensor) else [x]) if isinstance(size, int)}
     inside = {size for x in (*model.parameters(), *model.buffers()) for size in x.shape}
     primes = [p for p in _PRIMES if all(size == 0 or size % p for size in sizes | inside)][:2]
@@ -138,6 +142,9 @@ def _learned_as(model: nn.Module, taps: Sequence[Tap], trial: Trial, dims: Seque
     if not n:
         return Learned(places, shapes, TOLD_NOTHING, settled=False)
     told = told_by_exchange(model, taps, trial, batched, places, (SAMPLES, n))
+    if told.why is not None and trial.entries:  # it may want them sorted
+        batched = [*batched[: -len(trial.entries)], *[None] * len(trial.entries)]
+        told = told_by_exchange(model, taps, trial, batched, places, (SAMPLES, n))
     everywhere = with_own({**places, **told.places})
     everywhere = {key: place for key, place in everywhere.items() if key not in told.not_run}
     everywhere |= {(number, (PICKED, way)): 0 for number, way in told.routes.ways}

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from dpfast.arithmetic import exact_convolutions, reduced_products
 from dpfast.taps import kept
 from dpfast.taps.copies import OfCopy, leaves_of_copy
+from dpfast.taps.entries import Entries
 from dpfast.taps.gathered import following_model
 from dpfast.taps.inputs import results_in
 from dpfast.taps.outside import put_back
@@ -207,9 +208,11 @@ class LengthLook:
     def _run(self, i: int | None, slots: Sequence[Slot]) -> Outputs:
         """One forward pass of a copy on these samples, whose lengths in input i, if any, are these."""
         samples, most = [slot.sample for slot in slots], 0 if i is None else int(self.leaves[i].max())
-        some = [x.detach().clone() if isinstance(x, Tensor) else x for x in self.leaves]
+        some: list[Any] = [x.detach().clone() if isinstance(x, Tensor) else x for x in self.leaves]
         for number, dim in enumerate(self.dims):
-            if dim is not None:
+            if isinstance(some[number], Entries):
+                some[number] = some[number] if dim is None else some[number].taken(samples)
+            elif dim is not None:
                 some[number] = some[number].index_select(dim, torch.tensor(samples, device=some[number].device))
                 _cut(some[number].movedim(dim, 0), slots, most)
         if i is not None:

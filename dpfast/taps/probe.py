@@ -17,6 +17,7 @@ from dpfast.errors import InputError, UnsupportedModuleError, warn_caller
 from dpfast.taps.bags import NO_BAGS, Bags
 from dpfast.taps.begun_late import New, like_those_seen, rank_of, samples_of
 from dpfast.taps.called import Called, Due, Looks, along
+from dpfast.taps.entries import not_followed
 from dpfast.taps.exchange import told_by_exchange
 from dpfast.taps.inputs import (
     check_which_is_the_batch,
@@ -34,7 +35,6 @@ from dpfast.taps.random_numbers import same_random_numbers
 from dpfast.taps.routes import add_routes, routes_of
 from dpfast.taps.tap import Tap
 from dpfast.taps.told import say_what_is_not_told
-from dpfast.taps.trial import Trial
 
 _MORE_SAMPLES = 8  # for what three do not show: groups, parts of the batch
 _SOME_SAMPLES = 4  # three of which are exchanged
@@ -153,15 +153,15 @@ class Probe:
             self._bags[anyhow] = found.bags
             return self.look(inputs, leaves, n, trainable)
         if bags is NO_BAGS:
-            warn_of_lists(receiver.model, receiver.batch_dim, inputs, leaves, n)
+            on_trust = not_followed(called.entries(receiver.batch_dim), found.dims[len(leaves) :])
+            warn_of_lists(receiver.model, receiver.batch_dim, called, on_trust)
         if add_routes(receiver, self._taps, found.told.routes):
             found = self._learned(called)
         self._refuse_carried(found.told.carried)
         say_what_is_not_told(receiver.model, found.told)
         if found.told.why is None:  # else it may be a batch that the model cannot take, which tells nothing of the next
-            left = _AGAIN if looks is None else looks.due
-            alone = n == 1 and (looks is None or looks.alone)
-            self._looks[look] = Looks(0 if found.settled else left - (n > 0), found, alone)
+            left, alone = (_AGAIN, True) if looks is None else (looks.due, looks.alone)
+            self._looks[look] = Looks(0 if found.settled else left - (n > 0), found, alone and n == 1)
         self._note_first(kind, found)
         why = found.told.why
         if n > SAMPLES and found.dims and why is None:
@@ -191,11 +191,10 @@ class Probe:
         receiver: Any = self._receiver()
         size = min(max(n, SAMPLES), _MORE_SAMPLES)
         places = {**first.by_shapes, **{key: x for key, x in first.told.places.items() if isinstance(x, Rows)}}
-        trial = Trial(called.inputs, called.bags, with_gradients=first.with_gradients)
+        trial, dims = called.again(first, receiver.batch_dim)
         refused = self.outputs.get(kind, {})  # once is enough: what is wrong is run again in several ways
-        told = told_by_exchange(
-            receiver.model, self._taps, trial, list(first.dims), places, (size,), at_once=at_once, refused=refused
-        )
+        of_model = receiver.model, self._taps, trial, dims, places, (size,)
+        told = told_by_exchange(*of_model, at_once=at_once, refused=refused)
         buffers.give_back()  # a step takes less
         others = [key for key, place in told.places.items() if isinstance(place, OtherRows)]
         if others and looks is not None and self._have_rows(called, kind, others, looks):
@@ -327,13 +326,14 @@ class Probe:
     def _learned(self, called: Called, passes: int = 0) -> Learned:
         """Of a forward that runs, or has; or of one that comes so many passes later."""
         receiver, (inputs, leaves, bags, dims, n) = cast(Any, self._receiver()), called
+        entries = called.entries(receiver.batch_dim)
         follow = [along(some, receiver.batch_dim) for some in dims]
-        found = learned(receiver.model, self._taps, inputs, leaves, follow, n, bags, passes)
+        found = learned(receiver.model, self._taps, inputs, leaves, follow, n, bags, passes, entries)
         tables = any(isinstance(tap.module, nn.Embedding) for tap in self._taps)
         if found.told.why is None or found.bags is not None or not (tables and receiver.gives_batches):
             return found
         receiver.gives_batches = False  # where samples are folded, there are more rows than samples to meet
-        without = learned(receiver.model, self._taps, inputs, leaves, follow, n, bags, passes)
+        without = learned(receiver.model, self._taps, inputs, leaves, follow, n, bags, passes, entries)
         receiver.gives_batches = without.told.why is not None
         return found if receiver.gives_batches else without
 

@@ -38,14 +38,112 @@ CALLED = {
 
 
 @pytest.mark.parametrize("what", CALLED)
-def test_what_is_no_tensor_is_on_trust_and_that_is_said(what):
+def test_lists_are_exchanged_as_tensors_are(what):
     made, longest = CALLED[what]
     model = dpfast.GradSampleModule(Cut(longest))
-    with pytest.warns(DpfastWarning, match=r"Cut is called with a (list|tuple|ndarray) of 6, as many as there are"):
+    with pytest.raises(DpfastError, match=r"several samples|samples meet|not its own"):
         model(torch.randn(6, 7, 4), made(LENGTHS)).sum().backward()
+
+
+class Own(nn.Module):
+    """Each sample by its own entry."""
+
+    def __init__(self, length):
+        super().__init__()
+        self.layer, self.length = nn.Linear(4, 3), length
+
+    def forward(self, x, lengths):
+        found = lengths["length"] if isinstance(lengths, dict) else lengths
+        return self.layer(torch.stack([h[: self.length(k)].sum(0) for h, k in zip(x, found, strict=True)]))
+
+
+OWN = {
+    "list": int,
+    "tuple": int,
+    "array": int,
+    "texts": len,
+    "tensors": int,
+    "dict": int,
+    "boxes": lambda y: len(y["boxes"]),
+}
+
+
+@pytest.mark.parametrize("what", OWN)
+def test_entries_that_are_each_samples_own_are_right(what):
+    torch.manual_seed(0)
+    made, plain = CALLED[what][0], Own(OWN[what]).double()
+    model = dpfast.GradSampleModule(plain, loss_reduction="sum")
+    x, given = torch.randn(6, 7, 4).double(), made(LENGTHS)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        model(torch.randn(5, 7, 4), made(LENGTHS[:5])).sum().backward()  # once is enough
+        model(x, given).square().sum().backward()
+    assert repr(given) == repr(made(LENGTHS))
+    found = plain.layer.weight.grad_sample
+    model.to_standard_module()
+    for i, n in enumerate(LENGTHS):
+        loss = plain(x[i : i + 1], made([n])).square().sum()
+        assert relative_error(found[i], torch.autograd.grad(loss, plain.layer.weight)[0]) <= 1e-12
+
+
+class Detector(nn.Module):
+    """Makes its loss itself, by how many boxes there are in the batch (Carion et al. 2020)."""
+
+    def __init__(self, of_batch):
+        super().__init__()
+        self.layer, self.of_batch = nn.Linear(4, 4), of_batch
+
+    def forward(self, x, targets):
+        boxes = self.layer(x)
+        losses = [(b - t["boxes"]).abs().sum() for b, t in zip(boxes, targets, strict=True)]
+        counts = [len(t["boxes"]) for t in targets]
+        if self.of_batch:
+            return sum(losses) / sum(counts)
+        return torch.stack([loss / n for loss, n in zip(losses, counts, strict=True)])
+
+
+@pytest.mark.parametrize("of_batch", [False, True])
+def test_targets_of_a_detector(of_batch):
+    targets = [{"boxes": torch.randn(n, 4), "name": "a" * n} for n in LENGTHS]
+    model = dpfast.GradSampleModule(Detector(of_batch), loss_reduction="sum")
+    loss = model(torch.randn(6, 4), targets).sum()
+    if not of_batch:
+        loss.backward()
+        return
+    with pytest.raises(DpfastError, match=r"samples meet|the loss"):
+        loss.backward()
+
+
+class Packed(nn.Module):
+    """Wants its samples sorted by length, and says so by a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.head = nn.GRU(4, 3, batch_first=True), nn.Linear(3, 2)
+
+    def forward(self, x, lengths):
+        return self.head(self.rnn(nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True))[1][0])
+
+
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x, names):
+        return self.layer(x) * len(names)
+
+
+@pytest.mark.parametrize("what", ["sorted", "set"])
+def test_where_no_others_can_be_put_it_is_on_trust_and_that_is_said(what):
+    model = dpfast.GradSampleModule(Packed() if what == "sorted" else Named())
+    x = torch.randn(6, 7, 4) if what == "sorted" else torch.randn(6, 4)
+    given = (lambda n: sorted(LENGTHS[:n], reverse=True)) if what == "sorted" else (lambda n: set(range(n)))
+    with pytest.warns(DpfastWarning, match=r"is called with a (list|collection) of 6, as many as there are"):
+        model(x, given(6)).sum().backward()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "is called with a")
+        warnings.filterwarnings("ignore", "could not be run")
+        model(x[:5], given(5)).sum().backward()  # once is enough
 
 
 class Sized(nn.Module):
