@@ -32,6 +32,10 @@ class Entries:
     def __len__(self) -> int:
         return len(self._items)
 
+    def tensors(self) -> list[Tensor]:
+        """In any of them."""
+        return [x for x in results_in(self._items) if isinstance(x, Tensor)]
+
     def taken(self, numbers: Iterable[int]) -> Entries:
         """Those of these samples."""
         return Entries([self._items[i] for i in numbers], self._made, self.kind)

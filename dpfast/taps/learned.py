@@ -95,6 +95,8 @@ def learned(
     """
     if not taps:
         return NOTHING
+    inside = {id(x) for some in entries.values() if some is not None for x in some.tensors()}
+    dims = [None if id(x) in inside else dim for x, dim in zip(leaves, dims, strict=True)]
     odd = next((x for x in leaves if not may_be_given_again(x)), None)
     if odd is not None:
         return _untold(f"it takes a {type(odd).__name__}, of which there can be no other for a trial")
