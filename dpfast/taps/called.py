@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from dpfast.arithmetic import in_cuda_graph
 from dpfast.taps.bags import NO_BAGS, Bags
@@ -38,30 +39,34 @@ class Called(NamedTuple):
     dims: list[set[int]]
     n: int
 
-    def entries(self, batch_dim: int) -> dict[Path, Entries | None]:
-        """What is no tensor and has one for each sample, by where it is."""
-        return entries_in(self.inputs, batch_dim, self.n)
+    def entries(self, receiver: Any) -> dict[Path, Entries | None]:
+        """What is no tensor and has one for each sample, by where it is. Lists of tensors are of fields where a table
+        has bags of them."""
+        has_bags = any(isinstance(m, nn.EmbeddingBag) for m in receiver.model.modules())
+        return entries_in(self.inputs, receiver.batch_dim, self.n, tensors=not has_bags)
 
-    def again(self, first: Learned, batch_dim: int) -> tuple[Trial, list[int | None]]:
+    def again(self, first: Learned, receiver: Any) -> tuple[Trial, list[int | None]]:
         """How a later look calls the model, and of each input the dimension of the samples."""
-        trial = Trial(self.inputs, self.bags, self.entries(batch_dim), with_gradients=first.with_gradients)
+        trial = Trial(self.inputs, self.bags, self.entries(receiver), with_gradients=first.with_gradients)
         own, dims = len(trial.leaves) - len(trial.entries), list(first.dims)
         if len(dims) != len(trial.leaves):  # what has as many by accident
             dims = dims[:own] + [None] * len(trial.entries)
         return trial, dims
 
-    def in_front(self, samples: Sequence[int], batch_dim: int) -> Called:
+    def in_front(self, samples: Sequence[int], receiver: Any) -> Called:
         """The same batch with these samples before the others; as it is where samples are bags in one row."""
         structure = Structure(self.inputs)
         if self.bags is not NO_BAGS or len(structure.leaves) != len(self.dims):
             return self
         order = torch.tensor(list(dict.fromkeys((*samples, *range(self.n)))))
         leaves = [
-            x.detach().index_select(dim, order.to(x.device)) if (dim := along(some, batch_dim)) is not None else x
+            x.detach().index_select(dim, order.to(x.device))
+            if (dim := along(some, receiver.batch_dim)) is not None
+            else x
             for x, some in zip(structure.leaves, self.dims, strict=True)
         ]
         inputs = structure.unflatten(leaves)
-        for path, x in self.entries(batch_dim).items():
+        for path, x in self.entries(receiver).items():
             inputs = inputs if x is None else put_in(inputs, path, x.taken(order.tolist()).as_given())
         return self._replace(inputs=inputs, leaves=leaves)
 

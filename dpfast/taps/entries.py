@@ -52,14 +52,15 @@ class Entries:
         return self._made([_copied(x) for x in self._items])
 
 
-def entries_in(inputs: Any, dim: int, n: int) -> dict[Path, Entries | None]:
+def entries_in(inputs: Any, dim: int, n: int, *, tensors: bool = True) -> dict[Path, Entries | None]:
     """What has an entry for each of n samples, by where it stands in (args, kwargs); None where no others can be put
     there (a set).
 
     Args:
-        dim: of the samples, in tensors.
+        dim: of the samples, in tensors. tensors: whether entries may hold some.
     """
-    return dict(_found(enumerate(inputs), (), dim, n, _DEPTH)) if n > 1 else {}
+    found = dict(_found(enumerate(inputs), (), dim, n, _DEPTH)) if n > 1 else {}
+    return {path: x for path, x in found.items() if tensors or x is None or not x.tensors()}
 
 
 def not_followed(entries: Mapping[Path, Entries | None], dims: Sequence[int | None]) -> list[str]:

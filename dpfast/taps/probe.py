@@ -153,7 +153,7 @@ class Probe:
             self._bags[anyhow] = found.bags
             return self.look(inputs, leaves, n, trainable)
         if bags is NO_BAGS:
-            on_trust = not_followed(called.entries(receiver.batch_dim), found.dims[len(leaves) :])
+            on_trust = not_followed(called.entries(receiver), found.dims[len(leaves) :])
             warn_of_lists(receiver.model, receiver.batch_dim, called, on_trust)
         if add_routes(receiver, self._taps, found.told.routes):
             found = self._learned(called)
@@ -191,7 +191,7 @@ class Probe:
         receiver: Any = self._receiver()
         size = min(max(n, SAMPLES), _MORE_SAMPLES)
         places = {**first.by_shapes, **{key: x for key, x in first.told.places.items() if isinstance(x, Rows)}}
-        trial, dims = called.again(first, receiver.batch_dim)
+        trial, dims = called.again(first, receiver)
         refused = self.outputs.get(kind, {})  # once is enough: what is wrong is run again in several ways
         of_model = receiver.model, self._taps, trial, dims, places, (size,)
         told = told_by_exchange(*of_model, at_once=at_once, refused=refused)
@@ -263,7 +263,7 @@ class Probe:
         while not picks and looks is not None and before < len(seen):  # experts, each with samples of its own
             rest, before = samples_of([record for (_, record, _), key in keys if key not in seen]), len(seen)
             if rest:
-                self._look_again(called.in_front(rest, receiver.batch_dim), kind, looks.first, called.n)
+                self._look_again(called.in_front(rest, receiver), kind, looks.first, called.n)
         for key, why in self._mixed(kind).items():
             if key not in mixed and key not in where:  # whose place this forward has taken already
                 raise UnsupportedModuleError(f"{self._taps[key[0]].layer}: {why}")
@@ -326,7 +326,7 @@ class Probe:
     def _learned(self, called: Called, passes: int = 0) -> Learned:
         """Of a forward that runs, or has; or of one that comes so many passes later."""
         receiver, (inputs, leaves, bags, dims, n) = cast(Any, self._receiver()), called
-        entries = called.entries(receiver.batch_dim)
+        entries = called.entries(receiver)
         follow = [along(some, receiver.batch_dim) for some in dims]
         found = learned(receiver.model, self._taps, inputs, leaves, follow, n, bags, passes, entries)
         tables = any(isinstance(tap.module, nn.Embedding) for tap in self._taps)
