@@ -30,6 +30,11 @@ OTHER_SHAPE = (
     f"inputs. {WAYS_OUT}"
 )
 
+_WRITES = (
+    "a function in it writes gradients of its parameters itself, into p.grad (gradient accumulation in one kernel), "
+    f"and gives none: switch that off. {WAYS_OUT}"
+)
+
 
 class Parted(NamedTuple):
     """How rows (N·k, ...) are parted by samples."""
@@ -156,6 +161,8 @@ class Run:
             if followed:
                 ends, starts = zip(*followed, strict=True)
                 gradients = torch.autograd.grad(ends, list(own.values()), starts, allow_unused=True)
+        if any(p.grad is not None for p in own.values()):
+            raise UnsupportedModuleError(_WRITES)
         found = {
             name: torch.zeros_like(p) if g is None else g.to_dense() if g.layout != torch.strided else g
             for (name, p), g in zip(self.own.items(), gradients, strict=True)

@@ -14,6 +14,8 @@ from dpfast.taps.node import Record
 from dpfast.taps.registry import find_rule
 from dpfast.taps.tap import Tap, TappedForward
 
+_SWITCHES = 1024  # numbers that are no weights
+
 New = tuple[Tap, Record, tuple[int, ...] | None]
 """What runs for the first time, and the shape of its output; None: of pieces."""
 
@@ -65,12 +67,12 @@ def _state(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _switches(module: nn.Module) -> list[torch.Tensor]:
-    """What nobody trains and a forward may go by (an observer that is on, a coefficient). Matrices are weights, and so
-    is what a rule knows the use of."""
+    """What nobody trains and a forward may go by (an observer that is on, a coefficient). Large ones are weights, and
+    so is what a rule knows the use of."""
     numbers = chain(module._parameters.values(), module._buffers.values())
     if find_rule(module) is not None:
         return []
-    return [x for x in numbers if x is not None and not (x.requires_grad or x.is_meta or x.dim() > 1)]
+    return [x for x in numbers if x is not None and not (x.requires_grad or x.is_meta or x.numel() > _SWITCHES)]
 
 
 def _is_plain(x: Any) -> bool:

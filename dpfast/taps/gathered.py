@@ -65,7 +65,7 @@ def follow_model(taps: Any, model: nn.Module, inputs: Any, *, trial: bool = Fals
     """The same in the model's own forward, from its hooks, where that has been seen to pick rows."""
     if taps.picks_rows:
         end_model(taps)
-    if taps.picks_rows and (trial or torch.is_grad_enabled()):  # nothing is tapped without, but in looks
+    if taps.picks_rows and not torch.is_inference_mode_enabled():  # where nothing is tapped, and no version is counted
         mode = _here.models[id(taps)] = Following(type(model).__name__, inputs, lambda _: taps.batch_dim, trial=trial)
         mode.__enter__()  # type: ignore[no-untyped-call]  # torch's
         _here.following.append(mode)

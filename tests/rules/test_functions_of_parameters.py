@@ -127,3 +127,27 @@ def test_explain_refuses_what_a_step_refuses(wrapped):
     assert all(p.grad is None for p in (model.norm.weight, model.norm.bias, model.layer.weight))
     with pytest.raises(DpfastError, match="without being clipped"):
         (asked if wrapped else dpfast.GradSampleModule(model))(X).sum().backward()
+
+
+class Accumulates(torch.autograd.Function):
+    """Adds to ``p.grad`` itself, as kernels do that accumulate gradients."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return x * weight + bias
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        with torch.no_grad():
+            ctx.weight.grad = (grad * x).flatten(0, -2).sum(0)
+            return grad * ctx.weight, None, grad.flatten(0, -2).sum(0)
+
+
+@pytest.mark.filterwarnings("ignore::dpfast.errors.DpfastWarning")
+def test_what_writes_gradients_itself_is_refused():
+    model = dpfast.GradSampleModule(nn.Sequential(nn.Linear(4, 4), Fused(Accumulates)))
+    with pytest.raises(DpfastError, match=r"1 \(Fused\).*writes gradients of its parameters itself"):
+        model(X).sum().backward()

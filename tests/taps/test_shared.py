@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dpfast
 from dpfast.errors import EscapedGradientError, UnsupportedModuleError
-from dpfast.testing import clipped_sum, loop_over_samples, norms_of, relative_error
+from dpfast.testing import check_rule, clipped_sum, loop_over_samples, norms_of, relative_error
 
 T, D, C = 5, 4, 0.3
 
@@ -324,13 +324,18 @@ class OfTheirMean(Positions):
 
 
 LOST = {
-    BackwardOfSamples: (lambda m, out: out.sum(), r", b \(4,\): a gradient"),
     BackwardInCheckpoint: (lambda m, out: out.sum(), r": a gradient reached a parameter"),
     Keeps: (lambda m, out: out.sum() + m.kept.square().sum(), r"table \(Embedding\): a gradient"),
     Distances: (lambda m, out: out.sum(), r"parameter table\.weight"),
     Penalty: (lambda m, out: out, r"parameter head\.weight"),
     OfTheirMean: (lambda m, out: out.sum(), "each of its entries depends on several samples"),
 }
+
+
+@pytest.mark.filterwarnings("ignore::dpfast.errors.DpfastWarning")  # it takes a loop
+def test_a_function_with_a_backward_of_its_own_that_samples_go_through_too():
+    torch.manual_seed(0)
+    check_rule(BackwardOfSamples(), torch.randn(3, T, D), dtypes=(torch.float64,))
 
 
 @pytest.mark.parametrize("make", LOST, ids=lambda m: m.__name__)

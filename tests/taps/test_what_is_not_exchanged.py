@@ -194,6 +194,49 @@ def test_a_mask_that_is_alike_in_the_whole_batch(mask):
         model(torch.randn(4, 5, 4), mask).sum().backward()
 
 
+class Shifted(nn.Module):
+    """By a mask of the next tokens, over how many there are in the batch, or of the longest."""
+
+    def __init__(self, whole):
+        super().__init__()
+        self.inner, self.outer, self.whole = nn.Linear(4, 4), nn.Linear(4, 3), whole
+
+    def forward(self, x, mask):
+        kept = mask[:, :-1, None].float()
+        return self.outer((torch.tanh(self.inner(x))[:, :-1] * kept).sum(1) / self.whole(kept))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
+@pytest.mark.parametrize("length", [1, 4, 6, 7, 8])
+@pytest.mark.parametrize("whole", [lambda m: m.sum(), lambda m: m.mean(), lambda m: m.sum(1).max()])
+def test_masks_of_samples_that_are_equally_long(whole, length, dtype):
+    """As where batches are made by length. Nothing is longer than the longest there may be."""
+    if length > 4 and float(whole(torch.ones(2, 2))) == 2.0:
+        length = 2
+    model = dpfast.GradSampleModule(Shifted(whole))
+    mask = (torch.arange(8) < length).expand(4, 8).to(dtype)
+    with pytest.raises(DpfastError, match=r"several samples|samples meet|not its own"):
+        model(torch.randn(4, 8, 4), mask).sum().backward()
+
+
+class Imputed(nn.Module):
+    """The mean of the batch where a feature is missing."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(2, 4), nn.Linear(4, 3)
+
+    def forward(self, x, has):
+        h = torch.tanh(self.inner(x))
+        return self.outer(torch.where(has[:, :1], h, h.mean(0)))
+
+
+def test_flags_that_are_alike():
+    model = dpfast.GradSampleModule(Imputed())
+    with pytest.raises(DpfastError, match=r"several samples|samples meet|not its own"):
+        model(torch.randn(4, 2), torch.ones(4, 2).bool()).sum().backward()
+
+
 class Normalised(nn.Module):
     """By how many tokens of the batch are there: alike in a batch of one, whatever stands there."""
 
@@ -209,8 +252,8 @@ def test_batches_of_one_tell_nothing_of_larger_ones():
     torch.manual_seed(0)
     model = dpfast.GradSampleModule(Normalised())
     for _ in range(2):
-        model(torch.randint(1, 7, (1, 5))).sum().backward()
-    tokens = torch.randint(1, 7, (4, 5))
+        model(torch.randint(2, 7, (1, 5))).sum().backward()
+    tokens = torch.randint(2, 7, (4, 5))
     tokens[1:, 2:] = 0
     with pytest.raises(DpfastError, match=r"several samples|samples meet|not its own"):
         model(tokens).sum().backward()
