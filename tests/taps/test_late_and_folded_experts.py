@@ -211,3 +211,33 @@ def test_what_an_expert_gets_of_all_samples(forwards, trained, tokens):
             check(wrapped, batch(20 + seed, second, tokens=tokens))
         except (DpfastError, DpfastWarning):
             return
+
+
+class Switched(Expert):
+    """Meets by a number that nobody trains, in a buffer or a frozen parameter of some shape."""
+
+    def __init__(self, on, shape, frozen=False):
+        super().__init__()
+        number = torch.full(shape, float(on))
+        self.register_buffer("on", number) if not frozen else setattr(self, "on", nn.Parameter(number, False))
+
+    def made(self, x):
+        x = torch.tanh(self.inner(x))
+        return x + self.on.sum() * x.mean(0, keepdim=True)
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
+def test_experts_with_other_numbers_that_nobody_trains(shape, frozen, tokens):
+    wrapped = wrap(Switched(0, shape, frozen), Switched(1, shape, frozen), tokens=tokens)
+    with pytest.raises(DpfastError):  # at once, of a parameter of zeros, which has other numbers in looks
+        nobody_so_far(wrapped, 2, tokens)
+        check(wrapped, batch(9, [1, 2, 7], tokens=tokens))
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+def test_experts_with_the_same_numbers_are_alike(tokens):
+    wrapped = wrap(Switched(0, (1,)), Switched(0, (1,)), tokens=tokens)
+    nobody_so_far(wrapped, 2, tokens)
+    check(wrapped, batch(9, [1, 2, 7], tokens=tokens))
