@@ -136,7 +136,8 @@ class CompiledStep:
             raise InputError("the model is torch.compile's already, and compile_step compiles: give model._orig_mod")
         if any(isinstance(m, GradSampleModule) or has_hooks(m) for m in model.modules()):
             raise StateError(
-                "give the module itself: this one, or one in it, has hooks (remove_hooks(), to_standard_module())"
+                "take the module itself: it, or one in it, has hooks already; remove the first ones with "
+                "remove_hooks() or to_standard_module()"
             )
         if number_of_ranks() > 1:
             raise StateError(
@@ -144,8 +145,7 @@ class CompiledStep:
                 "GradSampleModuleFastGradientClipping under DistributedDataParallel or fully_shard"
             )
         check_parameters(model, (p for p in model.parameters() if p.requires_grad), hooks=False)
-        self.model, self.losses = model, losses
-        self.batch_size, self.chunks = batch_size, chunks
+        self.model, self.losses, self.batch_size, self.chunks = model, losses, batch_size, chunks
         self._backend, self._layout = backend, layout
         self._mode = GraphMode(nn.Module(), loss_reduction="sum", max_grad_norm=max_grad_norm)  # nothing is tapped
         self._mode._module = model
