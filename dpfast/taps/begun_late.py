@@ -50,7 +50,8 @@ def _do_the_same(one: nn.Module, two: nn.Module) -> bool:
     pairs = list(zip_longest(one.named_modules(), two.named_modules()))
     if not all(x and y and x[0] == y[0] and _state(x[1]) == _state(y[1]) for x, y in pairs):
         return False
-    return all(torch.equal(a, b) for x, y in pairs for a, b in zip(_switches(x[1]), _switches(y[1]), strict=True))
+    numbers = ((a, b) for x, y in pairs for a, b in zip(_switches(x[1]), _switches(y[1]), strict=True))
+    return all(torch.equal(a.cpu(), b.cpu()) for a, b in numbers)  # they may be on several devices
 
 
 def _state(module: nn.Module) -> tuple[Any, ...]:
@@ -72,7 +73,8 @@ def _switches(module: nn.Module) -> list[torch.Tensor]:
     numbers = chain(module._parameters.values(), module._buffers.values())
     if find_rule(module) is not None:
         return []
-    return [x for x in numbers if x is not None and not (x.requires_grad or x.is_meta or x.numel() > _SWITCHES)]
+    whole = [x for x in numbers if x is not None and not (x.is_meta or hasattr(x, "device_mesh"))]
+    return [x for x in whole if not x.requires_grad and x.numel() <= _SWITCHES]
 
 
 def _is_plain(x: Any) -> bool:

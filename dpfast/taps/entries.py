@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -80,9 +80,10 @@ def put_in(inputs: Any, path: Path, x: Any) -> Any:
         return x
     key, *rest = path
     if isinstance(inputs, tuple):
-        return (*inputs[:key], put_in(inputs[key], tuple(rest), x), *inputs[key + 1 :])
-    if isinstance(inputs, (Mapping, list, deque)):
-        inputs[key] = put_in(inputs[key], tuple(rest), x)  # type: ignore[index]  # as taken apart, it is a copy
+        parts = (*inputs[:key], put_in(inputs[key], tuple(rest), x), *inputs[key + 1 :])
+        return type(inputs)._make(parts) if hasattr(inputs, "_make") else parts  # of names
+    if isinstance(inputs, (MutableMapping, list, deque)):
+        inputs[key] = put_in(inputs[key], tuple(rest), x)  # as taken apart, it is a copy
     else:
         object.__setattr__(inputs, key, put_in(getattr(inputs, key), tuple(rest), x))  # of frozen ones too
     return inputs
@@ -100,11 +101,13 @@ def _found(
                 yield here, _of_array(x)
         elif not isinstance(x, (Sequence, Set)):
             held = x if isinstance(x, Mapping) else attributes_of(x)
-            yield from _found(held.items(), here, dim, n, depth - 1)
+            fixed = isinstance(x, Mapping) and not isinstance(x, MutableMapping)
+            yield from ((p, None if fixed else y) for p, y in _found(held.items(), here, dim, n, depth - 1))
         elif path and len(x) == n and not (_are_sizes(x) or _are_batches(x, dim, n)):
             yield here, Entries(list(x), type(x), type(x).__name__) if type(x) in (list, tuple, deque) else None
         else:
-            yield from _found(enumerate(x), here, dim, n, depth - 1)
+            fixed = not isinstance(x, (tuple, list, deque))
+            yield from ((p, None if fixed else y) for p, y in _found(enumerate(x), here, dim, n, depth - 1))
 
 
 def _of_array(x: Any) -> Entries | None:

@@ -55,7 +55,7 @@ def _another(x: Tensor, more: bool) -> Tensor:
     if bool(((x == 0) | (x == 1)).all()) and bool(x.any()):
         return _another_mask(x == 1, more).to(x.dtype)
     other = x.flip(tuple(range(x.dim())))
-    if x.is_floating_point():
+    if x.is_floating_point() or x.is_complex():
         return other * 0.5 if bool(x.any()) else other + 0.5
     return torch.where(other > 0, other - 1, other)
 

@@ -1,7 +1,10 @@
 """What stands beside tensors in what a model is called with, what is alike in a whole batch, and batches of one."""
 
 import warnings
-from types import SimpleNamespace
+from collections import UserDict
+from dataclasses import dataclass
+from types import MappingProxyType, SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -83,6 +86,55 @@ def test_entries_that_are_each_samples_own_are_right(what):
     for i, n in enumerate(LENGTHS):
         loss = plain(x[i : i + 1], made([n])).square().sum()
         assert relative_error(found[i], torch.autograd.grad(loss, plain.layer.weight)[0]) <= 1e-12
+
+
+class Batch(NamedTuple):
+    length: list[int]
+    name: str
+
+
+@dataclass(frozen=True)
+class Frozen:
+    length: list[int]
+
+
+HOLDERS = {
+    "names": lambda n: Batch(n, "batch"),
+    "frozen": Frozen,
+    "object": lambda n: SimpleNamespace(length=n),
+    "user dict": lambda n: UserDict(length=n),
+}
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_what_holds_them_stays_what_it_is(holder, mixes):
+    def found(x):
+        return x["length"] if isinstance(x, UserDict) else x.length
+
+    class Held(Own):
+        def forward(self, x, given):
+            return super().forward(x, found(given)) / (max(found(given)) if mixes else 1)
+
+    model, given = dpfast.GradSampleModule(Held(int)), HOLDERS[holder](list(LENGTHS))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if not mixes:
+            model(torch.randn(6, 7, 4), given).sum().backward()
+            assert found(given) == LENGTHS
+            return
+        with pytest.raises(DpfastError, match=r"several samples|samples meet|not its own"):
+            model(torch.randn(6, 7, 4), given).sum().backward()
+
+
+def test_a_mapping_that_cannot_be_written_is_on_trust():
+    class Held(Own):
+        def forward(self, x, given):
+            return super().forward(x, given["length"])
+
+    model = dpfast.GradSampleModule(Held(int))
+    with pytest.warns(DpfastWarning, match="is called with a collection of 6"):
+        model(torch.randn(6, 7, 4), MappingProxyType({"length": list(LENGTHS)})).sum().backward()
 
 
 class Detector(nn.Module):
@@ -257,6 +309,25 @@ def test_batches_of_one_tell_nothing_of_larger_ones():
     tokens[1:, 2:] = 0
     with pytest.raises(DpfastError, match=r"several samples|samples meet|not its own"):
         model(tokens).sum().backward()
+
+
+class Waves(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.layer(x.abs())
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_complex_samples_that_are_alike(n):
+    x = torch.randn(4, dtype=torch.complex64).expand(n, 4)
+    model = dpfast.GradSampleModule(Waves(), loss_reduction="sum")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(x).sum().backward()
+    assert model._module.layer.weight.grad_sample.shape == (len(x), 3, 4)
 
 
 class Marked(nn.Module):
