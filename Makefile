@@ -125,9 +125,9 @@ SLOW := tests/arithmetic/test_bounds.py::test_the_kernels_bounds_hold_too \
 	tests/test_benchmarks.py::test_the_parts_run \
 	tests/test_benchmarks.py::test_what_is_worth_most_comes_first_and_is_not_measured_again \
 	tests/test_docs.py::test_python_examples_run \
-	tests/taps/test_layout.py \
-	tests/taps/test_layout_models.py \
-	tests/taps/test_picks.py \
+	tests/looks/test_layout.py \
+	tests/looks/test_layout_models.py \
+	tests/looks/test_picks.py \
 	tests/test_benchmarks.py::test_smoke_runs_every_kernel \
 	tests/test_fuzz.py \
 	tests/test_fuzz_compiled.py \
@@ -204,7 +204,7 @@ bench-gpu:
 
 # The tests, standing on that machine's GPU: what they make is made there. Installs and fetches nothing either; Opacus's
 # tests run where it is installed. With TESTS=tests/taps only those.
-TESTS ?= tests/modes tests/rules tests/factors tests/taps tests/arithmetic tests/holes tests/compiled tests/opacus tests/kernels
+TESTS ?= tests/modes tests/rules tests/factors tests/taps tests/trials tests/looks tests/arithmetic tests/holes tests/compiled tests/opacus tests/kernels
 test-gpu:
 	rm -rf build/bench-gpu
 	mkdir -p build/bench-gpu

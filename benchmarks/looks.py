@@ -18,8 +18,8 @@ from rows import RESULTS, Rows, environment
 from watch import timed_within
 from workloads import WORKLOADS, Workload
 
+from dpfast.looks import Probe, looks_again_at
 from dpfast.modes import mixed_losses
-from dpfast.taps import Probe, looks_again_at
 
 STEPS, ALL = 20, 1000
 

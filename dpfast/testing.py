@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from dpfast.errors import InputError
 from dpfast.factors import Factor
 from dpfast.modes import GradSampleModule, GradSampleModuleFastGradientClipping
-from dpfast.taps import has_hooks, without_graphs
+from dpfast.taps import has_hooks
+from dpfast.trials import without_graphs
 
 TOLERANCES = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 """Relative L2 errors that :func:`check_rule` allows. In 16 bits the layer's own forward and backward round, so there

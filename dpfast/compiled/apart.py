@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from dpfast.compiled.batches import Batch
 from dpfast.compiled.mode import GraphMode, learner, mixed_in
 from dpfast.errors import InputError
-from dpfast.taps import put_back, same_random_numbers, taps_suspended
+from dpfast.taps import taps_suspended
+from dpfast.trials import put_back, same_random_numbers
 
 Losses = Callable[..., Tensor]
 

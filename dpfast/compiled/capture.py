@@ -32,7 +32,8 @@ from dpfast.compiled.mode import GraphMode, running
 from dpfast.compiled.pins import pin_where_made
 from dpfast.compiled.plain import plain
 from dpfast.errors import DpfastError, InputError, UnsupportedModuleError
-from dpfast.taps import LeftBehind, nodes_behind, put_back, refuses, taking_back
+from dpfast.taps import nodes_behind, refuses
+from dpfast.trials import LeftBehind, put_back, taking_back
 
 Losses = Callable[..., Tensor]
 

@@ -18,8 +18,8 @@ from dpfast.compiled.pins import leave_pins_to_inductor
 from dpfast.compiled.plain import plain
 from dpfast.compiled.replay import Replay
 from dpfast.errors import BackendError, StateError
+from dpfast.looks import looks_again_at
 from dpfast.modes import is_taken_unrounded
-from dpfast.taps import looks_again_at
 
 if TYPE_CHECKING:
     from dpfast.compiled.capture import Captured

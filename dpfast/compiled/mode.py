@@ -32,7 +32,8 @@ from dpfast.modes import (
     expect_loss,
     rounding,
 )
-from dpfast.taps import Mixed, put_back, without_graphs
+from dpfast.taps import Mixed
+from dpfast.trials import put_back, without_graphs
 
 
 class GraphMode(GradSampleModuleFastGradientClipping):

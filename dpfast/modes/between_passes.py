@@ -19,9 +19,11 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from dpfast.errors import UnsupportedModuleError, warn_caller
+from dpfast.looks import said_by
 from dpfast.modes.cut_graph import Cut
 from dpfast.modes.loss_ends import REENTRANT, Looked, Output, dims_in_layer, marks
-from dpfast.taps import is_of_tap, noise_like, said_by
+from dpfast.taps import is_of_tap
+from dpfast.trials import noise_like
 
 _MEET = (
     "samples meet between two forward passes: a tensor {} that one takes was made of what an earlier one gave, and not "

@@ -19,12 +19,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from dpfast.arithmetic import buffers, is_traced
 from dpfast.errors import StateError, UnsupportedModuleError, warn_caller
+from dpfast.looks import said_by
 from dpfast.modes.between_passes import check_between
 from dpfast.modes.cut_graph import Cut
 from dpfast.modes.loss_ends import Looked, Output, dims_of, find_ends, mark, marks, unmark
 from dpfast.modes.ranked import bent_where_samples_meet, ranked_samples
 from dpfast.modes.spread import spread_over_samples
-from dpfast.taps import Shared, is_of_tap, nodes_behind, noise_like, said_by
+from dpfast.taps import Shared, is_of_tap, nodes_behind
+from dpfast.trials import noise_like
 
 _MEET = (
     "behind {}, {}, samples meet in the loss: a sample's gradient there changes with the outputs "

@@ -15,7 +15,8 @@ from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from dpfast.errors import EscapedGradientError, UnsupportedModuleError
 from dpfast.modes.accumulation import note_ordinary, note_unwatched
-from dpfast.taps import DetachableParameters, has_hooks, in_backward, owned_modules, trained_beside
+from dpfast.taps import DetachableParameters, has_hooks, in_backward, owned_modules
+from dpfast.trials import trained_beside
 
 
 class Trainable:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from dpfast.modes.tapped_model import TappedModel
-from dpfast.taps import tapped_again
+from dpfast.trials import tapped_again
 
 
 class Hooks(TappedModel):

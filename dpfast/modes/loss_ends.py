@@ -21,7 +21,8 @@ from torch.autograd.graph import GradientEdge
 
 from dpfast.errors import warn_caller
 from dpfast.modes.cut_graph import Cut
-from dpfast.taps import Leads, Rows, is_of_tap, noise_like
+from dpfast.taps import Leads, Rows, is_of_tap
+from dpfast.trials import noise_like
 
 _KEPT_ON_TRUST = (
     "the loss was made from {}, {}, and in which of its dimensions the batch's {} samples are is not known. That the "

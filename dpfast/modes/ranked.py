@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge
 
 from dpfast.modes.cut_graph import Cut
 from dpfast.modes.loss_ends import Output
-from dpfast.taps import noise_like
+from dpfast.trials import noise_like
 
 _GROUPS = 4  # that come of samples, of what one operation ranks with each other, are asked whose they are
 _ASKED = 64  # so many at most

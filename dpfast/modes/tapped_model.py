@@ -18,6 +18,7 @@ from dpfast.arithmetic import exact_arithmetic, is_traced
 from dpfast.distributed import in_process_group
 from dpfast.errors import InputError, StateError
 from dpfast.factors import Factor
+from dpfast.looks import Documents, Probe
 from dpfast.modes.answers import check_answer
 from dpfast.modes.blocks import UNITS, VALID
 from dpfast.modes.deferred import Deferred
@@ -34,8 +35,6 @@ from dpfast.taps import (
     Activations,
     BroadcastMethod,
     DetachableParameters,
-    Documents,
-    Probe,
     Record,
     Tap,
     TappedForward,

@@ -13,21 +13,12 @@ from torch import Tensor, nn
 from dpfast.distributed import part_of
 from dpfast.errors import DpfastError, InputError, StateError, UnsupportedModuleError
 from dpfast.factors import Factor, Runs, RunsInGraph, by_unit, folded
+from dpfast.looks import Documents, Told
 from dpfast.modes.answers import answer_of
 from dpfast.modes.blocks import UNITS
 from dpfast.modes.unit_rows import as_tokens
 from dpfast.rules import functorch
-from dpfast.taps import (
-    Activations,
-    Documents,
-    Record,
-    Rows,
-    Source,
-    Told,
-    batch_in_front,
-    taps_suspended,
-    unfolded,
-)
+from dpfast.taps import Activations, Record, Rows, Source, batch_in_front, taps_suspended, unfolded
 
 _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 

@@ -16,7 +16,8 @@ from dpfast.modes import GradSampleModule, TappedModel
 from dpfast.report.measure import Loss, Measured, Run, sum_of
 from dpfast.report.page import Fallback, page
 from dpfast.report.takes import IN_TURN, Caught, Turns, way_of
-from dpfast.taps import Record, find_forward, put_back
+from dpfast.taps import Record, find_forward
+from dpfast.trials import put_back
 
 FALLBACK = "functorch (vmap; no rule)"
 _BYTES = 4  # what is kept is fp32 at most

@@ -24,7 +24,8 @@ from dpfast.report.layers import Layer, take_layers
 from dpfast.report.memory import segments_between_marks
 from dpfast.report.takes import IN_TURN, Caught, Held, Taken, Takes, Turns
 from dpfast.report.timing import clock
-from dpfast.taps import Record, put_back
+from dpfast.taps import Record
+from dpfast.trials import put_back
 
 Loss = Callable[[Any], Tensor]
 M = TypeVar("M", bound=Caught)

@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dpfast.arithmetic import is_traced
 from dpfast.errors import UnsupportedModuleError
-from dpfast.taps import Gave, numbers_of, put_back
+from dpfast.taps import Gave, numbers_of
+from dpfast.trials import put_back
 
 WAYS_OUT = "Register a rule (dpfast.register_rule) or freeze its parameters."
 

@@ -7,50 +7,90 @@ registered and found in ``registry``. Imports ``factors`` and below.
 from dpfast.taps import registry
 from dpfast.taps.activations import Activations
 from dpfast.taps.around import sees_its_own_heads
-from dpfast.taps.bags import bags_in_rows, picked_or_zeros
+from dpfast.taps.bags import NO_BAGS, Bags, OtherBags, bags_in_rows, picked_or_zeros
 from dpfast.taps.broadcast import BroadcastMethod
-from dpfast.taps.called import looks_again_at
-from dpfast.taps.copies import tapped_again, without_graphs
-from dpfast.taps.detached import DetachableParameters
-from dpfast.taps.document_look import Told
-from dpfast.taps.documents import Documents
-from dpfast.taps.followed import Source
-from dpfast.taps.gathered import end_model, experts_of, follow_model
+from dpfast.taps.detached import DetachableParameters, detached_parameters, wants_gradients
+from dpfast.taps.followed import Picked, Source
+from dpfast.taps.gathered import (
+    NOT_FOLLOWED,
+    end_model,
+    experts_of,
+    follow_model,
+    following_model,
+    gave_rows,
+    known_rows,
+    picked_here,
+    rows_among,
+    with_picked,
+)
 from dpfast.taps.gave import Gave, numbers_of, runs_again
 from dpfast.taps.held import Held
-from dpfast.taps.inputs import keys_of, leaves_of, results_in
-from dpfast.taps.kept import trained_beside
+from dpfast.taps.inputs import (
+    INERT,
+    Structure,
+    attributes_of,
+    check_leaves,
+    check_which_is_the_batch,
+    is_a_method,
+    keys_of,
+    leaves_of,
+    may_be_given_again,
+    names_in,
+    results_in,
+    stands_alone,
+    tensors_in,
+    warn_of_lists,
+)
+from dpfast.taps.kept_rows import PACK, WHOLE_ROWS
 from dpfast.taps.layout import (
+    NO_SAMPLES,
+    NOT_RUN,
+    Call,
     Mixed,
+    OtherRows,
+    Place,
+    Places,
     Rows,
     batch_in_front,
     batch_to_front,
+    both,
     given_layout,
     kind_here,
     layouts,
+    note_kind,
+    place_in,
+    place_of,
+    place_of_result,
     tokens_in,
     unfolded,
 )
 from dpfast.taps.leaves import refuses
-from dpfast.taps.left_behind import LeftBehind, taking_back
 from dpfast.taps.meeting import Meeting
+from dpfast.taps.meets import PICKED, are_met_as_rows, met_as_rows
 from dpfast.taps.node import Record, TappedLayer
 from dpfast.taps.nodes import Leads, ends_among, is_of_tap, nodes_behind
-from dpfast.taps.noise import noise_like
 from dpfast.taps.others import looked_at
-from dpfast.taps.outside import put_back
 from dpfast.taps.own_node import OwnStep, register_node
 from dpfast.taps.owned import has_something_to_tap, owned_modules, owned_parameters
-from dpfast.taps.passes import forget_compiled_code, in_backward, never_compiled, suspended, taps_suspended
-from dpfast.taps.pieces import Pieces
-from dpfast.taps.probe import Probe
+from dpfast.taps.packed import in_samples, packed_in, rows_of, shapes_taken, with_data
+from dpfast.taps.passes import (
+    forget_compiled_code,
+    in_backward,
+    in_function,
+    never_compiled,
+    saves_as_torch_does,
+    suspended,
+    taps_suspended,
+)
+from dpfast.taps.pieces import Pieces, forward_in_pieces
 from dpfast.taps.pulled_back import pulled_back, remaining
-from dpfast.taps.random_numbers import same_random_numbers
 from dpfast.taps.registry import (
     Rule,
     find_broadcast,
+    find_by_row,
     find_fault,
     find_forward,
+    find_function,
     find_likeness,
     find_rule,
     register_batch_dim,
@@ -64,66 +104,108 @@ from dpfast.taps.registry import (
     register_norm_sampler,
     register_rule,
 )
-from dpfast.taps.seen import said_by
-from dpfast.taps.shared import Shared
-from dpfast.taps.tap import Tap, TappedForward, has_hooks
+from dpfast.taps.shared import Operation, Shared, without_samples
+from dpfast.taps.tap import ALONE, ELSEWHERE, OWN, Tap, TappedForward, has_hooks
+from dpfast.taps.watch import BESIDE
+from dpfast.taps.written import begun_anew, is_written, note_written
 
 __all__ = [
+    "ALONE",
+    "BESIDE",
+    "ELSEWHERE",
+    "INERT",
+    "NOT_FOLLOWED",
+    "NOT_RUN",
+    "NO_BAGS",
+    "NO_SAMPLES",
+    "OWN",
+    "PACK",
+    "PICKED",
+    "WHOLE_ROWS",
     "Activations",
+    "Bags",
     "BroadcastMethod",
+    "Call",
     "DetachableParameters",
-    "Documents",
     "Gave",
     "Held",
     "Leads",
-    "LeftBehind",
     "Meeting",
     "Mixed",
+    "Operation",
+    "OtherBags",
+    "OtherRows",
     "OwnStep",
+    "Picked",
     "Pieces",
-    "Probe",
+    "Place",
+    "Places",
     "Record",
     "Rows",
     "Rule",
     "Shared",
     "Source",
+    "Structure",
     "Tap",
     "TappedForward",
     "TappedLayer",
-    "Told",
+    "are_met_as_rows",
+    "attributes_of",
     "bags_in_rows",
     "batch_in_front",
     "batch_to_front",
+    "begun_anew",
+    "both",
+    "check_leaves",
+    "check_which_is_the_batch",
+    "detached_parameters",
     "end_model",
     "ends_among",
     "experts_of",
     "find_broadcast",
+    "find_by_row",
     "find_fault",
     "find_forward",
+    "find_function",
     "find_likeness",
     "find_rule",
     "follow_model",
+    "following_model",
     "forget_compiled_code",
+    "forward_in_pieces",
+    "gave_rows",
     "given_layout",
     "has_hooks",
     "has_something_to_tap",
     "in_backward",
+    "in_function",
+    "in_samples",
+    "is_a_method",
     "is_of_tap",
+    "is_written",
     "keys_of",
     "kind_here",
+    "known_rows",
     "layouts",
     "leaves_of",
     "looked_at",
-    "looks_again_at",
+    "may_be_given_again",
+    "met_as_rows",
+    "names_in",
     "never_compiled",
     "nodes_behind",
-    "noise_like",
+    "note_kind",
+    "note_written",
     "numbers_of",
     "owned_modules",
     "owned_parameters",
+    "packed_in",
+    "picked_here",
     "picked_or_zeros",
+    "place_in",
+    "place_of",
+    "place_of_result",
     "pulled_back",
-    "put_back",
     "refuses",
     "register_batch_dim",
     "register_broadcast",
@@ -139,16 +221,21 @@ __all__ = [
     "registry",
     "remaining",
     "results_in",
+    "rows_among",
+    "rows_of",
     "runs_again",
-    "said_by",
-    "same_random_numbers",
+    "saves_as_torch_does",
     "sees_its_own_heads",
+    "shapes_taken",
+    "stands_alone",
     "suspended",
-    "taking_back",
-    "tapped_again",
     "taps_suspended",
+    "tensors_in",
     "tokens_in",
-    "trained_beside",
     "unfolded",
-    "without_graphs",
+    "wants_gradients",
+    "warn_of_lists",
+    "with_data",
+    "with_picked",
+    "without_samples",
 ]

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from dpfast.errors import InputError, warn_caller
+from dpfast.taps.passes import in_backward
 
 WITHOUT_TENSORS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 INERT = (*WITHOUT_TENSORS, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, enum.Enum)
@@ -82,33 +83,31 @@ def tensors_in(x: Any) -> list[Tensor]:
     return found
 
 
-def refuse_sparse(model: torch.nn.Module, leaves: Sequence[Any]) -> None:
-    """Of what the model is called with."""
+def check_leaves(model: torch.nn.Module, leaves: Sequence[Any], n: int | None, dim: int) -> None:
+    """Of what the model is called with, and has ``n`` samples in that dimension; None: no tensor has any.
+
+    Raises:
+        InputError: one is nested. Where gradients are recorded: one is sparse, or there are no samples.
+    """
+    name, recorded = type(model).__name__, torch.is_grad_enabled()
     for i, x in enumerate(leaves):
-        if isinstance(x, Tensor) and x.layout is not torch.strided:
+        if isinstance(x, Tensor) and x.is_nested:
             raise InputError(
-                f"{type(model).__name__} is called with a tensor of layout {x.layout}, {tuple(x.shape)} "
-                f"(input {i}, counted from 0), whose samples cannot be exchanged to see what becomes of them; give it "
-                "dense (x.to_dense()) or, where it is shared by all (an adjacency matrix), as a buffer of the model"
+                f"{name} is called with a nested tensor, whose samples have no dimension of their own; pad it "
+                "(torch.nested.to_padded_tensor) and mask what is padding"
             )
-
-
-def refuse_nested(model: torch.nn.Module, leaves: Sequence[Any]) -> None:
-    """Of what the model is called with."""
-    if any(isinstance(x, Tensor) and x.is_nested for x in leaves):
+        if isinstance(x, Tensor) and x.layout is not torch.strided and recorded:
+            raise InputError(
+                f"{name} is called with a tensor of layout {x.layout}, {tuple(x.shape)} (input {i}, counted from 0), "
+                "whose samples cannot be exchanged to see what becomes of them; give it dense (x.to_dense()) or, where "
+                "it is shared by all (an adjacency matrix), as a buffer of the model"
+            )
+    if n is None and recorded and in_backward() is None:
+        kinds = ", ".join(type(x).__name__ for x in leaves) or "nothing"
         raise InputError(
-            f"{type(model).__name__} is called with a nested tensor, whose samples have no dimension of "
-            "their own; pad it (torch.nested.to_padded_tensor) and mask what is padding"
+            f"{name} is called with no tensor that has samples in dimension {dim} (with {kinds}): how many there are, "
+            "and whose rows are whose, cannot be told; give it tensors (tokenise before, torch.as_tensor of arrays)"
         )
-
-
-def no_samples_in(model: torch.nn.Module, leaves: Sequence[Any], dim: int) -> str:
-    """Why the model cannot be called with what has no tensor with samples in that dimension."""
-    return (
-        f"{type(model).__name__} is called with no tensor that has samples in dimension {dim} (with "
-        f"{', '.join(type(x).__name__ for x in leaves) or 'nothing'}): how many there are, and whose rows are whose, "
-        "cannot be told; give it tensors (tokenise before, torch.as_tensor of arrays)"
-    )
 
 
 _said: weakref.WeakKeyDictionary[torch.nn.Module, set[str]] = weakref.WeakKeyDictionary()

@@ -17,8 +17,8 @@ from torch import nn
 import dpfast
 from dpfast import GradSampleModule, GradSampleModuleFastGradientClipping
 from dpfast.errors import DpfastWarning, UnsupportedModuleError
-from dpfast.taps import fake_run
 from dpfast.testing import clipped_sum, loop_over_samples, relative_error
+from dpfast.trials import left_behind
 
 T = 6
 BY_LENGTH, NAMED, NESTED, LISTED, LOGGED = {}, {"masks": {}}, {}, [], collections.deque()
@@ -149,7 +149,7 @@ def test_a_cache_of_ones_own(mask_of):
 
 def test_what_is_frozen_is_found():
     """A cache that the garbage collector does not name (``gc.freeze()``) gave a forward a tensor without values."""
-    fake_run._remembering.cache_clear()
+    left_behind._remembering.cache_clear()
     gc.freeze()
     test_a_cache_of_ones_own(remembered)
     gc.freeze()

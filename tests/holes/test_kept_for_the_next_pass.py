@@ -12,8 +12,8 @@ from torch import nn
 
 from dpfast import GradSampleModuleFastGradientClipping
 from dpfast.errors import DpfastWarning, UnsupportedModuleError
-from dpfast.taps import kept
 from dpfast.testing import loop_over_samples, norms_of, relative_error
+from dpfast.trials import kept
 
 H = 8
 

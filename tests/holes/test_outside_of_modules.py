@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from two_linears import D, N, Net, clipping, step
 
 from dpfast import GradSampleModuleFastGradientClipping, compile_step, explain
-from dpfast.taps import put_back
+from dpfast.trials import put_back
 
 AUXILIARY, FEATURES, COUNT = [], {}, 0
 TORCHS, PYTHONS, NUMPYS = torch.Generator(), random.Random(), numpy.random.RandomState()

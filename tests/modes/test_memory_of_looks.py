@@ -12,8 +12,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from workloads import Gpt, Llama, language_losses, mlp, square_losses
 
 import dpfast
-from dpfast.taps import exchange, written_out
-from dpfast.taps.same_kernels import same_kernels
+from dpfast.looks import exchange
+from dpfast.trials import written_out
+from dpfast.trials.same_kernels import same_kernels
 
 pytestmark = pytest.mark.on_cpu
 

@@ -20,8 +20,8 @@ from whole_steps import MODELS, WRAPPERS, step
 
 from dpfast.arithmetic import stream_here
 from dpfast.errors import DpfastWarning
+from dpfast.looks import Probe, called
 from dpfast.modes.nonfinite_samples import DroppedSamples
-from dpfast.taps import Probe, called
 
 WORKER = str(Path(__file__).parents[1] / "support" / "capture_worker.py")
 
