@@ -42,7 +42,7 @@ class DocumentWitness(OfCopy):
         tap.__class__ = cls
         tap.__dict__.update(number=number, seen=seen, how=how)
 
-    def known_place(self, rank: int) -> Any:
+    def known_place(self, rank: int | None) -> Any:
         return self.how[0].get((self.number, rank))
 
     def caught(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

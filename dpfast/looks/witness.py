@@ -101,7 +101,7 @@ class Witness(AtMeetings):
         tap.go_the_ways(ways)
         return tap
 
-    def known_place(self, rank: int) -> Any:
+    def known_place(self, rank: int | None) -> Any:
         return self.at.get((self.number, rank))
 
     def caught(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

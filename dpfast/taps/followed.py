@@ -240,14 +240,19 @@ class Following(TorchFunctionMode):
     def _note(self, x: Tensor, picked: Picked) -> None:
         self._seen[id(x)] = x, x._version, picked  # held, or another might have its id
 
-    def gave(self, layer: str, output: Any, place: Callable[[int], Any]) -> None:
-        """A layer has given that; ``place(rank)`` says where samples are."""
-        if not isinstance(output, Tensor) or output.dim() < 2 or not output.is_floating_point():
-            return
-        known = place(output.dim())
-        if isinstance(known, (int, Rows)):
-            source = Source(layer, output.shape[:-1], known)
-            self._note(output, Picked(source.numbers(output.device), (), source))
+    def gave(self, layer: str, output: Any, place: Callable[[int], Any], *, recurrent: bool = False) -> None:
+        """A layer has given that; ``place(rank)`` says where samples are in the first of it. Behind a recurrent one's
+        are its states, (layers, N, H)."""
+        first, *others = output if type(output) is tuple and output else (output,)
+        if isinstance(first, Tensor):
+            self._gave(layer, first, place(first.dim()))
+        for x in tree_leaves(others) if recurrent else ():
+            self._gave(layer, x, 1)
+
+    def _gave(self, layer: str, x: Tensor, place: Any) -> None:
+        if x.dim() > 1 and x.is_floating_point() and isinstance(place, (int, Rows)):
+            source = Source(layer, x.shape[:-1], place)
+            self._note(x, Picked(source.numbers(x.device), (), source))
 
     def gave_packed(self, packed: PackedSequence, output: Any) -> None:
         """A layer has given that of a packed sequence, whose rows stand where those stood."""

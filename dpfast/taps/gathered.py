@@ -179,7 +179,7 @@ class RoutedLayer(TappedLayer):
         """Whether it is of interest whose rows are."""
         return self.active
 
-    def known_place(self, rank: int) -> Any:
+    def known_place(self, rank: int | None) -> Any:
         """Of the samples in an output of that rank."""
         return self.known(rank) if self.given is None else self.given
 
@@ -207,7 +207,8 @@ class RoutedLayer(TappedLayer):
             packed = packed_in((*args, *kwargs.values()))
             for outer in _here.following:
                 if packed is None:
-                    outer.gave(self.layer, output, self.known_place)
+                    recurrent = isinstance(self.module, nn.RNNBase)
+                    outer.gave(self.layer, output, self._place_of_output, recurrent=recurrent)
                 else:
                     outer.gave_packed(packed, output)
         return output
@@ -227,6 +228,11 @@ class RoutedLayer(TappedLayer):
     def rows_picked(self, inputs: Any) -> Picked | None:
         """As of :func:`picked_for`."""
         return picked_for(inputs, seen=self.gathers)
+
+    def _place_of_output(self, rank: int) -> Any:
+        """Of the samples in the first that the module gives. A forward in pieces knows itself where: of any rank."""
+        place = self.known_place(rank)
+        return self.known_place(None) if place is None else place
 
     def _place_of_input(self, x: Tensor) -> Place:
         """Of the samples in what the module is called with, where that is an input of the model; None: not known."""

@@ -244,7 +244,7 @@ class ShapeTap(Tap):
     def known(self, key: Any) -> Any:
         return 0
 
-    def known_place(self, rank: int) -> Any:
+    def known_place(self, rank: int | None) -> Any:
         return self.at.get(rank) if self.at is not None and self.given is None else self.given
 
     def own(self, owned: Sequence[nn.Module], parameter: nn.Parameter) -> Tensor:
