@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dpfast.arithmetic import in_cuda_graph
 from dpfast.looks.learned import Learned
@@ -42,6 +42,11 @@ class Called(NamedTuple):
         has bags of them."""
         has_bags = any(isinstance(m, nn.EmbeddingBag) for m in receiver.model.modules())
         return entries_in(self.inputs, receiver.batch_dim, self.n, tensors=not has_bags)
+
+    def paths(self, receiver: Any) -> tuple[Path, ...]:
+        """Where."""
+        given = (*self.inputs[0], *self.inputs[1].values())
+        return () if all(type(x) is Tensor for x in given) else tuple(self.entries(receiver))
 
     def again(self, first: Learned, receiver: Any) -> tuple[Trial, list[int | None]]:
         """How a later look calls the model, and of each input the dimension of the samples."""

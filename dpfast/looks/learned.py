@@ -164,13 +164,27 @@ def _learned_as(model: nn.Module, taps: Sequence[Tap], trial: Trial, dims: Seque
     if not n:
         return Learned(places, shapes, TOLD_NOTHING, settled=False)
     told = told_by_exchange(model, taps, trial, batched, places, (SAMPLES, n))
-    if told.why is not None and trial.entries:  # it may want them sorted
+    if trial.entries and (told.why is not None or (n == 1 and told.is_wrong)):  # sorted ones, or no sample's
         batched = [*batched[: -len(trial.entries)], *[None] * len(trial.entries)]
         told = told_by_exchange(model, taps, trial, batched, places, (SAMPLES, n))
+    if trial.entries and any(dim is not None for dim in batched[-len(trial.entries) :]):
+        told = _naming_entries(told, trial)
     everywhere = with_own({**places, **told.places})
     everywhere = {key: place for key, place in everywhere.items() if key not in told.not_run}
     everywhere |= {(number, (PICKED, way)): 0 for number, way in told.routes.ways}
     return Learned(everywhere, shapes, told, told.changed, batched, places)
+
+
+_BY_ENTRIES = (
+    "{}, or on the {} that it is called with, which is as long as the batch and was exchanged with its samples (hold "
+    "in the model what is no sample's)"
+)
+
+
+def _naming_entries(told: Told, trial: Trial) -> Told:
+    """That may be by accident as long as the batch."""
+    kinds = ", ".join(dict.fromkeys(x.kind for x in trial.entries.values()))
+    return told._replace(outputs={i: _BY_ENTRIES.format(why, kinds) for i, why in told.outputs.items()})
 
 
 def _is_an_index_fatal(leaves: Sequence[Any]) -> bool:

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from dpfast.looks.lengths import READ
 from dpfast.taps import WHOLE_ROWS, find_forward, packed_in, tensors_in
-from dpfast.trials import WithoutGradients
+from dpfast.trials import Entries, WithoutGradients
 
 _SHAPES_ALONE = ("_like", "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor", "empty_strided")
 _OF_NUMBERS = ("tensor", "as_tensor", "asarray", "scalar_tensor")
@@ -79,7 +79,7 @@ class Picks(WithoutGradients):
         self._running: list[str] = [""]
         self._ran: set[str] = set()
         self._receiver: tuple[str, _Mark] | None = None  # that runs, and of the rows that it got
-        self._read = False  # whether the forward has read numbers out of the data
+        self._read = any(isinstance(x, Entries) for x in inputs)  # whether the forward has numbers of the data
         self._receivers: dict[str, str] = {}
         self._met_in: set[str] = set()  # modules whose rows meet parameters, which no module has to itself
         self._trained: dict[int, StorageWeakRef] = {}  # what parameters, and what is made of them alone, stand in

@@ -45,7 +45,6 @@ from dpfast.trials import MOST_DRAWS, not_followed, same_random_numbers
 _MORE_SAMPLES = 8  # for what three do not show: groups, parts of the batch
 _SOME_SAMPLES = 4  # three of which are exchanged
 _LATER_PASSES = (1, 3, 2)  # after the one that has run
-
 _AGAIN = 4  # looks at batches that tell too little (empty ones)
 _MOST_LOOKS = 64  # a model that takes lists of tensors might see ever new ones
 
@@ -125,10 +124,11 @@ class Probe:
         by_accident = alike_by_accident(leaves, dims)
         for some, before in zip(dims, self._dims.get(anyhow, dims), strict=True):
             some &= before  # what once was not as long as the batch does not follow it
-        kind = (*kind, *by_accident)
+        called = Called(inputs, leaves, bags, dims, n)
+        kind = (*kind, *by_accident, *called.paths(receiver))
         note_kind(receiver, kind)
         look = (*kind, *map(frozenset, dims))
-        due, called = Due(anyhow, dims, look), Called(inputs, leaves, bags, dims, n)
+        due = Due(anyhow, dims, look)
         self._due, self._called = due, called  # which another thread's forward may end meanwhile
         if not (receiver.enabled and torch.is_grad_enabled()):
             return False

@@ -29,9 +29,10 @@ _LISTED = (
     "of samples, and a whole one by nothing (docs/layouts.md)"
 )
 _ON_TRUST = (
-    "{0} is called with a {1} of {3}, as many as there are samples, and does not run with other samples in the places "
-    "of some there: that none changes another's gradient by that (the longest of all, a sum over them) is taken on "
-    "trust. Give a tensor (N, ...) to have it looked at (docs/layouts.md)"
+    "{0} is called with a {1} of {3}, as many as there are samples (or several for each), in whose places no other "
+    "samples' were put: that none changes another's gradient by that (the longest of all, a sum over them) is "
+    "taken on trust. Give a tensor (N, ...) to have it looked at, or hold in the model what is no sample's "
+    "(docs/layouts.md)"
 )
 
 
@@ -115,11 +116,10 @@ _said: weakref.WeakKeyDictionary[torch.nn.Module, set[str]] = weakref.WeakKeyDic
 
 def warn_of_lists(model: torch.nn.Module, dim: int, called: Any, on_trust: Sequence[str]) -> None:
     """Once for a model, of each: where what is taken for the first input is the first of several in a list, which may
-    be samples, and where something else than a tensor has as many entries as there are samples.
+    be samples, and where something else than a tensor seems to have entries of samples that were not exchanged.
 
     Args:
-        called: ``inputs``, their ``leaves``, and how many samples there are. on_trust: the kinds of those in which no
-            other samples could be put.
+        called: ``inputs``, their ``leaves``, and how many samples there are. on_trust: the kinds of those.
     """
     said, arguments = _said.setdefault(model, set()), (*called.inputs[0], *called.inputs[1].values())
     first = next((x for x in called.leaves if isinstance(x, Tensor)), None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Set
+from numbers import Real
 from typing import Any
 
 import torch
@@ -11,12 +12,13 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from dpfast.taps import INERT, Structure, attributes_of, results_in
+from dpfast.trials.another import another
 
 Path = tuple[Any, ...]
 """The numbers, keys and names by which one comes from a call's (args, kwargs) to what is in them."""
 
-_DEPTH = 4
-_SIZES = 4  # of a picture, or a window: no longer a tuple has these
+_DEPTH = 6
+_FEW = 4  # as many numbers as a picture or a window has, or other settings: may not be of samples
 
 
 class Entries:
@@ -44,7 +46,7 @@ class Entries:
         """With others in the places of some: {place: whose}; where they agree, smaller ones where they are numbers."""
         items = list(self._items)
         for i, j in numbers.items():
-            items[i] = _another(items[i]) if _are_equal(items[i], items[j]) else items[j]
+            items[i] = another(items[i], i % 2 == 1) if _are_equal(items[i], items[j]) else items[j]
         return Entries(items, self._made, self.kind)
 
     def as_given(self) -> Any:
@@ -53,13 +55,13 @@ class Entries:
 
 
 def entries_in(inputs: Any, dim: int, n: int, *, tensors: bool = True) -> dict[Path, Entries | None]:
-    """What has an entry for each of n samples, by where it stands in (args, kwargs); None where no others can be put
-    there (a set).
+    """What has an entry for each of n samples, or seems to, by where it stands in (args, kwargs); None where no others
+    can be put there (a set), or it may be something else (the two sizes of a picture).
 
     Args:
         dim: of the samples, in tensors. tensors: whether entries may hold some.
     """
-    found = dict(_found(enumerate(inputs), (), dim, n, _DEPTH)) if n > 1 else {}
+    found = dict(_found(enumerate(inputs), (), dim, n, _DEPTH)) if n else {}
     return {path: x for path, x in found.items() if tensors or x is None or not x.tensors()}
 
 
@@ -97,34 +99,72 @@ def _found(
         if isinstance(x, (Tensor, nn.Module, PackedSequence, *INERT)) or not depth:
             continue
         if hasattr(x, "shape") and hasattr(x, "tolist"):
-            if x.shape[:1] == (n,):
-                yield here, _of_array(x)
-        elif not isinstance(x, (Sequence, Set)):
-            held = x if isinstance(x, Mapping) else attributes_of(x)
-            fixed = isinstance(x, Mapping) and not isinstance(x, MutableMapping)
-            yield from ((p, None if fixed else y) for p, y in _found(held.items(), here, dim, n, depth - 1))
-        elif path and len(x) == n and not (_are_sizes(x) or _are_batches(x, dim, n)):
+            of = dim if len(x.shape) > dim else 0
+            if x.shape[of : of + 1] == (n,):
+                yield here, _of_array(x, of)
+        elif path and isinstance(x, (Sequence, Set)) and _is_of_samples(x, dim, n):
             yield here, Entries(list(x), type(x), type(x).__name__) if type(x) in (list, tuple, deque) else None
         else:
-            fixed = not isinstance(x, (tuple, list, deque))
-            yield from ((p, None if fixed else y) for p, y in _found(enumerate(x), here, dim, n, depth - 1))
+            held, fixed = _held(x)
+            more = dict(_found(held, here, dim, n, depth - 1))
+            if here not in _CALL and not more and _may_be_of_samples(x, n) and not _are_batches(x, dim, n):
+                yield here, None
+            yield from ((p, None if fixed else y) for p, y in more.items())
 
 
-def _of_array(x: Any) -> Entries | None:
+_CALL: tuple[Path, ...] = ((0,), (1,))
+"""Where the call's own (args, kwargs) are."""
+
+
+def _held(x: Any) -> tuple[Iterable[tuple[Any, Any]], bool]:
+    """What is in it, by number, key or name; and whether it cannot be written there."""
+    if isinstance(x, (Sequence, Set)):
+        return enumerate(x), not isinstance(x, (tuple, list, deque))
+    if isinstance(x, Mapping):
+        return x.items(), not isinstance(x, MutableMapping)
+    return attributes_of(x).items(), False
+
+
+def _is_of_samples(x: Any, dim: int, n: int) -> bool:
+    return len(x) == n and not (isinstance(x, tuple) and n <= _FEW and _are_plain(x)) and not _are_batches(x, dim, n)
+
+
+def _may_be_of_samples(x: Any, n: int) -> bool:
+    """Whether it has numbers or texts, as many as there are samples (a picture's sizes, or settings by name; a dict of
+    lists and tensors by sample), or several for each."""
+    if n < 2 or not isinstance(x, (Sequence, Set, Mapping)):
+        return False
+    if isinstance(x, Mapping):
+        return len(x) == n and all(isinstance(y, (*_PLAIN, Tensor, list, tuple)) for y in x.values())
+    several = n > _FEW and len(x) > n and len(x) % n == 0
+    return (len(x) == n or several) and _are_plain(x)
+
+
+_PLAIN = (str, Real)
+
+
+def _are_plain(x: Iterable[Any]) -> bool:
+    return all(isinstance(y, _PLAIN) for y in x)
+
+
+def _of_array(x: Any, dim: int) -> Entries | None:
     if type(x).__module__ != "numpy":  # pandas's, and others
         return None
     import numpy as np
 
-    return Entries(list(x), lambda items: np.array(items, dtype=x.dtype), type(x).__name__)
+    def made(items: list[Any]) -> Any:
+        array = np.empty((len(items), *x.shape[:dim], *x.shape[dim + 1 :]), dtype=x.dtype)
+        for i, item in enumerate(items):  # which may be arrays of several shapes
+            array[i] = item
+        return np.moveaxis(array, 0, dim)
 
-
-def _are_sizes(x: Any) -> bool:
-    return isinstance(x, tuple) and len(x) <= _SIZES and all(isinstance(y, (int, float)) for y in x)
+    return Entries(list(np.moveaxis(x, dim, 0)), made, type(x).__name__)
 
 
 def _are_batches(x: Any, dim: int, n: int) -> bool:
     """Whether each is, or holds, tensors of all samples: a layer's keys and values."""
-    tensors = [y for y in results_in(list(x)) if isinstance(y, Tensor)]
+    inside = list(x.values()) if isinstance(x, Mapping) else list(x)
+    tensors = [y for y in results_in(inside) if isinstance(y, Tensor)]
     return bool(tensors) and all(y.dim() > dim and y.shape[dim] == n for y in tensors)
 
 
@@ -143,13 +183,10 @@ def _are_equal(one: Any, two: Any) -> bool:
 def _is(x: Any, y: Any) -> bool:
     if isinstance(x, Tensor) or isinstance(y, Tensor):
         return isinstance(x, Tensor) and isinstance(y, Tensor) and x.shape == y.shape and torch.equal(x, y)
+    if getattr(x, "shape", None) != getattr(y, "shape", None):
+        return False
     try:
-        return bool(x == y)
+        same = x == y
+        return bool(same.all()) if hasattr(same, "all") else bool(same)
     except Exception:  # whatever an object of somebody's own raises
         return False
-
-
-def _another(x: Any) -> Any:
-    if isinstance(x, bool) or not isinstance(x, (int, float)):
-        return x
-    return max(x - 1, 0) if isinstance(x, int) else 0.5 * x

@@ -219,9 +219,13 @@ class Cached(nn.Module):
 @pytest.mark.parametrize("n", [2, 3])
 def test_sizes_and_states_are_no_samples(n):
     model = dpfast.GradSampleModule(Sized())
+    told = pytest.warns(DpfastWarning, match="collection of 2") if n == 2 else warnings.catch_warnings()
+    with told:  # of the tuple, which may be two samples' lengths
+        if n > 2:
+            warnings.simplefilter("error")
+        model(torch.randn(n, 6, 4), (2, 3), [torch.randn(n, 4) for _ in range(n)]).sum().backward()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        model(torch.randn(n, 6, 4), (2, 3), [torch.randn(n, 4) for _ in range(n)]).sum().backward()
         cached = [SimpleNamespace(keys=torch.randn(n, 4)) for _ in range(n)]  # by layer
         dpfast.GradSampleModule(Cached())(torch.randn(n, 6, 4), cached).sum().backward()
 
