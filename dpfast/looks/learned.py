@@ -59,7 +59,7 @@ _PRIMES = (53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109, 113)
 _SMALL = (3, 5, 2, 7, 11, 13, 17, 19, 23, 29)
 _MOST_RUNS = 16
 
-_ONE_BY_ONE = "it runs once for each sample, on that sample alone, where it must see the batch"
+_ONE_BY_ONE = "it runs once for each sample, as many times as there are, where it must see the batch at once"
 
 Found = dict[Any, Place]
 """By the number of a tap and the rank of its output, or the way to an operation on what has no samples."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -72,7 +73,7 @@ class PerSampleGradientClipper:
         return f"{type(self).__name__}({self.module!r}, {self.norm_clipper!r})"
 
     def __del__(self) -> None:
-        if hasattr(self, "_wrapped"):
+        if hasattr(self, "_wrapped") and not sys.is_finalizing():  # where nothing can be imported any more
             self.close()
 
     @property
@@ -143,12 +144,19 @@ class PerSampleGradientClipper:
             accumulated batches; the number of samples).
 
         Raises:
-            StateError: :meth:`clip_and_accumulate` has not been called since the last step, or a parameter that has not
-                been clipped since has a gradient, with which the optimizer would step.
+            StateError: :meth:`clip_and_accumulate` has not been called since the last step; a parameter that has not
+                been clipped since has a gradient, with which the optimizer would step; or one that has been clipped is
+                the module's no more.
         """
         if not self._sums:
             raise StateError(
                 "You need to call clip_and_accumulate first: nothing has been accumulated since the last step"
+            )
+        own = set(self.module.parameters())
+        if any(p not in own for p in self._sums):
+            raise StateError(
+                "parameters were replaced (load_state_dict(..., assign=True)?) since clip_and_accumulate(), whose sums "
+                "are of those before: replace them between steps, or call zero_grad() and take the batches once more"
             )
         for name, p in self.module.named_parameters():
             if p not in self._sums and p.grad is not None and p.grad.any():

@@ -43,7 +43,8 @@ def steps(model, *batches, of=lambda given, i: given[i : i + 1]):
         wrapped.zero_grad()
         wrapped(x, given).square().sum().backward()
         for name, summed in clipped_sum(exact, C).items():
-            assert relative_error(wrapped._module.get_parameter(name).grad, summed) <= 1e-6, name  # the factor is rounded down
+            found = wrapped._module.get_parameter(name).grad
+            assert relative_error(found, summed) <= 1e-6, name  # factors are made of bounds
 
 
 def refused(model, x, given, **how):

@@ -173,3 +173,23 @@ def test_a_step_before_the_average_takes_nothing_that_is_not_clipped():
     optimizer.step()
     assert 0.0 < float((model.weight - before).detach().norm()) <= 0.7
     assert repr(clipper).endswith(", ConstantFlatClipper(sensitivity=0.7))")
+
+
+@pytest.mark.parametrize("how", ["assigned", "another"])
+def test_sums_of_parameters_that_were_replaced_are_not_lost_in_silence(how):
+    model = nn.Linear(4, 3)
+    clipper = dpfast.PerSampleGradientClipper(model, ConstantFlatClipper(0.5))
+    model(torch.randn(6, 4)).square().mean().backward()
+    clipper.clip_and_accumulate()
+    if how == "assigned":
+        model.load_state_dict({name: p.clone() for name, p in model.state_dict().items()}, assign=True)
+    else:
+        model.weight = nn.Parameter(torch.randn(3, 4))
+    model(torch.randn(6, 4)).square().mean().backward()
+    clipper.clip_and_accumulate()
+    with pytest.raises(StateError, match="were replaced"):
+        clipper.pre_step()
+    clipper.zero_grad()
+    model(torch.randn(6, 4)).square().mean().backward()
+    clipper.clip_and_accumulate()
+    clipper.pre_step()
