@@ -10,7 +10,6 @@ from dpfast.taps.around import sees_its_own_heads
 from dpfast.taps.bags import NO_BAGS, Bags, OtherBags, bags_in_rows, picked_or_zeros
 from dpfast.taps.broadcast import BroadcastMethod
 from dpfast.taps.detached import DetachableParameters, detached_parameters, wants_gradients
-from dpfast.taps.followed import Picked, Source
 from dpfast.taps.gathered import (
     NOT_FOLLOWED,
     end_model,
@@ -82,6 +81,7 @@ from dpfast.taps.passes import (
     suspended,
     taps_suspended,
 )
+from dpfast.taps.picked import Picked, Source
 from dpfast.taps.pieces import Pieces, forward_in_pieces
 from dpfast.taps.pulled_back import pulled_back, remaining
 from dpfast.taps.registry import (

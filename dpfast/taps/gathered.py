@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpfast.taps.followed import Following, Picked
+from dpfast.taps.followed import Following
 from dpfast.taps.inputs import tensors_in
 from dpfast.taps.layout import Place
 from dpfast.taps.node import TappedLayer
 from dpfast.taps.packed import packed_in
 from dpfast.taps.passes import in_backward
+from dpfast.taps.picked import Picked
 from dpfast.taps.written import Unwritten
 
 
@@ -51,9 +52,9 @@ _here = _Here()
 
 
 @contextmanager
-def following(layer: str, inputs: Any, place: Callable[[Tensor], Place], *, trial: bool) -> Iterator[Following]:
+def following(layer: str, inputs: Any, place: Callable[[Tensor], Place], **how: Any) -> Iterator[Following]:
     """Rows are followed within a module's forward; ``place`` says where samples are in an input of it."""
-    with Following(layer, inputs, place, trial=trial) as mode:
+    with Following(layer, inputs, place, **how) as mode:
         _here.following.append(mode)
         try:
             yield mode
@@ -66,7 +67,10 @@ def follow_model(taps: Any, model: nn.Module, inputs: Any, *, trial: bool = Fals
     if taps.picks_rows:
         end_model(taps)
     if taps.picks_rows and not torch.is_inference_mode_enabled():  # where nothing is tapped, and no version is counted
-        mode = _here.models[id(taps)] = Following(type(model).__name__, inputs, lambda _: taps.batch_dim, trial=trial)
+        dim = taps.batch_dim
+        n = next((x.shape[dim] for x in inputs if isinstance(x, Tensor) and x.dim() > dim), None)
+        mode = Following(type(model).__name__, inputs, lambda _: dim, trial=trial, n=n, dim=dim)
+        _here.models[id(taps)] = mode
         mode.__enter__()  # type: ignore[no-untyped-call]  # torch's
         _here.following.append(mode)
 
@@ -168,6 +172,7 @@ class RoutedLayer(TappedLayer):
     known: Callable[[Any], Place]
     caught: Callable[..., Any]
     trial = False  # whether it is that of a copy
+    size: int | None = None  # of samples in its forward
 
     @property
     def active(self) -> bool:
@@ -200,7 +205,9 @@ class RoutedLayer(TappedLayer):
         if not self.sends:
             output = self.caught(forward, args, kwargs)
         else:
-            with following(self.layer, (*args, *kwargs.values()), self._place_of_input, trial=self.trial) as rows:
+            n = None if _here.picked else self.size if self.trial else self.taps.batch_size()
+            how = {"trial": self.trial, "n": n, "dim": self.batch_dim}
+            with following(self.layer, (*args, *kwargs.values()), self._place_of_input, **how) as rows:
                 output = self.caught(forward, args, kwargs)
                 rows.ended(output, self.known_place, in_expert=bool(_here.picked))
         if _here.following and not _here.picked:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from dpfast.errors import DpfastError, InputError, UnsupportedModuleError
-from dpfast.taps.followed import Picked
 from dpfast.taps.gathered import RoutedLayer, gave_rows, rows_among, with_picked
 from dpfast.taps.layout import NO_SAMPLES, Mixed, Rows
 from dpfast.taps.meeting import Meeting
 from dpfast.taps.outputs import failing_in_backward
+from dpfast.taps.picked import Picked
 from dpfast.taps.registry import find_function
 from dpfast.taps.row_by_row import is_pointwise
 from dpfast.taps.shared import Operation

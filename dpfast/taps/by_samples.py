@@ -1,0 +1,123 @@
+"""What is made of whole samples, in their order, by functions that are not followed row by row: means over tokens,
+a frozen network. Looks see whether that is the batch's order; what none of them may show is one that the data makes, so
+what may have such is told apart here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from dpfast.taps.inputs import tensors_in
+
+_DIM_FIRST = ("select", "narrow", "index_select", "gather", "scatter", "scatter_add", "scatter_reduce", "index_add")
+_ALONG: dict[str, tuple[int, int | None]] = {
+    **dict.fromkeys((*_DIM_FIRST, "index_copy", "index_fill", "index_reduce"), (1, None)),
+    **dict.fromkeys(("sort", "argsort"), (1, -1)),
+    **dict.fromkeys(("topk", "kthvalue"), (2, -1)),
+    **dict.fromkeys(("split", "split_with_sizes", "tensor_split", "chunk"), (2, 0)),
+    **dict.fromkeys(("repeat_interleave", "take_along_dim"), (2, None)),
+    "unbind": (1, 0),
+}
+"""Which may give rows another order along one dimension: where that stands among their arguments, and what it is else;
+None: all entries, in one row."""
+
+_ANYWHERE = frozenset(
+    (
+        *("transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "t", "rot90", "as_strided"),
+        *("flip", "fliplr", "flipud", "roll", "msort", "unique", "unique_consecutive", "nonzero", "take", "put"),
+        *("masked_select", "masked_scatter", "index_put", "select_scatter", "slice_scatter", "pad_sequence"),
+        *("_pack_padded_sequence", "_pad_packed_sequence", "__setitem__"),
+    )
+)
+"""Which may do so along any, or put the samples into another dimension."""
+
+_AS_THEY_ARE = (Tensor.data.__get__, Tensor.real.__get__, Tensor.imag.__get__)  # type: ignore[attr-defined]
+
+
+class BySamples:
+    """Of one forward.
+
+    Args:
+        n: how many samples it has; None: nothing is known here. dim: theirs, in what has more than two dimensions.
+        inputs: of the forward.
+    """
+
+    def __init__(self, n: int | None, dim: int, inputs: Sequence[Any]):
+        self._n, self._dim = n, dim
+        self._made: Any = WeakTensorKeyDictionary()  # in an order that is the same for all data: the version
+        self._moved: Any = WeakTensorKeyDictionary()  # maybe not
+        for x in inputs if n is not None else ():
+            if isinstance(x, Tensor) and n in x.shape[: dim + 1]:
+                self._made[x] = _version(x)
+
+    def place(self, x: Tensor) -> int | None:
+        """Where a tensor has its samples that is made of theirs; None where it is not known to be."""
+        if self._n is None or x.dim() < 2 or not x.is_floating_point():
+            return None
+        if x in self._moved or self._made.get(x) != _version(x):
+            return None
+        return next((d for d in ((self._dim, 0) if x.dim() > 2 else (0,)) if x.shape[d] == self._n), None)
+
+    def moves(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a function may give what is made of samples another order by what the data says."""
+        if not args or not isinstance(args[0], Tensor):
+            return False
+        of_torch, *within = (getattr(func, "__module__", None) or "torch").split(".")
+        name = getattr(func, "__name__", "")
+        name = name if name.startswith("__") else name.rstrip("_")
+        if of_torch != "torch" or within[:1] == ["_ops"] or name in _ANYWHERE:
+            return True
+        if name == "__get__":
+            return func not in _AS_THEY_ARE
+        if func is F.embedding:
+            return (args[1] if len(args) > 1 else kwargs.get("weight")) in self._made
+        x = args[0]
+        if name == "__getitem__":
+            parts = args[1] if isinstance(args[1], tuple) else (args[1],)
+            whole = all(isinstance(part, slice) and part == slice(None) for part in parts[: self._dim + 1])
+            return not (whole and self._may_have_samples(x))
+        if name not in _ALONG:
+            return False
+        at, dim = _ALONG[name]
+        dim = kwargs.get("dim", args[at] if len(args) > at else dim)
+        return type(dim) is not int or not self._may_have_samples(x) or dim % max(x.dim(), 1) <= self._dim
+
+    def _may_have_samples(self, x: Tensor) -> bool:
+        """In their dimension, and not in others that were made one with it."""
+        return any(size % max(self._n or 0, 1) == 0 for size in x.shape[: self._dim + 1])
+
+    def note(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, known: Mapping[int, Any]
+    ) -> None:
+        """What a function has made.
+
+        Args:
+            known: by id, what is followed: a tensor, its version and its rows, all of them or picked ones.
+        """
+        took = [self._is_moved(x, known.get(id(x))) for x in tensors_in((args, kwargs))] if self._n is not None else []
+        if all(moved is None for moved in took):
+            return
+        name, made = getattr(func, "__name__", ""), tensors_in(result)
+        if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
+            made = [*made, args[0], *([args[0]._base] if args[0]._base is not None else [])]
+        if any(took) or self.moves(func, args, kwargs):
+            self._moved.update((x, True) for x in made)
+        else:
+            self._made.update((x, _version(x)) for x in made)
+
+    def _is_moved(self, x: Tensor, rows: Any) -> bool | None:
+        """Whether it may stand in another order; None: it is made of no samples."""
+        if rows is not None and rows[1] == _version(x):
+            return not rows[2].is_whole
+        if x in self._made and x not in self._moved:
+            return bool(self._made[x] != _version(x))  # something has written to the memory that it stands in
+        return True if x in self._moved or rows is not None else None
+
+
+def _version(x: Tensor) -> int:
+    return -1 if x.is_inference() else x._version
