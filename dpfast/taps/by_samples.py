@@ -28,13 +28,16 @@ None: all entries, in one row."""
 
 _ANYWHERE = frozenset(
     (
-        *("transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "t", "rot90", "as_strided"),
+        *("movedim", "moveaxis", "t", "rot90", "as_strided"),
         *("flip", "fliplr", "flipud", "roll", "msort", "unique", "unique_consecutive", "nonzero", "take", "put"),
         *("masked_select", "masked_scatter", "index_put", "select_scatter", "slice_scatter", "pad_sequence"),
         *("_pack_padded_sequence", "_pad_packed_sequence", "__setitem__"),
     )
 )
 """Which may do so along any, or put the samples into another dimension."""
+
+_TRANSPOSED = ("transpose", "swapaxes", "swapdims", "permute")
+"""Which put dimensions into other places."""
 
 _AS_THEY_ARE = (Tensor.data.__get__, Tensor.real.__get__, Tensor.imag.__get__)  # type: ignore[attr-defined]
 
@@ -81,6 +84,11 @@ class BySamples:
             parts = args[1] if isinstance(args[1], tuple) else (args[1],)
             whole = all(isinstance(part, slice) and part == slice(None) for part in parts[: self._dim + 1])
             return not (whole and self._may_have_samples(x))
+        if name in _TRANSPOSED:
+            dims = args[1] if len(args) == 2 and not isinstance(args[1], int) else args[1:]
+            if name == "permute":
+                return tuple(dims[: self._dim + 1]) != tuple(range(self._dim + 1))
+            return len(dims) != 2 or any(d % max(x.dim(), 1) <= self._dim for d in dims)
         if name not in _ALONG:
             return False
         at, dim = _ALONG[name]
