@@ -84,6 +84,7 @@ class Picks(WithoutGradients):
         self._met_in: set[str] = set()  # modules whose rows meet parameters, which no module has to itself
         self._trained: dict[int, StorageWeakRef] = {}  # what parameters, and what is made of them alone, stand in
         self._constant: dict[int, StorageWeakRef] = {}  # whole numbers that no value of the data went into
+        self._unsure: dict[int, StorageWeakRef] = {}  # of numbers that the forward may have of the data
         self._are_constant(model.buffers())
         for x in model.parameters():
             self._are_made_of_parameters([x] if x.requires_grad else [])
@@ -206,8 +207,8 @@ class Picks(WithoutGradients):
             self._are_made_of_parameters(made)
         if of_parameters and self._receiver is None and func is not F.embedding_bag:  # which says whose they are
             self._met_in |= {mark.sender for mark in marks if mark.sender is not None}
-        if not marks and not (self._read and name in _OF_NUMBERS):
-            self._are_constant(made if all(x.is_floating_point() or self._is_constant(x) for x in took) else ())
+        if not marks:
+            self._note_unmarked(name, (*args, *kwargs.values()), took, made)
         if marks:
             self._read |= name in READ
             if self._parts_samples(name, args):
@@ -215,6 +216,19 @@ class Picks(WithoutGradients):
             mark = self._of_result(func, name, args, kwargs, marks, result)
             for x in made:
                 self._set(x, mark)
+
+    def _note_unmarked(self, name: str, arguments: Sequence[Any], took: Sequence[Tensor], made: Sequence[Any]) -> None:
+        """No tensor of the data went into it; but one of its numbers may, once the forward has some."""
+        numbers = name in _OF_NUMBERS or any(isinstance(x, (int, float, list, tuple, slice)) for x in arguments)
+        unsure = any(x.layout is torch.strided and x.untyped_storage()._cdata in self._unsure for x in took)
+        if unsure or (self._read and numbers):
+            for x in made:
+                if x.layout is torch.strided:
+                    storage = x.untyped_storage()
+                    self._constant.pop(storage._cdata, None)
+                    self._unsure[storage._cdata] = StorageWeakRef(storage)
+        else:
+            self._are_constant(made if all(x.is_floating_point() or self._is_constant(x) for x in took) else ())
 
     def _of_result(self, func: Any, name: str, args: Any, kwargs: Any, marks: list[_Mark], result: Any) -> _Mark:
         if name in _SCATTER or name in ("__setitem__", "masked_scatter"):

@@ -153,7 +153,7 @@ class Probe:
         if found.bags is not None:
             self._bags[anyhow] = found.bags
             return self.look(inputs, leaves, n, trainable)
-        if bags is NO_BAGS:
+        if bags is NO_BAGS and n > 1:
             on_trust = not_followed(called.entries(receiver), found.dims[len(leaves) :])
             warn_of_lists(receiver.model, receiver.batch_dim, called, on_trust)
         if add_routes(receiver, self._taps, found.told.routes):
@@ -203,7 +203,8 @@ class Probe:
         self._refuse_carried(told.carried)
         say_what_is_not_told(receiver.model, told)
         self.outputs[kind] = {**told.outputs, **refused}  # the first time told which samples meet
-        self._seen.get(kind, set()).update(told.ran)
+        if not at_once:  # of samples that are all exchanged but one, what they share is not seen
+            self._seen.get(kind, set()).update(told.ran)
         wrong: Found = {key: place for key, place in told.places.items() if isinstance(place, str)}
         for (number, rank), place in with_own(wrong).items():
             self._note(self._taps[number].places, rank, kind, place)

@@ -214,7 +214,7 @@ class RoutedLayer(TappedLayer):
             packed = packed_in((*args, *kwargs.values()))
             for outer in _here.following:
                 if packed is None:
-                    recurrent = isinstance(self.module, nn.RNNBase)
+                    recurrent = type(self.module) in (nn.RNN, nn.LSTM, nn.GRU)
                     outer.gave(self.layer, output, self._place_of_output, recurrent=recurrent)
                 else:
                     outer.gave_packed(packed, output)

@@ -49,6 +49,11 @@ class Entries:
             items[i] = another(items[i], i % 2 == 1) if _are_equal(items[i], items[j]) else items[j]
         return Entries(items, self._made, self.kind)
 
+    def with_others(self, numbers: Iterable[int]) -> Entries:
+        """With others made of them in the places of some."""
+        others = {i: another(self._items[i], i % 2 == 1) for i in numbers}
+        return Entries([others.get(i, x) for i, x in enumerate(self._items)], self._made, self.kind)
+
     def as_given(self) -> Any:
         """As the model takes them; what it writes there is nobody else's."""
         return self._made([_copied(x) for x in self._items])
@@ -102,6 +107,8 @@ def _found(
             of = dim if len(x.shape) > dim else 0
             if x.shape[of : of + 1] == (n,):
                 yield here, _of_array(x, of)
+            elif n > 1 and n in x.shape:
+                yield here, None
         elif path and isinstance(x, (Sequence, Set)) and _is_of_samples(x, dim, n):
             yield here, Entries(list(x), type(x), type(x).__name__) if type(x) in (list, tuple, deque) else None
         else:
@@ -126,25 +133,19 @@ def _held(x: Any) -> tuple[Iterable[tuple[Any, Any]], bool]:
 
 
 def _is_of_samples(x: Any, dim: int, n: int) -> bool:
-    return len(x) == n and not (isinstance(x, tuple) and n <= _FEW and _are_plain(x)) and not _are_batches(x, dim, n)
+    return len(x) == n and not (isinstance(x, tuple) and n <= _FEW and _are_numbers(x)) and not _are_batches(x, dim, n)
+
+
+def _are_numbers(x: Iterable[Any]) -> bool:
+    return all(isinstance(y, (str, Real)) for y in x)
 
 
 def _may_be_of_samples(x: Any, n: int) -> bool:
-    """Whether it has numbers or texts, as many as there are samples (a picture's sizes, or settings by name; a dict of
-    lists and tensors by sample), or several for each."""
+    """Whether it has as many as there are samples, by name or key (or settings), or in a tuple (a picture's sizes); or
+    several for each."""
     if n < 2 or not isinstance(x, (Sequence, Set, Mapping)):
         return False
-    if isinstance(x, Mapping):
-        return len(x) == n and all(isinstance(y, (*_PLAIN, Tensor, list, tuple)) for y in x.values())
-    several = n > _FEW and len(x) > n and len(x) % n == 0
-    return (len(x) == n or several) and _are_plain(x)
-
-
-_PLAIN = (str, Real)
-
-
-def _are_plain(x: Iterable[Any]) -> bool:
-    return all(isinstance(y, _PLAIN) for y in x)
+    return len(x) == n or (n > _FEW and len(x) > n and len(x) % n == 0 and not isinstance(x, Mapping))
 
 
 def _of_array(x: Any, dim: int) -> Entries | None:
