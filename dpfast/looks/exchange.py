@@ -383,8 +383,7 @@ class _Exchange:
 
     def _batch(self, others: tuple[int, ...], size: int) -> list[Any]:
         """The inputs with the samples of these numbers exchanged."""
-        leaves = list(self.leaves)
-        lengths = not_exchanged(self.lengths, self.leaves, self.dims)
+        leaves, lengths = list(self.leaves), not_exchanged(self.lengths, self.leaves, self.dims)
         for i, dim in enumerate(self.dims):
             if dim is not None:
                 leaves[i] = (first_samples if i in lengths else some_samples)(leaves[i], dim, size)

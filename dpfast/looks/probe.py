@@ -115,8 +115,7 @@ class Probe:
         kind = kind_of(inputs, leaves, trainable, self._modes(receiver.model))
         anyhow = kind[1:]  # whatever is trainable
         bags = self._bags.get(anyhow, NO_BAGS)
-        n = bags.number(leaves, n)
-        dims = bags.dims(leaves, n)
+        dims = bags.dims(leaves, n := bags.number(leaves, n))
         if self._asks_no_more:  # its batches may be as long as something else by accident where the other's were not
             known = next((k for k in self.outputs if k[: len(kind)] == kind), None)
             note_kind(receiver, known)
