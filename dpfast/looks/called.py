@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dpfast.arithmetic import in_cuda_graph
 from dpfast.looks.learned import Learned
@@ -40,13 +40,10 @@ class Called(NamedTuple):
     def entries(self, receiver: Any) -> dict[Path, Entries | None]:
         """What is no tensor and has one for each sample, by where it is. Lists of tensors are of fields where a table
         has bags of them."""
-        has_bags = any(isinstance(m, nn.EmbeddingBag) for m in receiver.model.modules())
-        return entries_in(self.inputs, receiver.batch_dim, self.n, tensors=not has_bags)
-
-    def paths(self, receiver: Any) -> tuple[Path, ...]:
-        """Where."""
-        given = (*self.inputs[0], *self.inputs[1].values())
-        return () if all(type(x) is Tensor for x in given) else tuple(self.entries(receiver))
+        found = entries_in(self.inputs, receiver.batch_dim, self.n)
+        if found and any(isinstance(m, nn.EmbeddingBag) for m in receiver.model.modules()):
+            found = {path: x for path, x in found.items() if x is None or not x.tensors()}
+        return found
 
     def again(self, first: Learned, receiver: Any) -> tuple[Trial, list[int | None]]:
         """How a later look calls the model, and of each input the dimension of the samples."""

@@ -124,7 +124,7 @@ class Probe:
         for some, before in zip(dims, self._dims.get(anyhow, dims), strict=True):
             some &= before  # what once was not as long as the batch does not follow it
         called = Called(inputs, leaves, bags, dims, n)
-        kind = (*kind, *by_accident, *called.paths(receiver))
+        kind = (*kind, *by_accident, *called.entries(receiver))
         note_kind(receiver, kind)
         look = (*kind, *map(frozenset, dims))
         due = Due(anyhow, dims, look)

@@ -68,8 +68,6 @@ class BySamples:
 
     def moves(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether a function may give what is made of samples another order by what the data says."""
-        if not args or not isinstance(args[0], Tensor):
-            return False
         of_torch, *within = (getattr(func, "__module__", None) or "torch").split(".")
         name = getattr(func, "__name__", "")
         name = name if name.startswith("__") else name.rstrip("_")
@@ -79,6 +77,8 @@ class BySamples:
             return func not in _AS_THEY_ARE
         if func is F.embedding:
             return (args[1] if len(args) > 1 else kwargs.get("weight")) in self._made
+        if not args or not isinstance(args[0], Tensor):
+            return name in _ALONG or name in _TRANSPOSED  # by names
         x = args[0]
         if name == "__getitem__":
             parts = args[1] if isinstance(args[1], tuple) else (args[1],)
@@ -92,7 +92,7 @@ class BySamples:
         if name not in _ALONG:
             return False
         at, dim = _ALONG[name]
-        dim = kwargs.get("dim", args[at] if len(args) > at else dim)
+        dim = kwargs.get("dim", kwargs.get("axis", args[at] if len(args) > at else dim))
         return type(dim) is not int or not self._may_have_samples(x) or dim % max(x.dim(), 1) <= self._dim
 
     def _may_have_samples(self, x: Tensor) -> bool:
@@ -111,8 +111,9 @@ class BySamples:
         if all(moved is None for moved in took):
             return
         name, made = getattr(func, "__name__", ""), tensors_in(result)
-        if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
-            made = [*made, args[0], *([args[0]._base] if args[0]._base is not None else [])]
+        if name in ("__setitem__", "__set__") or (name.endswith("_") and not name.endswith("__")):
+            written = tensors_in(args[:1])
+            made = [*made, *written, *(x._base for x in written if x._base is not None)]
         if any(took) or self.moves(func, args, kwargs):
             self._moved.update((x, True) for x in made)
         else:

@@ -59,15 +59,17 @@ class Entries:
         return self._made([_copied(x) for x in self._items])
 
 
-def entries_in(inputs: Any, dim: int, n: int, *, tensors: bool = True) -> dict[Path, Entries | None]:
+def entries_in(inputs: Any, dim: int, n: int) -> dict[Path, Entries | None]:
     """What has an entry for each of n samples, or seems to, by where it stands in (args, kwargs); None where no others
     can be put there (a set), or it may be something else (the two sizes of a picture).
 
     Args:
-        dim: of the samples, in tensors. tensors: whether entries may hold some.
+        dim: of the samples, in tensors.
     """
-    found = dict(_found(enumerate(inputs), (), dim, n, _DEPTH)) if n else {}
-    return {path: x for path, x in found.items() if tensors or x is None or not x.tensors()}
+    args, kwargs = inputs
+    if not n or all(isinstance(x, (Tensor, *INERT)) for x in (*args, *kwargs.values())):  # nearly always
+        return {}
+    return dict(_found(enumerate(inputs), (), dim, n, _DEPTH))
 
 
 def not_followed(entries: Mapping[Path, Entries | None], dims: Sequence[int | None]) -> list[str]:
