@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -47,11 +46,11 @@ class BySamples:
 
     Args:
         n: how many samples it has; None: nothing is known here. dim: theirs, in what has more than two dimensions.
-        inputs: of the forward.
+        inputs: of the forward. known: by id, what is followed there: a tensor, its version and its rows, all or picked.
     """
 
-    def __init__(self, n: int | None, dim: int, inputs: Sequence[Any]):
-        self._n, self._dim = n, dim
+    def __init__(self, n: int | None, dim: int, inputs: Sequence[Any], known: Mapping[int, Any]):
+        self._n, self._dim, self._known = n, dim, known
         self._made: Any = WeakTensorKeyDictionary()  # in an order that is the same for all data: the version
         self._moved: Any = WeakTensorKeyDictionary()  # maybe not
         for x in inputs if n is not None else ():
@@ -75,8 +74,9 @@ class BySamples:
             return True
         if name == "__get__":
             return func not in _AS_THEY_ARE
-        if func is F.embedding:
-            return (args[1] if len(args) > 1 else kwargs.get("weight")) in self._made
+        if name in ("embedding", "embedding_bag"):  # rows of what is made of samples
+            tables = [x for x in tensors_in((args, kwargs)) if x.is_floating_point()]
+            return any(self._is_moved(x) is not None for x in tables)
         if not args or not isinstance(args[0], Tensor):
             return name in _ALONG or name in _TRANSPOSED  # by names
         x = args[0]
@@ -99,15 +99,9 @@ class BySamples:
         """In their dimension, and not in others that were made one with it."""
         return any(size % max(self._n or 0, 1) == 0 for size in x.shape[: self._dim + 1])
 
-    def note(
-        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, known: Mapping[int, Any]
-    ) -> None:
-        """What a function has made.
-
-        Args:
-            known: by id, what is followed: a tensor, its version and its rows, all of them or picked ones.
-        """
-        took = [self._is_moved(x, known.get(id(x))) for x in tensors_in((args, kwargs))] if self._n is not None else []
+    def note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        """What a function has made."""
+        took = [self._is_moved(x) for x in tensors_in((args, kwargs))] if self._n is not None else []
         if all(moved is None for moved in took):
             return
         name, made = getattr(func, "__name__", ""), tensors_in(result)
@@ -119,8 +113,9 @@ class BySamples:
         else:
             self._made.update((x, _version(x)) for x in made)
 
-    def _is_moved(self, x: Tensor, rows: Any) -> bool | None:
+    def _is_moved(self, x: Tensor) -> bool | None:
         """Whether it may stand in another order; None: it is made of no samples."""
+        rows = self._known.get(id(x))
         if rows is not None and rows[1] == _version(x):
             return not rows[2].is_whole
         if x in self._made and x not in self._moved:

@@ -43,10 +43,11 @@ class Following(TorchFunctionMode):
         dim: int = 0,
     ):
         super().__init__()
-        self.trial, self._by_samples = trial, BySamples(n, dim, inputs)
+        self.trial = trial
         x = next((x for x in inputs if isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 1), None)
         self.source = Source(layer, (0,) if x is None else x.shape[:-1], None if x is None else place(x))
         self._seen: dict[int, tuple[Tensor, int, Picked]] = {}
+        self._by_samples = BySamples(n, dim, inputs, self._seen)
         if x is not None:
             self._note(x, Picked(self.source.numbers(x.device), (), self.source))
         for x in inputs:
@@ -158,7 +159,7 @@ class Following(TorchFunctionMode):
 
     def _noted(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
         """What is not followed may be by samples."""
-        self._by_samples.note(func, args, kwargs, result, self._seen)
+        self._by_samples.note(func, args, kwargs, result)
         return result
 
     def _is_put_back(self, to: Picked, index: Any, rows: Any) -> bool:

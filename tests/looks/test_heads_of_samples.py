@@ -124,6 +124,9 @@ ORDERS = FOLLOWED | {
     "gather": lambda z, o, k: z.gather(0, o[:, None].expand_as(z)),
     "take_along_dim": lambda z, o, k: torch.take_along_dim(z, o[:, None], 0),
     "embedding": lambda z, o, k: F.embedding(o, z),
+    "of a followed one": lambda z, o, k: F.embedding(o, torch.tanh(z)),
+    "torch.embedding": lambda z, o, k: torch.embedding(z, o),
+    "embedding_bag": lambda z, o, k: F.embedding_bag(o[:, None], z, mode="sum"),
     "one by one": lambda z, o, k: torch.stack([z[i] for i in o.tolist()]),
     "select": lambda z, o, k: torch.stack([z.select(0, i) for i in o.tolist()]),
     "unbind": lambda z, o, k: torch.stack([z.unbind()[i] for i in o.tolist()]),
@@ -152,11 +155,12 @@ class InOrder(Heads):
     def __init__(self, how, *, frozen):
         super().__init__()
         self.table, self.how = nn.Embedding(8, D).requires_grad_(not frozen), ORDERS[how]
+        self.body = nn.Identity() if frozen else nn.Linear(D, D)  # what that gives is followed
 
     def forward(self, tokens):
         kinds = tokens[:, 0]
         order = torch.argsort(kinds, stable=True)
-        z = self.table(tokens[:, 1:]).mean(1)
+        z = self.body(self.table(tokens[:, 1:]).mean(1))
         z = written(z, order) if self.how is written else self.how(z, order, kinds)
         return super().forward(z, kinds[order])[inverse(order)]
 
