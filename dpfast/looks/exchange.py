@@ -39,7 +39,6 @@ from dpfast.trials import (
     first_samples,
     same_kernels,
     same_random_numbers,
-    some_samples,
     stand_ins,
     with_one_more,
 )
@@ -386,7 +385,7 @@ class _Exchange:
         leaves, lengths = list(self.leaves), not_exchanged(self.lengths, self.leaves, self.dims)
         for i, dim in enumerate(self.dims):
             if dim is not None:
-                leaves[i] = (first_samples if i in lengths else some_samples)(leaves[i], dim, size)
+                leaves[i] = first_samples(leaves[i], dim, size)
                 if others and i not in lengths:
                     leaves[i] = exchanged(leaves[i], dim, others)
         return leaves

@@ -172,7 +172,7 @@ class RoutedLayer(TappedLayer):
     known: Callable[[Any], Place]
     caught: Callable[..., Any]
     trial = False  # whether it is that of a copy
-    size: int | None = None  # of samples in its forward
+    size: int | None = None  # of samples in the forward of a copy
 
     @property
     def active(self) -> bool:
@@ -205,7 +205,8 @@ class RoutedLayer(TappedLayer):
         if not self.sends:
             output = self.caught(forward, args, kwargs)
         else:
-            n = None if _here.picked else self.size if self.trial else self.taps.batch_size()
+            n = self.size if self.size is not None or self.trial else self.taps.batch_size()
+            n = None if _here.picked else n
             how = {"trial": self.trial, "n": n, "dim": self.batch_dim}
             with following(self.layer, (*args, *kwargs.values()), self._place_of_input, **how) as rows:
                 output = self.caught(forward, args, kwargs)

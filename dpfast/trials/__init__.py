@@ -8,7 +8,7 @@ from dpfast.trials import kept
 from dpfast.trials.copies import OfCopy, among_all, copy_of, leaf_of, leaves_of_copy, tapped_again, without_graphs
 from dpfast.trials.dependence import Dependence
 from dpfast.trials.entries import Entries, Path, entries_in, not_followed, put_in
-from dpfast.trials.exchanged_samples import exchanged, first_samples, some_samples, with_one_more
+from dpfast.trials.exchanged_samples import exchanged, first_samples, with_one_more
 from dpfast.trials.fake_run import (
     ShapeTap,
     Values,
@@ -60,7 +60,6 @@ __all__ = [
     "put_in",
     "same_kernels",
     "same_random_numbers",
-    "some_samples",
     "stand_ins",
     "taking_back",
     "tapped_again",

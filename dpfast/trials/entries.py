@@ -49,11 +49,6 @@ class Entries:
             items[i] = another(items[i], i % 2 == 1) if _are_equal(items[i], items[j]) else items[j]
         return Entries(items, self._made, self.kind)
 
-    def with_others(self, numbers: Iterable[int]) -> Entries:
-        """With others made of them in the places of some."""
-        others = {i: another(self._items[i], i % 2 == 1) for i in numbers}
-        return Entries([others.get(i, x) for i, x in enumerate(self._items)], self._made, self.kind)
-
     def as_given(self) -> Any:
         """As the model takes them; what it writes there is nobody else's."""
         return self._made([_copied(x) for x in self._items])

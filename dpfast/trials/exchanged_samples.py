@@ -20,19 +20,6 @@ def first_samples(x: Any, dim: int | None, size: int) -> Any:
     return x.detach().index_select(dim, torch.arange(size, device=x.device) % x.shape[dim])
 
 
-def some_samples(x: Any, dim: int, size: int) -> Any:
-    """That many; where there are fewer, others made of them, and not the same twice: what one holds alone (the largest
-    number) would stay when it is exchanged."""
-    n = len(x) if isinstance(x, Entries) else x.shape[dim]
-    some = first_samples(x, dim, size)
-    if isinstance(x, Entries):
-        return some.with_others(range(n, size))
-    for j in range(n, size):
-        own = some.select(dim, j)
-        own.copy_(another_of(own.clone(), j % 2 == 1))
-    return some
-
-
 def with_one_more(x: Any, dim: int | None, size: int, number: int) -> Any:
     """So many of the samples, and that one once more."""
     x = first_samples(x, dim, size)
