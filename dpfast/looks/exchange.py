@@ -75,6 +75,7 @@ def told_by_exchange(
     sizes: Sequence[int],
     *,
     at_once: bool = False,
+    lengths: bool = True,
     refused: Container[int | str] = (),
 ) -> Told:
     """What comes of exchanging samples.
@@ -83,6 +84,7 @@ def told_by_exchange(
         trial: the inputs. dims: of each, that of its samples. places: as shapes tell them.
         sizes: so many samples, or where that does not run so many.
         at_once: three are exchanged in one run, which takes half of the time and does not show what only they share.
+        lengths: other ones are taken, too.
         refused: of the model's outputs, those that are known to mix samples, by number, or what it keeps, by name.
     """
     if any(hasattr(p, "device_mesh") for p in model.parameters()):
@@ -100,7 +102,8 @@ def told_by_exchange(
                     if told.is_wrong and exchange.counted:
                         exchange, told = exchange.beside_the_longest(told, noisy, at_once)
                     carried, unseen = exchange.carried(told)
-                    told = exchange.with_lengths(told)._replace(noise=None if noisy else without, kept=unseen)
+                    told = exchange.with_lengths(told) if lengths else told
+                    told = told._replace(noise=None if noisy else without, kept=unseen)
                     by_place = told.places | dict.fromkeys(exchange.reordered, OTHER_ORDER)  # where it is not followed
                     told = told._replace(places=by_place, routes=exchange.routes, carried=carried)
                     if attention or not told.is_wrong:
@@ -143,11 +146,9 @@ class _Exchange:
         self.counted: list[list[int]] = []
         self.stays = 0
         self.by_lengths: tuple[dict[int | str, str], str | None] | None = None
-        self.keeps = False
-        self.draws = 0
+        self.keeps, self.draws = False, 0
         self.reordered: set[Key] = set()
-        self.routes = NO_ROUTES
-        self.refused = refused
+        self.routes, self.refused = NO_ROUTES, refused
         self.most_calls, self.steady = MOST_CALLS, False
         self.by_accident: set[int] = set()  # outputs without samples that are as long as there are
         self.apart: Set[int] = set()  # of which each has a backward pass of its own

@@ -164,9 +164,8 @@ def _learned_as(model: nn.Module, taps: Sequence[Tap], trial: Trial, dims: Seque
     if not n:
         return Learned(places, shapes, TOLD_NOTHING, settled=False)
     told = told_by_exchange(model, taps, trial, batched, places, (SAMPLES, n))
-    # Of three samples the first was there twice. (What packed sequences' lengths do takes three.)
-    if n == 2 and told.why is None and not (told.is_wrong or told.packed):
-        alone = told_by_exchange(model, taps, trial, batched, places, (n,))
+    if n == 2 and told.why is None and not told.is_wrong:  # of three samples the first was there twice
+        alone = told_by_exchange(model, taps, trial, batched, places, (n,), lengths=False)
         told = together(told, alone) if alone.why is None and alone.outputs else told
     if trial.entries and (told.why is not None or (n == 1 and told.is_wrong)):  # sorted ones, or no sample's
         batched = [*batched[: -len(trial.entries)], *[None] * len(trial.entries)]
