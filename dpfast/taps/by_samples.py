@@ -88,7 +88,7 @@ class BySamples:
             dims = args[1] if len(args) == 2 and not isinstance(args[1], int) else args[1:]
             if name == "permute":
                 return tuple(dims[: self._dim + 1]) != tuple(range(self._dim + 1))
-            return len(dims) != 2 or any(d % max(x.dim(), 1) <= self._dim for d in dims)
+            return len(dims) != 2 or any(type(d) is not int or d % max(x.dim(), 1) <= self._dim for d in dims)
         if name not in _ALONG:
             return False
         at, dim = _ALONG[name]
