@@ -101,6 +101,18 @@ def test_reentrant_checkpoint_around_the_whole_model_is_refused():
     assert model[0].weight.grad is not None
 
 
+@pytest.mark.parametrize("name", ["mlp", "transformer", "recurrent"])
+def test_another_checkpoint_around_the_whole_model(name):
+    """From the first pass on: what is run to look at the model saves nothing that the checkpoint would count."""
+    model, x, y = example(name)
+    exact = clipped_sum(loop_over_samples(model, sum_loss, x, y), C)
+    wrapped = wrap(model)
+    for _ in range(3):
+        mean_loss(lambda x: checkpoint(wrapped, x, use_reentrant=False), x, y).backward()
+        assert_clipped(model, exact)
+        wrapped.zero_grad()
+
+
 def test_retain_graph_gives_the_same_twice():
     model, x, y = example("transformer")
     wrapped = wrap(model)
