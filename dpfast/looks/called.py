@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dpfast.arithmetic import in_cuda_graph
 from dpfast.looks.learned import Learned
 from dpfast.taps import NO_BAGS, Bags, Structure
-from dpfast.trials import Entries, Path, Trial, entries_in, put_in
+from dpfast.trials import Entries, Path, Trial, entries_in, given_whole, put_in
 
 _LATER = frozenset({1, *(8**k - 1 for k in range(1, 9))})
 """Forwards after the first that are looked at, for what that did not show: a branch, random numbers, a weight that was
@@ -27,8 +27,8 @@ class Called(NamedTuple):
     """What the forward that runs is called with.
 
     Attributes:
-        inputs: (args, kwargs). leaves: what is in them. dims: of each, those that may follow the batch. n: how many
-            samples there are.
+        inputs: (args, kwargs). leaves: what is in them, but in entries. dims: of each, those that may follow the batch.
+            n: how many samples there are. entries: what is no tensor and has one for each, by where it is.
     """
 
     inputs: Any
@@ -36,18 +36,11 @@ class Called(NamedTuple):
     bags: Bags
     dims: list[set[int]]
     n: int
+    entries: Mapping[Path, Entries | None]
 
-    def entries(self, receiver: Any) -> dict[Path, Entries | None]:
-        """What is no tensor and has one for each sample, by where it is. Lists of tensors are of fields where a table
-        has bags of them."""
-        found = entries_in(self.inputs, receiver.batch_dim, self.n)
-        if found and any(isinstance(m, nn.EmbeddingBag) for m in receiver.model.modules()):
-            found = {path: x for path, x in found.items() if x is None or not x.tensors()}
-        return found
-
-    def again(self, first: Learned, receiver: Any) -> tuple[Trial, list[int | None]]:
+    def again(self, first: Learned) -> tuple[Trial, list[int | None]]:
         """How a later look calls the model, and of each input the dimension of the samples."""
-        trial = Trial(self.inputs, self.bags, self.entries(receiver), with_gradients=first.with_gradients)
+        trial = Trial(self.inputs, self.bags, self.entries, with_gradients=first.with_gradients)
         own, dims = len(trial.leaves) - len(trial.entries), list(first.dims)
         if len(dims) != len(trial.leaves):  # what has as many by accident
             dims = dims[:own] + [None] * len(trial.entries)
@@ -55,7 +48,7 @@ class Called(NamedTuple):
 
     def in_front(self, samples: Sequence[int], receiver: Any) -> Called:
         """The same batch with these samples before the others; as it is where samples are bags in one row."""
-        structure = Structure(self.inputs)
+        structure = Structure(self.inputs, whole=given_whole(self.entries))
         if self.bags is not NO_BAGS or len(structure.leaves) != len(self.dims):
             return self
         order = torch.tensor(list(dict.fromkeys((*samples, *range(self.n)))))
@@ -66,9 +59,27 @@ class Called(NamedTuple):
             for x, some in zip(structure.leaves, self.dims, strict=True)
         ]
         inputs = structure.unflatten(leaves)
-        for path, x in self.entries(receiver).items():
+        for path, x in self.entries.items():
             inputs = inputs if x is None else put_in(inputs, path, x.taken(order.tolist()).as_given())
-        return self._replace(inputs=inputs, leaves=leaves)
+        entries = entries_of(receiver, inputs, self.n)
+        return self._replace(inputs=inputs, leaves=leaves_but(entries, inputs), entries=entries)
+
+
+def entries_of(receiver: Any, inputs: Any, n: int) -> dict[Path, Entries | None]:
+    """In what the model is called with, of n samples. Where a table has bags, whose places are known by their numbers
+    among all leaves, lists of tensors are of fields, and what is in the others stays among the leaves."""
+    found = entries_in(inputs, receiver.batch_dim, n)
+    if found and any(isinstance(m, nn.EmbeddingBag) for m in receiver.model.modules()):
+        found = {p: x for p, x in found.items() if x is None or not any(isinstance(y, Tensor) for y in x.leaves())}
+        for x in found.values():
+            if x is not None:
+                x.given = None
+    return found
+
+
+def leaves_but(entries: Mapping[Path, Entries | None], inputs: Any) -> list[Any]:
+    """What the model is called with, where one leaf stands for what has entries."""
+    return Structure(inputs, whole=given_whole(entries)).leaves
 
 
 def along(dims: set[int], batch_dim: int) -> int | None:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpfast.trials import Entries, Path
+
 _SMALL = 16  # whole numbers below it may be of branches; of counters there are soon too many to look at each
 
 _SIZES = 3  # dimensions that a window has; longer tuples of whole numbers, and lists, are samples' own, mostly
@@ -27,7 +29,18 @@ def kind_of(inputs: Any, leaves: Sequence[Any], trainable: bytes, modes: bytes) 
     """
     kind: tuple[Any, ...] = (trainable, modes, *_autocasts(), *inputs[1])
     kind += tuple(_modes_named((*inputs[0], *inputs[1].values())))
-    return kind + tuple(x.dim() if isinstance(x, Tensor) else x is True or type(x) for x in leaves)
+    return kind + tuple(map(_kind_of_leaf, leaves))
+
+
+def kinds_of_entries(entries: Mapping[Path, Entries | None]) -> Iterator[Any]:
+    """Where they are, and which kinds there are among all of them: not how many, or whose, or each batch of another
+    size would be of another kind."""
+    for path, x in entries.items():
+        yield path if x is None or x.given is None else (path, frozenset(map(_kind_of_leaf, x.leaves())))
+
+
+def _kind_of_leaf(x: Any) -> Any:
+    return x.dim() if isinstance(x, Tensor) else x is True or type(x)
 
 
 def _autocasts() -> tuple[bool, bool]:

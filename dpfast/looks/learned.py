@@ -36,6 +36,7 @@ from dpfast.taps import (
     Tap,
     begun_anew,
     both,
+    leaves_of,
     may_be_given_again,
     place_of,
     place_of_result,
@@ -100,7 +101,6 @@ def learned(
     model: nn.Module,
     taps: Sequence[Tap],
     inputs: Any,
-    leaves: Sequence[Any],
     dims: Sequence[int | None],
     n: int,
     bags: Bags = NO_BAGS,
@@ -115,9 +115,7 @@ def learned(
     """
     if not taps:
         return NOTHING
-    inside = {id(x) for some in entries.values() if some is not None for x in some.tensors()}
-    dims = [None if id(x) in inside else dim for x, dim in zip(leaves, dims, strict=True)]
-    odd = next((x for x in leaves if not may_be_given_again(x)), None)
+    odd = next((x for x in leaves_of(inputs) if not may_be_given_again(x)), None)
     if odd is not None:
         return _untold(f"it takes a {type(odd).__name__}, of which there can be no other for a trial")
     odd = next((m for m in model.modules() if not stands_alone(_own_forward(m))), None)
@@ -136,7 +134,7 @@ def learned(
 
 def _learned_as(model: nn.Module, taps: Sequence[Tap], trial: Trial, dims: Sequence[int | None], n: int) -> Learned:
     """As :func:`learned`."""
-    leaves = trial.leaves
+    leaves = trial.all_leaves()
     dims = [*dims, *[0] * len(trial.entries)]
     sizes = {size for x in leaves for size in (x.shape if isinstance(x, Tensor) else [x]) if isinstance(size, int)}
     inside = {size for x in (*model.parameters(), *model.buffers()) for size in x.shape}
@@ -303,7 +301,9 @@ def _found_on_data(
     except Exception as error:  # as above
         failed.append(said_by(error))
         return []
-    inside = {size for x in (*model.parameters(), *model.buffers(), *trial.leaves) for size in getattr(x, "shape", ())}
+    inside = {
+        size for x in (*model.parameters(), *model.buffers(), *trial.all_leaves()) for size in getattr(x, "shape", ())
+    }
     shapes = (x for calls in first for _, call in calls for some in call for x in some)
     inside |= {part for x in shapes for size in x for part in (size, size // sizes[0])}
     turns = told_apart(inside)

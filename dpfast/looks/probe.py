@@ -15,9 +15,9 @@ from torch import nn
 from dpfast.arithmetic import buffers
 from dpfast.errors import UnsupportedModuleError, warn_caller
 from dpfast.looks.begun_late import New, like_those_seen, rank_of, samples_of
-from dpfast.looks.called import Called, Due, Looks, along
+from dpfast.looks.called import Called, Due, Looks, along, entries_of, leaves_but
 from dpfast.looks.exchange import told_by_exchange
-from dpfast.looks.kinds import alike_by_accident, kind_of
+from dpfast.looks.kinds import alike_by_accident, kind_of, kinds_of_entries
 from dpfast.looks.learned import NOTHING, SAMPLES, Found, Learned, learned, with_own
 from dpfast.looks.routes import add_routes, routes_of
 from dpfast.looks.told import say_what_is_not_told
@@ -113,18 +113,20 @@ class Probe:
         if n is None:
             return False
         kind = kind_of(inputs, leaves, trainable, self._modes(receiver.model))
-        anyhow = kind[1:]  # whatever is trainable
-        bags = self._bags.get(anyhow, NO_BAGS)
-        dims = bags.dims(leaves, n := bags.number(leaves, n))
+        bags = self._bags.get(kind[1:], NO_BAGS)
+        entries = entries_of(receiver, inputs, n := bags.number(leaves, n))
+        if entries:
+            leaves = leaves_but(entries, inputs)
+            kind = (*kind_of(inputs, leaves, trainable, self._modes(receiver.model)), *kinds_of_entries(entries))
+        anyhow, dims = kind[1:], bags.dims(leaves, n)  # whatever is trainable
         if self._asks_no_more:  # its batches may be as long as something else by accident where the other's were not
             known = next((k for k in self.outputs if k[: len(kind)] == kind), None)
             note_kind(receiver, known)
             return False
-        by_accident = alike_by_accident(leaves, dims)
+        kind = (*kind, *alike_by_accident(leaves, dims))
         for some, before in zip(dims, self._dims.get(anyhow, dims), strict=True):
             some &= before  # what once was not as long as the batch does not follow it
-        called = Called(inputs, leaves, bags, dims, n)
-        kind = (*kind, *by_accident, *called.entries(receiver))
+        called = Called(inputs, leaves, bags, dims, n, entries)
         note_kind(receiver, kind)
         look = (*kind, *map(frozenset, dims))
         due = Due(anyhow, dims, look)
@@ -153,7 +155,7 @@ class Probe:
             self._bags[anyhow] = found.bags
             return self.look(inputs, leaves, n, trainable)
         if bags is NO_BAGS and n > 1:
-            on_trust = not_followed(called.entries(receiver), found.dims[len(leaves) :])
+            on_trust = not_followed(entries, found.dims[len(leaves) :])
             warn_of_lists(receiver.model, receiver.batch_dim, called, on_trust)
         if add_routes(receiver, self._taps, found.told.routes):
             found = self._learned(called)
@@ -191,7 +193,7 @@ class Probe:
         receiver: Any = self._receiver()
         size = min(max(n, SAMPLES), _MORE_SAMPLES)
         places = {**first.by_shapes, **{key: x for key, x in first.told.places.items() if isinstance(x, Rows)}}
-        trial, dims = called.again(first, receiver)
+        trial, dims = called.again(first)
         refused = self.outputs.get(kind, {})  # once is enough: what is wrong is run again in several ways
         of_model = receiver.model, self._taps, trial, dims, places, (size,)
         told = told_by_exchange(*of_model, at_once=at_once, refused=refused)
@@ -326,15 +328,14 @@ class Probe:
 
     def _learned(self, called: Called, passes: int = 0) -> Learned:
         """Of a forward that runs, or has; or of one that comes so many passes later."""
-        receiver, (inputs, leaves, bags, dims, n) = cast(Any, self._receiver()), called
-        entries = called.entries(receiver)
+        receiver, (inputs, _, bags, dims, n, entries) = cast(Any, self._receiver()), called
         follow = [along(some, receiver.batch_dim) for some in dims]
-        found = learned(receiver.model, self._taps, inputs, leaves, follow, n, bags, passes, entries)
+        found = learned(receiver.model, self._taps, inputs, follow, n, bags, passes, entries)
         tables = any(isinstance(tap.module, nn.Embedding) for tap in self._taps)
         if found.told.why is None or found.bags is not None or not (tables and receiver.gives_batches):
             return found
         receiver.gives_batches = False  # where samples are folded, there are more rows than samples to meet
-        without = learned(receiver.model, self._taps, inputs, leaves, follow, n, bags, passes, entries)
+        without = learned(receiver.model, self._taps, inputs, follow, n, bags, passes, entries)
         receiver.gives_batches = without.told.why is not None
         return found if receiver.gives_batches else without
 
@@ -346,8 +347,7 @@ class Probe:
     def knows(self, other: Probe) -> None:
         """What the other has learned of the same model, of which this one's is a copy, which asks no more."""
         self._asks_no_more, self.outputs = True, dict(other.outputs)
-        receiver: Any = self._receiver()
-        original: Any = other._receiver()
+        receiver, original = cast(Any, self._receiver()), cast(Any, other._receiver())
         receiver.gives_batches = original.gives_batches
         add_routes(receiver, self._taps, routes_of(original, other._taps))
         named = {tap.name: tap for tap in other._taps}

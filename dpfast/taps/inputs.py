@@ -8,7 +8,7 @@ import enum
 import types
 import weakref
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -230,17 +230,22 @@ class Structure:
     """Inputs taken apart.
 
     Attributes:
-        leaves: as :func:`leaves_of` gives them.
+        leaves: as :func:`leaves_of` gives them. holds: whether there are tensors, or what is whole.
+
+    Args:
+        whole: ids of what stays as it is; None is among the leaves for it.
     """
 
-    def __init__(self, inputs: Any, depth: int = _DEPTH):
-        flat, self._spec = tree_flatten(inputs, is_leaf=_is_packed)
+    def __init__(self, inputs: Any, depth: int = _DEPTH, whole: Set[int] = frozenset()):
+        self._whole = whole
+        flat, self._spec = tree_flatten(inputs, is_leaf=lambda x: _is_packed(x) or id(x) in whole)
         self._parts: list[tuple[Any, Structure | None]] = []
         self.leaves: list[Any] = []
         for x in flat:
-            inside = _opened(x, depth)
+            inside = None if id(x) in whole else _opened(x, depth, whole)
             self._parts.append((x, inside))
-            self.leaves += [x] if inside is None else inside.leaves
+            self.leaves += [None if id(x) in whole else x] if inside is None else inside.leaves
+        self.holds = any(inside or isinstance(x, Tensor) or id(x) in whole for x, inside in self._parts)
 
     def unflatten(self, leaves: Sequence[Any]) -> Any:
         """The same with other leaves."""
@@ -250,7 +255,10 @@ class Structure:
     def _made(self, rest: Any) -> Any:
         flat = []
         for x, inside in self._parts:
-            if inside is None:
+            if id(x) in self._whole:
+                next(rest)
+                flat.append(x)
+            elif inside is None:
                 leaf = next(rest)
                 flat.append(leaf if isinstance(leaf, (Tensor, *WITHOUT_TENSORS)) else copy.deepcopy(leaf))
             else:
@@ -265,13 +273,13 @@ def _is_packed(x: Any) -> bool:
     return isinstance(x, PackedSequence)
 
 
-def _opened(x: Any, depth: int) -> Structure | None:
-    """What an object of somebody's own holds, if there are tensors in it."""
+def _opened(x: Any, depth: int, whole: Set[int]) -> Structure | None:
+    """What an object of somebody's own holds, if there are tensors in it, or what is whole."""
     if not depth or isinstance(x, (Tensor, torch.nn.Module, *WITHOUT_TENSORS, PackedSequence)):
         return None
     found, _ = _inside(x)
-    inside = Structure(found, depth - 1) if found else None
-    return inside if inside is not None and any(isinstance(y, Tensor) for y in inside.leaves) else None
+    inside = Structure(found, depth - 1, whole) if found else None
+    return inside if inside is not None and inside.holds else None
 
 
 def _inside(x: Any) -> tuple[Any, Callable[[Any], None]]:

@@ -25,18 +25,18 @@ class Entries:
     """One for each sample.
 
     Args:
-        items: those. made: has of them what the model takes. kind: the name of that.
+        items: those. made: has of them what the model takes. kind: the name of that. given: as the model has them.
     """
 
-    def __init__(self, items: Sequence[Any], made: Callable[[list[Any]], Any], kind: str):
-        self._items, self._made, self.kind = list(items), made, kind
+    def __init__(self, items: Sequence[Any], made: Callable[[list[Any]], Any], kind: str, given: Any = None):
+        self._items, self._made, self.kind, self.given = list(items), made, kind, given
 
     def __len__(self) -> int:
         return len(self._items)
 
-    def tensors(self) -> list[Tensor]:
-        """In any of them."""
-        return [x for x in results_in(self._items) if isinstance(x, Tensor)]
+    def leaves(self) -> list[Any]:
+        """What is in any of them."""
+        return results_in(self._items)
 
     def taken(self, numbers: Iterable[int]) -> Entries:
         """Those of these samples."""
@@ -65,6 +65,11 @@ def entries_in(inputs: Any, dim: int, n: int) -> dict[Path, Entries | None]:
     if not n or all(isinstance(x, (Tensor, *INERT)) for x in (*args, *kwargs.values())):  # nearly always
         return {}
     return dict(_found(enumerate(inputs), (), dim, n, _DEPTH))
+
+
+def given_whole(entries: Mapping[Path, Entries | None]) -> frozenset[int]:
+    """The ids of what has them: however many there are, and of whatever kinds, each time is like the others."""
+    return frozenset(id(x.given) for x in entries.values() if x is not None and x.given is not None)
 
 
 def not_followed(entries: Mapping[Path, Entries | None], dims: Sequence[int | None]) -> list[str]:
@@ -107,7 +112,7 @@ def _found(
             elif n > 1 and n in x.shape:
                 yield here, None
         elif path and isinstance(x, (Sequence, Set)) and _is_of_samples(x, dim, n):
-            yield here, Entries(list(x), type(x), type(x).__name__) if type(x) in (list, tuple, deque) else None
+            yield here, Entries(list(x), type(x), type(x).__name__, x) if type(x) in (list, tuple, deque) else None
         else:
             held, fixed = _held(x)
             more = dict(_found(held, here, dim, n, depth - 1))
@@ -156,7 +161,7 @@ def _of_array(x: Any, dim: int) -> Entries | None:
             array[i] = item
         return np.moveaxis(array, 0, dim)
 
-    return Entries(list(np.moveaxis(x, dim, 0)), made, type(x).__name__)
+    return Entries(list(np.moveaxis(x, dim, 0)), made, type(x).__name__, x)
 
 
 def _are_batches(x: Any, dim: int, n: int) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from dpfast.taps import NO_BAGS, Bags, Structure
-from dpfast.trials.entries import Entries, Path, put_in
+from dpfast.trials.entries import Entries, Path, given_whole, put_in
 
 
 class Trial(Structure):
@@ -33,11 +33,16 @@ class Trial(Structure):
         with_gradients: bool = False,
         passes: int = 0,
     ):
-        super().__init__(inputs)
+        super().__init__(inputs, whole=given_whole(entries))
         self.entries = {path: x for path, x in entries.items() if x is not None}
         self.bags, self.with_gradients, self.passes = bags, with_gradients, passes
         self.leaves = bags.by_sample([x.as_subclass(Tensor) if isinstance(x, Tensor) else x for x in self.leaves])
         self.leaves += self.entries.values()
+
+    def all_leaves(self) -> list[Any]:
+        """In entries too."""
+        own = self.leaves[: len(self.leaves) - len(self.entries)]
+        return own + [x for some in self.entries.values() for x in some.leaves()]
 
     def as_called(self, leaves: Sequence[Any]) -> list[Any]:
         """The leaves as the model takes them, each at its place."""

@@ -2,6 +2,7 @@
 experts are picked by."""
 
 import copy
+import dataclasses
 import warnings
 
 import numpy as np
@@ -27,7 +28,11 @@ class Between(nn.Module):
         return self.last(self.way(torch.tanh(self.first(x)), given))
 
 
-def steps(model, *batches, of=lambda given, i: given[i : i + 1]):
+def one_of(given, i):
+    return given[i : i + 1]
+
+
+def steps(model, *batches, of=one_of):
     """Each is right to a loop over samples."""
     plain = copy.deepcopy(model).double()
     wrapped = dpfast.GradSampleModuleFastGradientClipping(model.double(), max_grad_norm=C, loss_reduction="sum")
@@ -141,6 +146,52 @@ def test_batches_of_one_have_lists_of_one(what, first):
 def test_one_number_that_is_no_samples_stands_in_a_list_of_one():
     model = Between(lambda h, given: h * sum(given))
     steps(model, *((torch.randn(n, 4), [0.5]) for n in (1, 5, 1)), of=lambda given, i: given)
+
+
+@dataclasses.dataclass
+class Batch:
+    scales: list
+
+
+OF_MANY_SIZES = {
+    "texts": (lambda n: ["ab" * (i % 3) for i in range(n)], lambda t: [1.0 + len(y) for y in t]),
+    "flags": (lambda n: [i % 3 == n % 2 for i in range(n)], lambda t: [1.0 + y for y in t]),
+    "tensors of several lengths": (lambda n: [torch.ones(1 + i % 4) for i in range(n)], lambda t: [y.sum() for y in t]),
+    "dicts": (lambda n: [{"scale": 1.0 + i, "name": "a"} for i in range(n)], lambda t: [y["scale"] for y in t]),
+    "lists of several lengths": (lambda n: [[1.0] * (1 + i % 4) for i in range(n)], lambda t: [sum(y) for y in t]),
+    "an object's list": (lambda n: Batch([torch.tensor(1.0 + i) for i in range(n)]), lambda t: t.scales),
+    "two lists": (lambda n: ([*range(n)], ["a"] * n), lambda t: [1.0 + i * len(y) for i, y in zip(*t, strict=True)]),
+}
+
+
+ONE_OF = {
+    "an object's list": lambda t, i: Batch(t.scales[i : i + 1]),
+    "two lists": lambda t, i: tuple(some[i : i + 1] for some in t),
+}
+
+
+@pytest.mark.parametrize("what", OF_MANY_SIZES)
+def test_batches_of_many_sizes_are_of_one_kind(what):
+    """Poisson sampling draws more sizes than there are kinds that would be looked at."""
+    given, scales = OF_MANY_SIZES[what]
+    model = Between(lambda h, t: h * torch.stack([torch.as_tensor(y, dtype=h.dtype) for y in scales(t)]).unsqueeze(1))
+    wrapped = dpfast.GradSampleModule(copy.deepcopy(model), loss_reduction="sum")
+    counted = set()
+    for n in range(4, 74):
+        wrapped(torch.randn(n, 4), t := given(n)).sum().backward()
+        assert str(t) == str(given(n))
+        wrapped.zero_grad()
+        if n > 6:
+            counted.add(len(wrapped._tapped.probe._looks))
+    assert len(counted) == 1 and max(counted) <= 3
+    steps(model, *((torch.randn(n, 4), given(n)) for n in (6, 5, 9, 70)), of=ONE_OF.get(what, one_of))
+
+
+def test_batches_of_many_sizes_whose_entries_meet_are_refused_at_each():
+    wrapped = dpfast.GradSampleModule(Between(lambda h, texts: h * (1.0 + max(map(len, texts)))))
+    for n in (*range(5, 76, 14), 6):
+        with pytest.raises(UnsupportedModuleError, match="several samples"):
+            wrapped(torch.randn(n, 4), ["ab" * (i % 3) for i in range(n)]).sum().backward()
 
 
 class ByName(nn.Module):
