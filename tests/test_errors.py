@@ -1,8 +1,10 @@
 """Every error says where the documentation explains it, and the page is made of the errors' own docstrings."""
 
 import importlib.util
+import inspect
 import pickle
 import re
+import warnings
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 
 import dpfast
 from dpfast import errors
+from dpfast.testing import check_rule
 
 ROOT = Path(__file__).resolve().parents[1]
 CLASSES = [value for value in vars(errors).values() if isinstance(value, type)]
@@ -51,3 +54,61 @@ def test_pages_that_messages_name_are_there():
 def test_a_refused_model_says_where_to_read_on():
     with pytest.raises(dpfast.DpfastError, match=r"\(docs/errors\.md#unsupportedmoduleerror\)$"):
         dpfast.GradSampleModuleFastGradientClipping(torch.nn.Sequential(torch.nn.BatchNorm1d(3)))
+
+
+class Scaled(torch.autograd.Function):
+    """Which vmap cannot run."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad * weight, (grad * x).sum(0)
+
+
+class Scale(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return Scaled.apply(x, self.weight)
+
+
+def without_a_rule():
+    dpfast.GradSampleModule(Scale())(torch.randn(3, 4)).sum().backward()
+
+
+def in_16_bits():
+    model = torch.nn.Linear(4, 2, dtype=torch.bfloat16)
+    wrapped = dpfast.GradSampleModuleFastGradientClipping(model, max_grad_norm=1.0)
+    wrapped(torch.randn(3, 4, dtype=torch.bfloat16)).sum().backward()
+
+
+def with_batch_norm():
+    dpfast.GradSampleModule.validate(torch.nn.BatchNorm1d(3))
+
+
+@pytest.mark.parametrize(
+    ("runs", "message"),
+    [(without_a_rule, "has no rule"), (in_16_bits, "trains parameters in"), (with_batch_norm, "BatchNorm")],
+)
+def test_a_warning_has_the_line_of_who_called(runs, message):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        runs()
+    (told,) = [w for w in caught if message in str(w.message)]
+    assert issubclass(told.category, errors.DpfastWarning)
+    assert told.filename == __file__
+    first = runs.__code__.co_firstlineno
+    assert first < told.lineno <= first + len(inspect.getsource(runs).splitlines())
+
+
+def test_who_checks_a_rule_hears_nothing_of_training():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_rule(torch.nn.Linear(4, 2), torch.randn(3, 4))

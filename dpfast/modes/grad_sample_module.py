@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from dpfast.arithmetic import buffers
 from dpfast.distributed import Wrapper, find_wrapper, not_in
-from dpfast.errors import DpfastWarning, InputError, StateError, UnsupportedModuleError
+from dpfast.errors import InputError, StateError, UnsupportedModuleError, warn_caller
 from dpfast.factors import Dense, Factor
 from dpfast.modes.accumulation import check_same_parameters, wait_for_noise
 from dpfast.modes.blocks import VALID
@@ -373,7 +372,7 @@ class GradSampleModule(nn.Module):
         if errors and strict:
             raise UnsupportedModuleError("; ".join(map(str, errors)))
         if errors:
-            warnings.warn("; ".join(map(str, errors)), DpfastWarning, stacklevel=3)
+            warn_caller("; ".join(map(str, errors)))
         return errors
 
 

@@ -7,7 +7,6 @@ of that (post-processing).
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -18,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from dpfast.arithmetic import towards_zero
 from dpfast.distributed import local, placed
-from dpfast.errors import DpfastWarning
+from dpfast.errors import warn_caller
 
 _NAME = "_dpfast_sum"
 _TAKERS: Any = WeakIdKeyDictionary()
@@ -107,12 +106,10 @@ def kept_beside(gradient: Tensor) -> Tensor | None:
         return total
     del vars(gradient)[_NAME]
     if there.any():  # zero_grad() has not
-        warnings.warn(
+        warn_caller(
             f"a clipped sum in {gradient.dtype} {tuple(gradient.shape)} was written to, so it is taken as it was "
             f"rounded, not as it was before: {_MOVES.format(eps=torch.finfo(gradient.dtype).eps)}. Leave p.grad alone "
-            "between backward() and step(), or train parameters in fp32 (docs/bounds.md#parameters-of-16-bits)",
-            DpfastWarning,
-            stacklevel=4,
+            "between backward() and step(), or train parameters in fp32 (docs/bounds.md#parameters-of-16-bits)"
         )
     return None
 
@@ -125,13 +122,11 @@ def warn_of_16_bits(model: nn.Module, parameters: Iterable[nn.Parameter], *, may
     some = (p for p in parameters if p.dtype.itemsize == 2)
     dtype = next((p.dtype for p in some if not (may_be_taken and is_taken_unrounded(p))), None)
     if dtype is not None and model not in _TOLD:
-        warnings.warn(
+        warn_caller(
             f"{type(model).__name__} trains parameters in {dtype}, and so are the clipped sums in p.grad: "
             f"{_MOVES.format(eps=torch.finfo(dtype).eps)}, and noise below its last place is lost. Make dpfast's "
             "optimizer before the first step (PrivacyEngine with grad_sample_mode='dpfast', DPOptimizerFast), which "
             "takes the sums unrounded; or train parameters in fp32, and compute in 16 bits under torch.autocast "
-            "(docs/bounds.md#parameters-of-16-bits)",
-            DpfastWarning,
-            stacklevel=2,
+            "(docs/bounds.md#parameters-of-16-bits)"
         )
         _TOLD.add(model)  # where warnings are errors, the next step is told again

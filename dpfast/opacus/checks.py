@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import warnings
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -15,7 +14,7 @@ from opacus.validators import errors as of_opacus
 from torch import nn, optim
 
 from dpfast.distributed import SharedSecret, find_wrapper, not_in, number_of_ranks
-from dpfast.errors import DpfastWarning, InputError, StateError
+from dpfast.errors import InputError, StateError, warn_caller
 from dpfast.errors import UnsupportedModuleError as OurError
 from dpfast.modes import GradSampleModule, Left, held_by, not_noted
 from dpfast.opacus.signals import Signals
@@ -258,13 +257,11 @@ def warn_of_another(engine: Any, module: Any) -> None:
     if _are_several(made):
         gc.collect()  # a wrapped model is in a cycle with its taps, so one that is gone may still be there
         if _are_several(made):
-            warnings.warn(
+            warn_caller(
                 "this engine has made another module private, and its accountant counts the steps of each as on a "
                 "draw of its own. Steps of both on one batch must be accounted together, and its epsilon is too small "
                 "for them: wrap one module that holds both, or take for each the batches of the loader that its own "
-                "make_private has returned",
-                DpfastWarning,
-                stacklevel=3,
+                "make_private has returned"
             )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -15,7 +14,7 @@ from opacus.grad_sample import GradSampleModuleFastGradientClipping as OpacusGho
 from opacus.grad_sample.gsm_base import AbstractGradSampleModule
 from torch import Tensor, nn
 
-from dpfast.errors import DpfastWarning, InputError
+from dpfast.errors import InputError, warn_caller
 from dpfast.factors import Factor
 from dpfast.modes import GradSampleModule, answer_of
 from dpfast.opacus import backward
@@ -129,11 +128,8 @@ def install(output_dtype: OutputDtype = "backprops") -> None:
                     owners[f"{cls.__name__} {registered.name}"] = owner
     if owners:
         what = ", ".join(f"the {sampler} of {module}" for sampler, module in owners.items())
-        warnings.warn(
-            f"dpfast takes the place of what was registered with Opacus: {what}. dpfast.opacus.uninstall() puts it "
-            "back",
-            DpfastWarning,
-            stacklevel=2,
+        warn_caller(
+            f"dpfast takes the place of what was registered with Opacus: {what}. dpfast.opacus.uninstall() puts it back"
         )
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple, SupportsIndex
 from opacus.utils.batch_memory_manager import BatchSplittingSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from dpfast.errors import DpfastWarning, StateError
+from dpfast.errors import StateError, warn_caller
 from dpfast.modes import wait_for_noise
 
 _FETCHED = (
@@ -157,7 +156,7 @@ class Signals(list[bool]):
         if parts and before is not None and before.f_locals.get("self") is iteration.f_locals["self"]:
             raise StateError(_FETCHED.format(parts))  # given up, or a loop that fetches ahead: nobody can tell
         if within:  # else a step was interrupted; or it is whole, and a rank that adds no noise marks no sums
-            warnings.warn(_DROPPED, DpfastWarning, stacklevel=4)
+            warn_caller(_DROPPED)
 
 
 def _splits() -> tuple[FrameType | None, Any]:

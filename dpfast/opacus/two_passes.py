@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
@@ -11,7 +10,7 @@ import torch
 from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
 from torch import Tensor
 
-from dpfast.errors import DpfastWarning, InputError
+from dpfast.errors import InputError, warn_caller
 from dpfast.modes import GradSampleModule, check_loss_reduction, left_in
 from dpfast.opacus.optimizers import DPOptimizerFast
 from dpfast.taps import nodes_behind
@@ -78,13 +77,11 @@ def _warn_of_16_bits(module: Any, losses: Tensor) -> None:
     dtype = next((p.dtype for p in module._module.parameters() if p.requires_grad and _is_16_bit(p)), None)
     dtype = dtype or _dtype_in_graph(losses)
     if dtype is not None:
-        warnings.warn(
+        warn_caller(
             f"{type(module._module).__name__}: Opacus's second backward pass computes in {dtype} here, where it rounds "
             "otherwise than the first, whose norms were taken: a sample may add more than max_grad_norm, by about "
             "half a percent in ordinary models. dpfast's engine holds it to max_grad_norm: from dpfast.opacus import "
-            "PrivacyEngine, with grad_sample_mode='dpfast'",
-            DpfastWarning,
-            stacklevel=2,
+            "PrivacyEngine, with grad_sample_mode='dpfast'"
         )
 
 

@@ -15,7 +15,6 @@ import itertools
 import pickle
 import random
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,7 +25,7 @@ from torch.func import functional_call, vjp, vmap
 from torch.utils._pytree import tree_flatten
 
 from dpfast.arithmetic import accumulating_dtype, is_traced
-from dpfast.errors import DpfastWarning, UnsupportedModuleError
+from dpfast.errors import UnsupportedModuleError, warn_caller
 from dpfast.factors import Dense, Factor
 from dpfast.rules.run_again import WAYS_OUT, Parted, Run, cast, is_float
 from dpfast.taps import Activations, Gave, owned_parameters
@@ -167,11 +166,9 @@ def _states_on_the_host() -> tuple[Any, ...]:
 
 def _announce(layer: str, error: Exception) -> None:
     why = " ".join(str(error).split())[:200]
-    warnings.warn(
+    warn_caller(
         f"{layer} has no rule, and vmap cannot run it ({type(error).__name__}: {why}): its gradients come from a loop "
-        "over samples, which is slow. Register a rule (dpfast.register_rule) to make it fast",
-        DpfastWarning,
-        stacklevel=2,
+        "over samples, which is slow. Register a rule (dpfast.register_rule) to make it fast"
     )
 
 
