@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dpfast.looks.lengths import READ
-from dpfast.taps import WHOLE_ROWS, find_forward, packed_in, tensors_in
+from dpfast.taps import ASK, WHOLE_ROWS, find_forward, packed_in, tensors_in
 from dpfast.trials import Entries, WithoutGradients
 
 _SHAPES_ALONE = ("_like", "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor", "empty_strided")
@@ -188,6 +188,8 @@ class Picks(WithoutGradients):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in ASK:
+            return func(*args, **kwargs)
         result = super().__torch_function__(func, types, args, kwargs)
         name = getattr(func, "__name__", "")
         if name != "__get__" or isinstance(result, Tensor):  # a shape, most often

@@ -40,7 +40,7 @@ from dpfast.taps.inputs import (
     tensors_in,
     warn_of_lists,
 )
-from dpfast.taps.kept_rows import PACK, WHOLE_ROWS
+from dpfast.taps.kept_rows import ASK, PACK, WHOLE_ROWS
 from dpfast.taps.layout import (
     NO_SAMPLES,
     NOT_RUN,
@@ -111,6 +111,7 @@ from dpfast.taps.written import begun_anew, is_written, note_written
 
 __all__ = [
     "ALONE",
+    "ASK",
     "BESIDE",
     "ELSEWHERE",
     "INERT",

@@ -15,9 +15,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from dpfast.taps.by_samples import BySamples
-from dpfast.taps.kept_rows import ENTRIES, KEEP, PACK, PICK, PUT, by_index, is_mask
+from dpfast.taps.kept_rows import ASK, ENTRIES, KEEP, PACK, PICK, PUT, by_index, is_mask
 from dpfast.taps.layout import Place, Rows
 from dpfast.taps.packed import in_samples, rows_of, tensors_of_packed
+from dpfast.taps.passes import unseen
 from dpfast.taps.picked import Picked, Source
 from dpfast.taps.row_by_row import at_places, made_row_by_row
 
@@ -58,6 +59,7 @@ class Following(TorchFunctionMode):
     def _note(self, x: Tensor, picked: Picked) -> None:
         self._seen[id(x)] = x, x._version, picked  # held, or another might have its id
 
+    @unseen
     def gave(self, layer: str, output: Any, place: Callable[[int], Any], *, recurrent: bool = False) -> None:
         """A layer has given that; ``place(rank)`` says where samples are in the first of it. Behind a recurrent one's
         are its states, (layers, N, H)."""
@@ -72,6 +74,7 @@ class Following(TorchFunctionMode):
             source = Source(layer, x.shape[:-1], place)
             self._note(x, Picked(source.numbers(x.device), (), source))
 
+    @unseen
     def gave_packed(self, packed: PackedSequence, output: Any) -> None:
         """A layer has given that of a packed sequence, whose rows stand where those stood."""
         rows = self.picked(packed.data)
@@ -79,6 +82,7 @@ class Following(TorchFunctionMode):
             if rows is not None and rows.numbers is not None and x.shape[:-1] == rows.numbers.shape:
                 self._note(x, rows)
 
+    @unseen
     def gave_rows(self, output: Any, picked: Picked) -> None:
         """A layer has given that of picked rows, one of each."""
         numbers = picked.numbers
@@ -95,12 +99,14 @@ class Following(TorchFunctionMode):
                 if isinstance(x, Tensor) and x.is_floating_point() and x.shape[:-1] == numbers.shape:
                     self._note(x, picked)
 
+    @unseen
     def knows_nothing_of(self, tensors: Sequence[Tensor]) -> None:
         """Whose rows those have that are not known by now."""
         for x in tensors:
             if x.is_floating_point() and self.picked(x) is None:
                 self._note(x, Picked(None, (None,), self.source))
 
+    @unseen
     def picked(self, x: Any) -> Picked | None:
         """The rows that a tensor has; None where that is not known."""
         found = self._seen.get(id(x))
@@ -111,6 +117,7 @@ class Following(TorchFunctionMode):
             return self._seen[id(x)][2]
         return None
 
+    @unseen
     def picked_packed(self, x: PackedSequence) -> Picked | None:
         """The same of a packed sequence, by its samples, in the order that they had before torch sorted them; None
         where nothing else has picked them."""
@@ -125,29 +132,39 @@ class Following(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in KEEP and func not in PUT:
-            made_of, each = made_row_by_row(func, args, kwargs)
-            rows = [self.picked(x) if isinstance(x, Tensor) and x.is_floating_point() else None for x in made_of]
-            sources = [] if each and None in rows else [picked for picked in rows if picked is not None]
-            for picked in sources[:1] if self.trial and not each else ():
-                if picked.by and picked.numbers is not None and picked.of is not None:
-                    func = at_places(func, picked.numbers, picked.of.shape.numel())
-            result = func(*args, **kwargs)
-            if sources and isinstance(result, Tensor):
+        if func in ASK:
+            return func(*args, **kwargs)
+        run, each, sources = func, False, []
+        with torch._C.DisableTorchFunction():  # what is asked and counted here is no other mode's to see: it takes time
+            if func in KEEP or func in PUT:
+                followed = args and (id(args[0]) in self._seen or self._by_samples.moves(func, args, kwargs))
+                source = self.picked(args[0]) if followed else None
+                sources = [] if source is None or source.numbers is None else [source]
+            else:
+                made_of, each = made_row_by_row(func, args, kwargs)
+                rows = [self.picked(x) if isinstance(x, Tensor) and x.is_floating_point() else None for x in made_of]
+                sources = [] if each and None in rows else [picked for picked in rows if picked is not None]
+                for picked in sources[:1] if self.trial and not each else ():
+                    if picked.by and picked.numbers is not None and picked.of is not None:
+                        run = at_places(func, picked.numbers, picked.of.shape.numel())
+        result = run(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            if sources and func in PUT:
+                if not kwargs and self._is_put_back(sources[0], *args[1:]):
+                    self._note(args[0] if result is None else result, sources[0])
+            elif sources and func in KEEP:
+                self._note_kept(func, args, kwargs, result, sources[0])
+            elif sources and isinstance(result, Tensor):
                 self._note_row_by_row(result, sources, each)
-            return self._noted(func, args, kwargs, result)
-        followed = args and (id(args[0]) in self._seen or self._by_samples.moves(func, args, kwargs))
-        source = self.picked(args[0]) if followed else None
-        result = func(*args, **kwargs)
-        if source is None or source.numbers is None:
-            return self._noted(func, args, kwargs, result)
-        if func in PUT:
-            if not kwargs and self._is_put_back(source, *args[1:]):
-                self._note(args[0] if result is None else result, source)
-            return self._noted(func, args, kwargs, result)
-        last = args[0].shape[source.numbers.dim() :]  # none of entries
+            self._by_samples.note(func, args, kwargs, result)  # what is not followed may be by samples
+        return result
+
+    def _note_kept(self, func: Any, args: Any, kwargs: Any, result: Any, source: Picked) -> None:
+        """What a function gives that keeps rows whole, of ``args[0]``, which has those."""
+        numbers: Any = source.numbers
+        last = args[0].shape[numbers.dim() :]  # none of entries
         try:
-            found = KEEP[func](source.numbers, result, *args[1:], **kwargs) if last or func in ENTRIES else None
+            found = KEEP[func](numbers, result, *args[1:], **kwargs) if last or func in ENTRIES else None
         except (TypeError, IndexError):  # arguments by names, or dimensions counted from behind
             found = None
         parts = [(result, found)] if isinstance(result, Tensor) else zip(result, found or (), strict=False)
@@ -155,12 +172,6 @@ class Following(TorchFunctionMode):
             if numbers is not None and (*numbers.shape, *last) == x.shape:
                 by = args[-1] if func in PICK else PACK
                 self._note(x, Picked(numbers, (*source.by, by) if func in ENTRIES else source.by, source.of))
-        return self._noted(func, args, kwargs, result)
-
-    def _noted(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
-        """What is not followed may be by samples."""
-        self._by_samples.note(func, args, kwargs, result)
-        return result
 
     def _is_put_back(self, to: Picked, index: Any, rows: Any) -> bool:
         """Whether rows are put where they were picked."""

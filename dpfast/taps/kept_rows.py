@@ -83,3 +83,12 @@ KEEP |= dict.fromkeys((Tensor.permute, torch.permute), _permuted)
 KEEP |= dict.fromkeys((Tensor.select, torch.select), _selected)
 WHOLE_ROWS = frozenset(KEEP)
 """All of these."""
+
+ASK = frozenset(
+    (
+        *(Tensor.dim, Tensor.is_floating_point, Tensor.is_complex, Tensor.is_inference, Tensor._is_view),
+        *(Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__, Tensor.layout.__get__),  # type: ignore[attr-defined]
+        *(Tensor.requires_grad.__get__, Tensor._version.__get__),  # type: ignore[attr-defined]
+    )
+)
+"""They give no tensor and no number out of one, and are called more often than all others: modes let them pass."""

@@ -62,6 +62,18 @@ def _found() -> Callable[[], object] | None:
     return _compiles[0]
 
 
+def unseen(function: Callable[P, R]) -> Callable[P, R]:
+    """What it does with tensors no mode sees that follows a model's: there is nothing to follow, and each would take
+    its time."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch._C.DisableTorchFunction():
+            return function(*args, **kwargs)
+
+    return call
+
+
 def suspended() -> bool:
     """Whether a rule is running modules again in this thread."""
     return getattr(_local, "suspended", False)

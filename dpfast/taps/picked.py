@@ -11,6 +11,7 @@ from torch import Tensor
 from dpfast.errors import UnsupportedModuleError
 from dpfast.factors import Runs
 from dpfast.taps.layout import Mixed, Place, Rows, tokens_in
+from dpfast.taps.passes import unseen
 
 
 class Source:
@@ -101,6 +102,7 @@ class Picked:
                 "from that input as it is, x[rows], or freeze it"
             )
 
+    @unseen
     def by_samples(self) -> Picked | None:
         """The same as rows of all that stand together, (N, ...) each; None where they are not whole, in dimension 0."""
         if self.of is None or self.numbers is None or self.packed or self.numbers.dim() < 2:
@@ -122,6 +124,7 @@ class Picked:
         """Whether so many rows are all that there are to pick."""
         return self.of is not None and self.of.shape.numel() == rows
 
+    @unseen
     def alone(self, x: Tensor) -> Tensor:
         """Of rows that stand at their places among all, or of their fingerprints; zeros for the others, copies."""
         numbers = None if self.numbers is None else self.numbers.flatten().to(x.device)
@@ -129,6 +132,7 @@ class Picked:
             return x
         return torch.zeros_like(x).index_copy(0, numbers, x[numbers])
 
+    @unseen
     def is_one_each(self, rows: int) -> bool:
         """Whether they are a row of each sample, in the samples' order, out of so many."""
         if self.of is None or self.numbers is None or type(self.of.place) is not int or self.of.shape.numel() != rows:
