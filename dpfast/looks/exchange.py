@@ -29,7 +29,7 @@ from dpfast.looks.run_on import run_on
 from dpfast.looks.seen import Key, Run, alike, equal, gradients_alike, said_by
 from dpfast.looks.told import NOTHING, Told, together
 from dpfast.looks.witness import MOST_CALLS, RunsAway
-from dpfast.taps import NO_SAMPLES, Mixed, Place, Rows, Tap, begun_anew, owned_parameters
+from dpfast.taps import ATTENDED, NO_SAMPLES, Mixed, Place, Rows, Tap, begun_anew, owned_parameters
 from dpfast.trials import (
     MOST_DRAWS,
     RandomNumbers,
@@ -106,7 +106,7 @@ def told_by_exchange(
                     told = told._replace(noise=None if noisy else without, kept=unseen)
                     by_place = told.places | dict.fromkeys(exchange.reordered, OTHER_ORDER)  # where it is not followed
                     told = told._replace(places=by_place, routes=exchange.routes, carried=carried)
-                    if attention or not told.is_wrong:
+                    if attention or not (told.is_wrong and ATTENDED[0]):
                         return told
                     wrong = told  # and is it so where no kernel is another for a mask?
             except Exception as error:  # whatever a model raises that wants its batch, or its values, otherwise

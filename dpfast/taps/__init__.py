@@ -107,11 +107,12 @@ from dpfast.taps.registry import (
 from dpfast.taps.shared import Operation, Shared, without_samples
 from dpfast.taps.tap import ALONE, ELSEWHERE, OWN, Tap, TappedForward, has_hooks
 from dpfast.taps.watch import BESIDE
-from dpfast.taps.written import begun_anew, is_written, note_written
+from dpfast.taps.written import ATTENDED, begun_anew, is_written, note_written
 
 __all__ = [
     "ALONE",
     "ASK",
+    "ATTENDED",
     "BESIDE",
     "ELSEWHERE",
     "INERT",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from dpfast.taps.node import TappedLayer
 from dpfast.taps.packed import packed_in
 from dpfast.taps.passes import in_backward
 from dpfast.taps.picked import Picked
+from dpfast.taps.whole_recurrent import WholeRecurrent
 from dpfast.taps.written import Unwritten
 
 
@@ -88,7 +89,7 @@ def following_model(taps: Any, model: nn.Module, inputs: Any, *, trial: bool = T
     """The same in a copy's forward, which writes to none of the parameters that it shares."""
     follow_model(taps, model, inputs, trial=trial)
     try:
-        with Unwritten(taps.shared):
+        with WholeRecurrent() if trial else nullcontext(), Unwritten(taps.shared):
             yield
     finally:
         end_model(taps)

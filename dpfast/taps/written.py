@@ -20,6 +20,9 @@ R = TypeVar("R")
 
 _written: Any = WeakIdKeyDictionary()
 
+ATTENDED = [False]
+"""Whether a kernel of attention has run in a copy since ``same_kernels`` has unset it."""
+
 
 class ParameterWritten(BaseException):
     """A copy was about to write to a parameter of its model. No Exception, which looks and models may catch."""
@@ -51,7 +54,8 @@ def begun_anew(look: Callable[P, R]) -> Callable[P, R]:
 
 class Unwritten(TorchDispatchMode):
     """Within it a write to one of these parameters raises ParameterWritten before it happens; other memory that is put
-    under one (``p.data = ...``), which torch tells nobody of, is taken away at the end.
+    under one (``p.data = ...``), which torch tells nobody of, is taken away at the end. As it sees all operations, it
+    notes ``ATTENDED``.
 
     Args:
         shared: (the model's parameter, what a copy has in its place, in memory that others have too).
@@ -78,6 +82,7 @@ class Unwritten(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        ATTENDED[0] = ATTENDED[0] or _attends(func)
         for x in _written_by(func, args, kwargs):
             if parameters := self._shared.get(_memory(x) or 0):
                 for parameter in parameters:
@@ -98,6 +103,12 @@ def _places_written(func: Any) -> tuple[tuple[int, str], ...]:
     schema = getattr(func, "_schema", None)  # higher-order operators have none
     arguments = () if schema is None else schema.arguments
     return tuple((i, x.name) for i, x in enumerate(arguments) if x.alias_info is not None and x.alias_info.is_write)
+
+
+@functools.cache
+def _attends(func: Any) -> bool:
+    schema = getattr(func, "_schema", None)
+    return schema is None or "attention" in schema.name or "transformer" in schema.name
 
 
 def _memory(x: Tensor) -> int | None:

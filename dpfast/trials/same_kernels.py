@@ -13,6 +13,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from dpfast.taps import ATTENDED
 from dpfast.trials.written_out import InParts
 
 
@@ -35,6 +36,7 @@ def same_kernels(*, attention: bool) -> Iterator[None]:
             up in one order only where torch is to refuse all that do not, products of matrices among it. A part of the
             scores is there at a time (``written_out``), but those of ``nn.MultiheadAttention`` all are.
     """
+    ATTENDED[0] = False
     if not torch.cuda.is_initialized():  # on a CPU kernels add up in one order
         with _written_out() if attention else nullcontext():
             yield
