@@ -13,3 +13,8 @@ def test_watching_and_looks_are_timed():
     row = looks.measure(tiny, 1)
     assert row["first"] > row["later"] > 0  # two of them
     assert row["share"] == pytest.approx((row["first"] + 3 * row["later"]) / 1000)  # at the 8th, 64th and 512th
+
+
+def test_sequences_of_several_lengths_are_packed():
+    row = looks.measure(looks.packed(n=5, t=8, d=8), 1)
+    assert row["first"] > row["later"] > 0
