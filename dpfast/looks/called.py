@@ -61,19 +61,24 @@ class Called(NamedTuple):
         inputs = structure.unflatten(leaves)
         for path, x in self.entries.items():
             inputs = inputs if x is None else put_in(inputs, path, x.taken(order.tolist()).as_given())
-        entries = entries_of(receiver, inputs, self.n)
+        entries = entries_of(receiver, inputs, self.n, set(self.entries))
         return self._replace(inputs=inputs, leaves=leaves_but(entries, inputs), entries=entries)
 
 
-def entries_of(receiver: Any, inputs: Any, n: int) -> dict[Path, Entries | None]:
+def entries_of(receiver: Any, inputs: Any, n: int, known: set[Path]) -> dict[Path, Entries | None]:
     """In what the model is called with, of n samples. Where a table has bags, whose places are known by their numbers
-    among all leaves, lists of tensors are of fields, and what is in the others stays among the leaves."""
-    found = entries_in(inputs, receiver.batch_dim, n)
+    among all leaves, lists of tensors are of fields, and what is in the others stays among the leaves.
+
+    Args:
+        known: where there have been some in other batches; these are added.
+    """
+    found = entries_in(inputs, receiver.batch_dim, n, known)
     if found and any(isinstance(m, nn.EmbeddingBag) for m in receiver.model.modules()):
         found = {p: x for p, x in found.items() if x is None or not any(isinstance(y, Tensor) for y in x.leaves())}
         for x in found.values():
             if x is not None:
                 x.given = None
+    known.update(path for path, x in found.items() if x is not None and n > 1)
     return found
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpfast.errors import UnsupportedModuleError
 from dpfast.looks.run_on import copied
 from dpfast.looks.seen import Key, Run, in_reentrant_checkpoint
 from dpfast.looks.witness import Witness
@@ -125,3 +126,13 @@ def _is_same(one: Any, other: Any) -> bool:
         return False
     x, y = torch.as_tensor(one), torch.as_tensor(other)
     return x.shape == y.shape and bool(((x == y) | ((x != x) & (y != y))).all())
+
+
+def refuse_carried(model: nn.Module, names: Sequence[str]) -> None:
+    """Raises UnsupportedModuleError where there are such."""
+    if names:
+        raise UnsupportedModuleError(
+            f"{type(model).__name__}: what a forward pass keeps of its samples ({', '.join(names)}) changes what the "
+            "next one gives: a sample would move sums of later steps, past clipping and noise. Keep nothing of samples "
+            "in training (take it from public data, and leave it as it is)"
+        )

@@ -16,6 +16,7 @@ from dpfast.arithmetic import buffers
 from dpfast.errors import UnsupportedModuleError, warn_caller
 from dpfast.looks.begun_late import New, like_those_seen, rank_of, samples_of
 from dpfast.looks.called import Called, Due, Looks, along, entries_of, leaves_but
+from dpfast.looks.carried import refuse_carried
 from dpfast.looks.exchange import told_by_exchange
 from dpfast.looks.kinds import alike_by_accident, kind_of, kinds_of_entries
 from dpfast.looks.learned import NOTHING, SAMPLES, Found, Learned, learned, with_own
@@ -40,7 +41,7 @@ from dpfast.taps import (
     place_in,
     warn_of_lists,
 )
-from dpfast.trials import MOST_DRAWS, not_followed, same_random_numbers
+from dpfast.trials import MOST_DRAWS, Path, not_followed, same_random_numbers
 
 _MORE_SAMPLES = 8  # for what three do not show: groups, parts of the batch
 _SOME_SAMPLES = 4  # three of which are exchanged
@@ -81,6 +82,7 @@ class Probe:
         self._is_checked = True  # which of the inputs has the samples, since the last first look
         self._dims: dict[tuple[Any, ...], list[set[int]]] = {}  # of each input, those that may follow the batch
         self._bags: dict[tuple[Any, ...], Bags] = {}  # by kinds of input
+        self._paths: set[Path] = set()  # where entries have been
         self._due: Due | None = None
         self._called: Called | None = None
         self._seen: dict[Any, set[Any]] = {}  # what has been told of, by kind: numbers of taps, and ranks
@@ -114,7 +116,7 @@ class Probe:
             return False
         kind = kind_of(inputs, leaves, trainable, self._modes(receiver.model))
         bags = self._bags.get(kind[1:], NO_BAGS)
-        entries = entries_of(receiver, inputs, n := bags.number(leaves, n))
+        entries = entries_of(receiver, inputs, n := bags.number(leaves, n), self._paths)
         if entries:
             leaves = leaves_but(entries, inputs)
             kind = (*kind_of(inputs, leaves, trainable, self._modes(receiver.model)), *kinds_of_entries(entries))
@@ -159,7 +161,7 @@ class Probe:
             warn_of_lists(receiver.model, receiver.batch_dim, called, on_trust)
         if add_routes(receiver, self._taps, found.told.routes):
             found = self._learned(called)
-        self._refuse_carried(found.told.carried)
+        refuse_carried(receiver.model, found.told.carried)
         say_what_is_not_told(receiver.model, found.told)
         if found.told.why is None:  # else it may be a batch that the model cannot take, which tells nothing of the next
             left, alone = (_AGAIN, True) if looks is None else (looks.due, looks.alone)
@@ -201,7 +203,7 @@ class Probe:
         others = [key for key, place in told.places.items() if isinstance(place, OtherRows)]
         if others and looks is not None and self._have_rows(called, kind, others, looks):
             return self._look_again(called, kind, looks.first, n, at_once)
-        self._refuse_carried(told.carried)
+        refuse_carried(receiver.model, told.carried)
         say_what_is_not_told(receiver.model, told)
         self.outputs[kind] = {**told.outputs, **refused}  # the first time told which samples meet
         if not at_once:  # of samples that are all exchanged but one, what they share is not seen
@@ -218,21 +220,12 @@ class Probe:
         rows: Found = {key: place for key in keys if isinstance(place := found.places.get(key), Rows)}
         if found.told.why is not None or len(rows) < len(keys):
             return False
-        self._refuse_carried(found.told.carried)
+        refuse_carried(cast(Any, self._receiver()).model, found.told.carried)
         self._add(kind, found, looks)
         looks.first = looks.first._replace(by_shapes={**looks.first.by_shapes, **rows})
         for (number, rank), place in rows.items():
             self._note(self._taps[number].places, rank, kind, place)
         return True
-
-    def _refuse_carried(self, names: Sequence[str]) -> None:
-        if names:
-            receiver: Any = self._receiver()
-            raise UnsupportedModuleError(
-                f"{type(receiver.model).__name__}: what a forward pass keeps of its samples ({', '.join(names)}) "
-                "changes what the next one gives: a sample would move sums of later steps, past clipping and noise. "
-                "Keep nothing of samples in training (take it from public data, and leave it as it is)"
-            )
 
     def is_new(self, tap: Tap, record: Record, shape: tuple[int, ...] | None) -> bool:
         """Whether the tap runs and has not when the model was looked at: a branch, or a layer that random numbers, or a
@@ -291,7 +284,7 @@ class Probe:
                 found = self._learned(called)
                 if add_routes(receiver, self._taps, found.told.routes):
                     picks, found = True, self._learned(called)
-                self._refuse_carried(found.told.carried)
+                refuse_carried(receiver.model, found.told.carried)
                 if found.told.why is None:
                     self._add(kind, found, looks)
                 if seen.issuperset(where) or not found.told.draws:
@@ -301,7 +294,7 @@ class Probe:
             if seen.issuperset(where) or picks or found.told.why is not None:
                 break
             later = self._learned(called, passes)
-            self._refuse_carried(later.told.carried)
+            refuse_carried(receiver.model, later.told.carried)
             if later.told.why is None:
                 self._add(kind, later, looks)
         if found.told.why is None and found.dims and called.n > SAMPLES:
@@ -346,7 +339,7 @@ class Probe:
 
     def knows(self, other: Probe) -> None:
         """What the other has learned of the same model, of which this one's is a copy, which asks no more."""
-        self._asks_no_more, self.outputs = True, dict(other.outputs)
+        self._asks_no_more, self.outputs, self._paths = True, dict(other.outputs), other._paths
         receiver, original = cast(Any, self._receiver()), cast(Any, other._receiver())
         receiver.gives_batches = original.gives_batches
         add_routes(receiver, self._taps, routes_of(original, other._taps))

@@ -54,17 +54,18 @@ class Entries:
         return self._made([_copied(x) for x in self._items])
 
 
-def entries_in(inputs: Any, dim: int, n: int) -> dict[Path, Entries | None]:
+def entries_in(inputs: Any, dim: int, n: int, known: Set[Path] = frozenset()) -> dict[Path, Entries | None]:
     """What has an entry for each of n samples, or seems to, by where it stands in (args, kwargs); None where no others
     can be put there (a set), or it may be something else (the two sizes of a picture).
 
     Args:
-        dim: of the samples, in tensors.
+        dim: of the samples, in tensors. known: where entries have been: there, tensors that have as many rows as there
+            are of them are no batches.
     """
     args, kwargs = inputs
     if not n or all(isinstance(x, (Tensor, *INERT)) for x in (*args, *kwargs.values())):  # nearly always
         return {}
-    return dict(_found(enumerate(inputs), (), dim, n, _DEPTH))
+    return dict(_found(enumerate(inputs), (), dim, n, _DEPTH, known))
 
 
 def given_whole(entries: Mapping[Path, Entries | None]) -> frozenset[int]:
@@ -99,7 +100,7 @@ def put_in(inputs: Any, path: Path, x: Any) -> Any:
 
 
 def _found(
-    inside: Iterable[tuple[Any, Any]], path: Path, dim: int, n: int, depth: int
+    inside: Iterable[tuple[Any, Any]], path: Path, dim: int, n: int, depth: int, known: Set[Path]
 ) -> Iterator[tuple[Path, Entries | None]]:
     for key, x in inside:
         here = (*path, key)
@@ -111,11 +112,11 @@ def _found(
                 yield here, _of_array(x, of)
             elif n > 1 and n in x.shape:
                 yield here, None
-        elif path and isinstance(x, (Sequence, Set)) and _is_of_samples(x, dim, n):
+        elif path and isinstance(x, (Sequence, Set)) and _is_of_samples(x, dim, n, here in known):
             yield here, Entries(list(x), type(x), type(x).__name__, x) if type(x) in (list, tuple, deque) else None
         else:
             held, fixed = _held(x)
-            more = dict(_found(held, here, dim, n, depth - 1))
+            more = dict(_found(held, here, dim, n, depth - 1, known))
             if here not in _CALL and not more and _may_be_of_samples(x, n) and not _are_batches(x, dim, n):
                 yield here, None
             yield from ((p, None if fixed else y) for p, y in more.items())
@@ -134,8 +135,9 @@ def _held(x: Any) -> tuple[Iterable[tuple[Any, Any]], bool]:
     return attributes_of(x).items(), False
 
 
-def _is_of_samples(x: Any, dim: int, n: int) -> bool:
-    return len(x) == n and not (isinstance(x, tuple) and n <= _FEW and _are_numbers(x)) and not _are_batches(x, dim, n)
+def _is_of_samples(x: Any, dim: int, n: int, known: bool) -> bool:
+    settings = isinstance(x, tuple) and n <= _FEW and _are_numbers(x)
+    return len(x) == n and not settings and (known or not _are_batches(x, dim, n))
 
 
 def _are_numbers(x: Iterable[Any]) -> bool:

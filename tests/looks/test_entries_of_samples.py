@@ -187,6 +187,13 @@ def test_batches_of_many_sizes_are_of_one_kind(what):
     steps(model, *((torch.randn(n, 4), given(n)) for n in (6, 5, 9, 70)), of=ONE_OF.get(what, one_of))
 
 
+def test_tensors_that_have_as_many_rows_as_there_are_of_them_by_accident():
+    """They might be batches (a layer's keys), had there not been entries in other batches."""
+    model = Between(lambda h, boxes: h * torch.stack([y.sum() for y in boxes]).unsqueeze(1))
+    rows = ([3, 1, 4, 1, 5, 2], [5] * 5, [1], [2, 2])
+    steps(model, *((torch.randn(len(k), 4), [torch.rand(m, 4).double() for m in k]) for k in rows))
+
+
 def test_batches_of_many_sizes_whose_entries_meet_are_refused_at_each():
     wrapped = dpfast.GradSampleModule(Between(lambda h, texts: h * (1.0 + max(map(len, texts)))))
     for n in (*range(5, 76, 14), 6):
