@@ -1,6 +1,8 @@
 """A model that takes another kernel where nobody is padded: the gradients of all samples then differ in their last
 bits with the one that is, or outputs do. More than that is a sample that meets others."""
 
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -63,6 +65,32 @@ def test_last_bits_are_no_mixing(another_forward, padded, dtype):
     losses(model, tokens, mask).sum().backward()
     for name, p in net.named_parameters():
         assert (p.grad - exact[name]).abs().max() <= 1e-5, name  # of keys' bias it is 0
+
+
+class MeetsTheMean(nn.Module):
+    def __init__(self, attends):
+        super().__init__()
+        self.first, self.last, self.attends = nn.Linear(D, D), nn.Linear(D, 3), attends
+
+    def forward(self, x):
+        h = self.first(x)
+        if self.attends:
+            h = F.scaled_dot_product_attention(*[h.unsqueeze(1)] * 3).squeeze(1)
+        return self.last(h - h.mean(0))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there attention is written out at first")
+@pytest.mark.parametrize("attends", [False, True])
+def test_another_kernel_is_tried_where_there_is_attention(attends, monkeypatch):
+    tried = []
+    exchange = sys.modules["dpfast.looks.exchange"]
+    before = exchange.same_kernels
+    monkeypatch.setattr(
+        exchange, "same_kernels", lambda *, attention: tried.append(attention) or before(attention=attention)
+    )
+    with pytest.raises(UnsupportedModuleError):
+        dpfast.GradSampleModule(MeetsTheMean(attends))(torch.randn(N, T, D)).sum().backward()
+    assert set(tried) == ({False, True} if attends else {False})
 
 
 @pytest.mark.parametrize("mixing", [1.0, 1e-2, 1e-4])

@@ -36,8 +36,9 @@ from of_lengths import (
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+from dpfast import GradSampleModule
 from dpfast.errors import DpfastWarning, InputError, UnsupportedModuleError
-from dpfast.testing import loop_over_samples
+from dpfast.testing import loop_over_samples, relative_error
 
 pytestmark = pytest.mark.filterwarnings("error::dpfast.errors.DpfastWarning")
 
@@ -196,6 +197,33 @@ def dropped(model, out, state, lengths, classes):
     x = F.dropout(model.drop(model.mid(padded(model, out))), 0.3)
     x = x + 0.1 * torch.randn_like(x) + model.attention(x, x, x, key_padding_mask=~valid(x, lengths)[..., 0])[0]
     return model.head(masked_mean(x, lengths))
+
+
+class OfTorch(nn.Module):
+    """A frozen recurrent layer that no tap knows, with dropout between its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 3)
+        for name, p in nn.GRU(8, 8, 2).named_parameters():
+            self.register_buffer(name, p.detach())
+
+    def forward(self, x, lengths):
+        packed = pack_padded_sequence(self.first(x), lengths, batch_first=True, enforce_sorted=False)
+        states, weights = x.new_zeros(2, len(x), 8), [*self._buffers.values()]
+        states = torch.gru(packed.data, packed.batch_sizes, states, weights, True, 2, 0.4, self.training, False)[1]
+        return self.last(states[-1][packed.unsorted_indices])
+
+
+def test_random_numbers_within_a_recurrent_layer_are_no_lengths():
+    torch.manual_seed(0)
+    wrapped = GradSampleModule(OfTorch().double(), loss_reduction="sum")
+    x, lengths = torch.randn(6, 9, 4, dtype=torch.float64), torch.tensor([4, 9, 2, 7, 5, 3])
+    for _ in range(2):
+        wrapped.zero_grad()
+        wrapped(x, lengths).square().sum().backward()
+    for p in wrapped._module.parameters():
+        assert relative_error(p.grad_sample.sum(0), p.grad) <= 1e-12
 
 
 def test_random_numbers_are_no_lengths():
