@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from dpfast.arithmetic import buffers
 from dpfast.looks.carried import carried
 from dpfast.looks.length_look import DIFFERS, LengthLook
-from dpfast.looks.lengths import not_exchanged
+from dpfast.looks.lengths import are_of_samples, longest_among, longest_of, not_exchanged
 from dpfast.looks.met_in_backward import Exchanged, Which
 from dpfast.looks.picks import NO_ROUTES
 from dpfast.looks.places_told import OTHER_ORDER, calls_told, parted_told, place_told
@@ -32,6 +32,7 @@ from dpfast.looks.witness import MOST_CALLS, RunsAway
 from dpfast.taps import ATTENDED, NO_SAMPLES, Mixed, Place, Rows, Tap, begun_anew, owned_parameters
 from dpfast.trials import (
     MOST_DRAWS,
+    Entries,
     RandomNumbers,
     Trial,
     attention_written_out,
@@ -99,7 +100,7 @@ def told_by_exchange(
                 with same_random_numbers() as again, same_kernels(attention=attention):
                     exchange = _Exchange(model, taps, trial, trial.leaves, dims, places, size, numbers, again, refused)
                     told = exchange.all_told(noisy, at_once)
-                    if told.is_wrong and exchange.counted:
+                    if told.is_wrong:
                         exchange, told = exchange.beside_the_longest(told, noisy, at_once)
                     carried, unseen = exchange.carried(told)
                     told = exchange.with_lengths(told) if lengths else told
@@ -143,6 +144,8 @@ class _Exchange:
         self.also_alone = {(number, way[1]) for number, way in places if isinstance(way, tuple) and way[2:] == ("too",)}
         self.leaves = leaves
         self.lengths: set[int | None] = set()
+        entries = (x for x, dim in zip(leaves, dims, strict=True) if isinstance(x, Entries) and dim is not None)
+        self.of_entries = longest_of(sizes for x in entries for sizes in first_samples(x, 0, size).sizes())
         self.counted: list[list[int]] = []
         self.stays = 0
         self.by_lengths: tuple[dict[int | str, str], str | None] | None = None
@@ -194,12 +197,16 @@ class _Exchange:
     def told(self, noisy: bool = False, at_once: bool = False, apart: frozenset[int] = frozenset()) -> Told:
         """What changes with each of the samples, or with several. apart: outputs that are known to mix samples."""
         self.apart = apart | self.by_accident
-        numbers = tuple(dict.fromkeys((0, 1, self.size - 1 - self.stays)))
+        numbers = tuple(dict.fromkeys((0, 1, self.size - 1 - self.stays, *longest_among(self.of_entries))))
         which: Which = [numbers[: self.size - 1]] if at_once else [(j,) for j in numbers]
         base = self._run((), noisy)
         self.lengths |= base.lengths
-        self.counted = self._counted_by(base)
+        held = not_exchanged(self.lengths, self.leaves, self.dims)
+        counts = (x.by_sample for x in base.counted if x.inputs - held and len(x.by_sample) == self.size)
+        self.counted = longest_of((*counts, *(self.of_entries if self.stays else ())))
         runs = [self._run(j, noisy) for j in which]
+        if are_of_samples(base.of_no_input, [run.of_no_input for run in runs], list(map(len, which))):
+            self.lengths.discard(None)
         found, not_run = self._of_taps(base, runs, which)
         wrong = [key for key, place in found.items() if isinstance(place, str)]
         trained = self._are_trained(found)
@@ -312,27 +319,19 @@ class _Exchange:
         except Exception as error:  # what it kept may fit no batch of this size
             return (), said_by(error)
 
-    def _counted_by(self, base: Run) -> list[list[int]]:
-        """How long samples may be, where that differs, and changes with those that are exchanged; of what has the same
-        sample for its longest, one."""
-        held = not_exchanged(self.lengths, self.leaves, self.dims)
-        counts = [x.by_sample for x in base.counted if x.inputs - held and len(x.by_sample) == self.size]
-        return list({some.index(max(some)): some for some in reversed(counts) if min(some) < max(some)}.values())
-
     def beside_the_longest(self, told: Told, noisy: bool, at_once: bool) -> tuple[_Exchange, Told]:
         """The same with the longest sample in one more place, where it stays: what is cut or padded to it is as long in
         all runs. The first answer where something is wrong in these, too, or where it cannot be told what the longest
         one itself does to others."""
-        leaves = self.leaves
-        for number, longest in enumerate(some.index(max(some)) for some in self.counted):
-            leaves = [
-                with_one_more(x, dim, self.size + number, longest) for x, dim in zip(leaves, self.dims, strict=True)
-            ]
-        beside = _Exchange(
-            *(self.model, self.taps, self.trial, leaves, self.dims, self.ways),
-            *(self.size + len(self.counted), self.others, self.again, self.refused),
-        )
-        beside.stays = len(self.counted)
+        leaves, size = self.leaves, self.size
+        for longest in longest_among((*self.counted, *self.of_entries)):
+            leaves = [with_one_more(x, dim, size, longest) for x, dim in zip(leaves, self.dims, strict=True)]
+            size += 1
+        of_model = self.model, self.taps, self.trial, leaves, self.dims, self.ways
+        beside = _Exchange(*of_model, size, self.others, self.again, self.refused)
+        beside.stays = size - self.size
+        if not beside.stays:
+            return self, told
         try:
             again = beside.all_told(noisy, at_once)
             right = not again.is_wrong and again.why in _STILL_TOLD and beside.with_lengths(again).lengths is None

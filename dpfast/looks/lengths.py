@@ -4,7 +4,8 @@ whole numbers, one a sample, a forward has one taken out of: the longest, most l
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections import Counter
+from collections.abc import Iterable, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +47,31 @@ def not_exchanged(lengths: Set[int | None], leaves: Sequence[Any], dims: Sequenc
     return numbers & lengths if len(numbers) < len(follow) else set()
 
 
+def longest_of(counts: Iterable[list[int]]) -> list[list[int]]:
+    """How long samples may be, where that differs; of what has the same sample for its longest, one."""
+    found = [some for some in counts if min(some) < max(some)]
+    return list({some.index(max(some)): some for some in reversed(found)}.values())
+
+
+def longest_among(counts: Iterable[list[int]]) -> list[int]:
+    """The numbers of the longest samples."""
+    return list(dict.fromkeys(some.index(max(some)) for some in counts))
+
+
+def are_of_samples(base: Sequence[Sequence[int]], runs: Sequence[Sequence[Sequence[int]]], most: Sequence[int]) -> bool:
+    """Whether lengths that come of no input change where samples are exchanged, and no more of them than samples.
+
+    Args:
+        base: in one run, of each time that something is packed, in order of their size. runs: in the others, in which
+            so many (``most``) are exchanged.
+    """
+    if any(list(map(len, run)) != list(map(len, base)) for run in runs):
+        return False
+    others = [[(Counter(one) - Counter(two)).total() for one, two in zip(base, run, strict=True)] for run in runs]
+    turned = zip(*others, strict=True)  # by what is packed
+    return bool(base) and all(any(some) and all(n <= m for n, m in zip(some, most, strict=True)) for some in turned)
+
+
 class Lengths(TorchFunctionMode):
     """Notes it in one forward pass.
 
@@ -53,6 +79,7 @@ class Lengths(TorchFunctionMode):
         found: the numbers of the inputs; None among them: of some sequences, not equally long, no input says it.
         counted: those of what is packed, where the forward has them or has made them of its inputs, and others of
             which it has taken one.
+        of_no_input: lengths of what is packed, in order of their size, each time that they come of none.
     """
 
     def __init__(self, inputs: Sequence[Any]):
@@ -63,6 +90,7 @@ class Lengths(TorchFunctionMode):
         self.found: frozenset[int | None] = frozenset()
         self._counts: list[Tensor] = []  # whole numbers, one dimension of them
         self.counted: list[Counts] = []
+        self.of_no_input: list[list[int]] = []
         for i, x in enumerate(inputs):
             if isinstance(x, Tensor):
                 self._set(x, frozenset((i,)))
@@ -95,8 +123,9 @@ class Lengths(TorchFunctionMode):
             lengths = sorted(args[1].tolist())
             counts = (x.tolist() for x in self._counts if len(x) == len(lengths))
             self.counted += [Counts(inputs, next((some for some in counts if sorted(some) == lengths), []))]
-            if not inputs and bool((args[1] != args[1][:1]).any()):
-                self.found |= {None}
+            if not inputs:
+                self.of_no_input += [lengths]
+                self.found |= {None} if lengths[:1] != lengths[-1:] else set()
         elif made or name in READ:
             inputs = self._made_of((args, kwargs))
             self._read |= inputs if name in READ else frozenset()

@@ -79,6 +79,7 @@ def _run_on(
     run.routes = picks.routes()._replace(ways=frozenset(run.picked_ways))
     run.lengths.update(lengths.found)
     run.counted.extend(lengths.counted)
+    run.of_no_input.extend(lengths.of_no_input)
     run.keeps = not kept.are_same(before, kept.held(model))
     left = kept.differentiable(model, outputs) if noisy else {}
     run.held.extend(left)

@@ -99,7 +99,8 @@ class Run:
         beside: fingerprints of outputs beside the first, along dimensions that may be the samples'.
         sources: what rows were picked out of.
         routes: where rows were picked. keeps: whether it has changed what modules hold.
-        counted: how long samples may be (:class:`~dpfast.looks.lengths.Counts`).
+        counted: how long samples may be (:class:`~dpfast.looks.lengths.Counts`). of_no_input: lengths of what is
+            packed that come of none.
         grads: as calls, of the gradients at the taps' outputs in a backward pass, those beside the first and those of
             operations (``met``) too; empty where none ran. losses: the same of each output that has no samples, by the
             output's number. failed: why no backward pass ran.
@@ -121,6 +122,7 @@ class Run:
     keeps: bool = False
     held: list[str] = field(default_factory=list)
     counted: list[Counts] = field(default_factory=list)
+    of_no_input: list[list[int]] = field(default_factory=list)
     grads: Grads = field(default_factory=dict)
     losses: dict[int, Grads] = field(default_factory=dict)
     failed: str | None = None
