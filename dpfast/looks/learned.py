@@ -165,8 +165,10 @@ def _learned_as(model: nn.Module, taps: Sequence[Tap], trial: Trial, dims: Seque
     if n == 2 and told.why is None and not told.is_wrong:  # of three samples the first was there twice
         alone = told_by_exchange(model, taps, trial, batched, places, (n,), lengths=False)
         told = together(told, alone) if alone.why is None and alone.outputs else told
-    if trial.entries and (told.why is not None or (n == 1 and told.is_wrong)):  # sorted ones, or no sample's
-        batched = [*batched[: -len(trial.entries)], *[None] * len(trial.entries)]
+    own = batched[: len(batched) - len(trial.entries)]
+    of_tensors = any(dim is not None for dim in own)
+    if of_tensors and trial.entries and (told.why is not None or (n == 1 and told.is_wrong)):  # sorted, or no sample's
+        batched = [*own, *[None] * len(trial.entries)]
         told = told_by_exchange(model, taps, trial, batched, places, (SAMPLES, n))
     if trial.entries and any(dim is not None for dim in batched[-len(trial.entries) :]):
         told = _naming_entries(told, trial)

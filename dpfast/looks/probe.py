@@ -33,6 +33,7 @@ from dpfast.taps import (
     Record,
     Rows,
     Tap,
+    check_counted,
     check_leaves,
     check_which_is_the_batch,
     in_backward,
@@ -157,7 +158,7 @@ class Probe:
             self._bags[anyhow] = found.bags
             return self.look(inputs, leaves, n, trainable)
         if bags is NO_BAGS and n > 1:
-            on_trust = not_followed(entries, found.dims[len(leaves) :])
+            on_trust = [] if found.told.why else not_followed(entries, found.dims[len(leaves) :])
             warn_of_lists(receiver.model, receiver.batch_dim, called, on_trust)
         if add_routes(receiver, self._taps, found.told.routes):
             found = self._learned(called)
@@ -367,6 +368,8 @@ class Probe:
             )
         self._dims[due.kind] = due.dims
         if due.why is not None:
+            if called is not None and due.look not in self._looks:  # its entries may have been taken for the samples
+                check_counted(receiver.model, called.inputs, receiver.batch_dim, due.why)
             # First: where warnings are errors, the next forward pass is told again.
             warn_caller(_NOT_LOOKED_AT.format(type(receiver.model).__name__, due.why))
             if due.look is not None:

@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from dpfast.arithmetic import is_traced
 from dpfast.taps import kind_here
+from dpfast.trials import number_of_entries
 
 
 def storage(x: Tensor) -> int:
@@ -27,14 +28,20 @@ def _laid_out(x: Tensor) -> Any:
     return (x.shape, x.stride()) if x.layout is torch.strided else ()
 
 
-def num_samples(leaves: Iterable[Any], dim: int) -> int | None:
-    """How many samples the first tensor of a model's inputs has; None where none has that dimension."""
+def num_samples(inputs: Any, leaves: Iterable[Any], dim: int) -> int | None:
+    """How many samples the first tensor of a model's inputs has, or where none has that dimension, the first list or
+    array; None where there is none of these either.
+
+    Args:
+        inputs: (args, kwargs). leaves: what is in them.
+    """
     sizes = (
         int(x.batch_sizes[0]) if isinstance(x, PackedSequence) else x.shape[dim]
         for x in leaves
         if isinstance(x, PackedSequence) or (isinstance(x, Tensor) and x.dim() > dim)
     )
-    return next(sizes, None)
+    n = next(sizes, None)
+    return number_of_entries(inputs, dim) if n is None else n
 
 
 class Pass(NamedTuple):

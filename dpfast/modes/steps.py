@@ -119,10 +119,10 @@ class Step:
         if self.units is None and None not in sizes and len(sizes) > 1:
             raise InputError(
                 f"{self.first_layer} saw a batch of {self.num_samples} samples, but the first tensor of the model's "
-                f"input has {self.batch_size} in dimension {dim}: a layer must see each sample once, in that dimension "
-                "(samples folded into positions, or split into several rows, would not be clipped as one); reshape "
-                "before the layer, set batch_first, pass the model a tensor of the batch first, or say by layout={...: "
-                "'N*k'} that the layer has k rows a sample"
+                f"input (without tensors, the first list) has {self.batch_size} in dimension {dim}: a layer must see "
+                "each sample once, in that dimension (samples folded into positions, or split into several rows, would "
+                "not be clipped as one); reshape before the layer, set batch_first, pass the model a tensor of the "
+                "batch first, or say by layout={...: 'N*k'} that the layer has k rows a sample"
             )
 
     def defers(self, record: Record, activations: Tensor, backprops: Tensor) -> bool:

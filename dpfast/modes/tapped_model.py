@@ -189,7 +189,7 @@ class TappedModel:
         if self.enabled and in_process_group():
             self.mode.on_forward(tensors, (args, kwargs))
         trainable = self.guard_parameters()
-        size = num_samples(leaves, self.batch_dim)
+        size = num_samples((args, kwargs), leaves, self.batch_dim)
         is_new = self.probe.look((args, kwargs), leaves, size, trainable)
         if is_new and not is_traced():
             self.guards.set_beside(tensors, lambda: self.active and self._steps.repeating(in_backward()) is not None)
@@ -224,8 +224,8 @@ class TappedModel:
         note_forward(self, leaves, ended, self.probe.parted_outputs(), mixed)
 
     def batch_size(self) -> int | None:
-        """How many samples the first tensor of the model's input has; None where the model's own forward is not
-        what runs. A forward that is repeated in a backward pass has its step's."""
+        """How many samples the model's input has; None where the model's own forward is not what runs. A forward that
+        is repeated in a backward pass has its step's."""
         step, here = None if in_backward() is None else self._steps.repeating(in_backward()), running.here(self)
         if step is not None:
             step.repeats = True

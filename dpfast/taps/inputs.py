@@ -104,11 +104,28 @@ def check_leaves(model: torch.nn.Module, leaves: Sequence[Any], n: int | None, d
                 "it is shared by all (an adjacency matrix), as a buffer of the model"
             )
     if n is None and recorded and in_backward() is None:
-        kinds = ", ".join(type(x).__name__ for x in leaves) or "nothing"
-        raise InputError(
-            f"{name} is called with no tensor that has samples in dimension {dim} (with {kinds}): how many there are, "
-            "and whose rows are whose, cannot be told; give it tensors (tokenise before, torch.as_tensor of arrays)"
-        )
+        raise _cannot_be_told(model, leaves, dim)
+
+
+def check_counted(model: torch.nn.Module, inputs: Any, dim: int, why: str) -> None:
+    """Of what the model is called with, (args, kwargs), where it could not be looked at.
+
+    Raises:
+        InputError: no tensor says how many samples there are.
+    """
+    leaves = leaves_of(inputs)
+    if not any(isinstance(x, PackedSequence) or (isinstance(x, Tensor) and x.dim() > dim) for x in leaves):
+        arguments = (*inputs[0], *inputs[1].values())
+        raise _cannot_be_told(model, arguments, dim, f", as it could not be run with others ({why})")
+
+
+def _cannot_be_told(model: torch.nn.Module, given: Sequence[Any], dim: int, why: str = "") -> InputError:
+    kinds = ", ".join(type(x).__name__ for x in given) or "nothing"
+    return InputError(
+        f"{type(model).__name__} is called with no tensor that has samples in dimension {dim} (with {kinds}): how many "
+        f"there are, and whose rows are whose, cannot be told{why}; give it tensors (tokenise before, torch.as_tensor "
+        "of arrays), or one list or array with an entry for each sample"
+    )
 
 
 _said: weakref.WeakKeyDictionary[torch.nn.Module, set[str]] = weakref.WeakKeyDictionary()

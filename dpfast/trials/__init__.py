@@ -7,7 +7,7 @@ are put back here. What such runs tell is found in ``looks``. Imports ``taps`` a
 from dpfast.trials import kept
 from dpfast.trials.copies import OfCopy, among_all, copy_of, leaf_of, leaves_of_copy, tapped_again, without_graphs
 from dpfast.trials.dependence import Dependence
-from dpfast.trials.entries import Entries, Path, entries_in, given_whole, not_followed, put_in
+from dpfast.trials.entries import Entries, Path, entries_in, given_whole, not_followed, number_of_entries, put_in
 from dpfast.trials.exchanged_samples import exchanged, first_samples, with_one_more
 from dpfast.trials.fake_run import (
     ShapeTap,
@@ -57,6 +57,7 @@ __all__ = [
     "noise_like",
     "not_followed",
     "nothing_left_behind",
+    "number_of_entries",
     "put_back",
     "put_in",
     "same_kernels",

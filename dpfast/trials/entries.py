@@ -76,6 +76,17 @@ def entries_in(inputs: Any, dim: int, n: int, known: Set[Path] = frozenset()) ->
     return dict(_found(enumerate(inputs), (), dim, n, _DEPTH, known))
 
 
+def number_of_entries(inputs: Any, dim: int) -> int | None:
+    """How many the first in (args, kwargs) has that may have one for each sample; None: nothing there may, in whose
+    places others can be put.
+
+    Args:
+        dim: of the samples, in arrays.
+    """
+    args, kwargs = inputs
+    return next(_numbers((*args, *kwargs.values()), dim, _DEPTH), None)
+
+
 def given_whole(entries: Mapping[Path, Entries | None]) -> frozenset[int]:
     """The ids of what has them: however many there are, and of whatever kinds, each time is like the others."""
     return frozenset(id(x.given) for x in entries.values() if x is not None and x.given is not None)
@@ -105,6 +116,19 @@ def put_in(inputs: Any, path: Path, x: Any) -> Any:
     else:
         object.__setattr__(inputs, key, put_in(getattr(inputs, key), tuple(rest), x))  # of frozen ones too
     return inputs
+
+
+def _numbers(inside: Iterable[Any], dim: int, depth: int) -> Iterator[int]:
+    for x in inside:
+        if isinstance(x, (Tensor, nn.Module, PackedSequence, *INERT)) or not depth:
+            continue
+        if hasattr(x, "shape") and hasattr(x, "tolist"):
+            yield from x.shape[dim : dim + 1] if type(x).__module__ == "numpy" else ()
+        elif type(x) in (list, tuple, deque):
+            yield from () if _are_settings(x) else (len(x),)
+        else:
+            held, fixed = _held(x)
+            yield from () if fixed else _numbers((y for _, y in held), dim, depth - 1)
 
 
 def _found(
@@ -144,12 +168,11 @@ def _held(x: Any) -> tuple[Iterable[tuple[Any, Any]], bool]:
 
 
 def _is_of_samples(x: Any, dim: int, n: int, known: bool) -> bool:
-    settings = isinstance(x, tuple) and n <= _FEW and _are_numbers(x)
-    return len(x) == n and not settings and (known or not _are_batches(x, dim, n))
+    return len(x) == n and not _are_settings(x) and (known or not _are_batches(x, dim, n))
 
 
-def _are_numbers(x: Iterable[Any]) -> bool:
-    return all(isinstance(y, (str, Real)) for y in x)
+def _are_settings(x: Sequence[Any] | Set[Any]) -> bool:
+    return isinstance(x, tuple) and 0 < len(x) <= _FEW and all(isinstance(y, (str, Real)) for y in x)
 
 
 def _may_be_of_samples(x: Any, n: int) -> bool:
