@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from dpfast.arithmetic import buffers
 from dpfast.looks.carried import carried
+from dpfast.looks.each_alone import lengths_of_each
 from dpfast.looks.length_look import DIFFERS, LengthLook
 from dpfast.looks.lengths import are_of_samples, longest_among, longest_of, not_exchanged
 from dpfast.looks.met_in_backward import Exchanged, Which
@@ -32,7 +33,6 @@ from dpfast.looks.witness import MOST_CALLS, RunsAway
 from dpfast.taps import ATTENDED, NO_SAMPLES, Mixed, Place, Rows, Tap, begun_anew, owned_parameters
 from dpfast.trials import (
     MOST_DRAWS,
-    Entries,
     RandomNumbers,
     Trial,
     attention_written_out,
@@ -144,12 +144,10 @@ class _Exchange:
         self.also_alone = {(number, way[1]) for number, way in places if isinstance(way, tuple) and way[2:] == ("too",)}
         self.leaves = leaves
         self.lengths: set[int | None] = set()
-        entries = (x for x, dim in zip(leaves, dims, strict=True) if isinstance(x, Entries) and dim is not None)
-        self.of_entries = longest_of(sizes for x in entries for sizes in first_samples(x, 0, size).sizes())
+        self.of_entries: list[list[int]] | None = None  # their lengths
         self.counted: list[list[int]] = []
-        self.stays = 0
         self.by_lengths: tuple[dict[int | str, str], str | None] | None = None
-        self.keeps, self.draws = False, 0
+        self.keeps, self.draws, self.stays = False, 0, 0
         self.reordered: set[Key] = set()
         self.routes, self.refused = NO_ROUTES, refused
         self.most_calls, self.steady = MOST_CALLS, False
@@ -197,6 +195,9 @@ class _Exchange:
     def told(self, noisy: bool = False, at_once: bool = False, apart: frozenset[int] = frozenset()) -> Told:
         """What changes with each of the samples, or with several. apart: outputs that are known to mix samples."""
         self.apart = apart | self.by_accident
+        if self.of_entries is None:
+            of_model = self.model, self.taps, self.trial, self.leaves, self.dims
+            self.of_entries = longest_of(lengths_of_each(*of_model, self.size, self.others, self.again))
         numbers = tuple(dict.fromkeys((0, 1, self.size - 1 - self.stays, *longest_among(self.of_entries))))
         which: Which = [numbers[: self.size - 1]] if at_once else [(j,) for j in numbers]
         base = self._run((), noisy)
@@ -323,15 +324,15 @@ class _Exchange:
         """The same with the longest sample in one more place, where it stays: what is cut or padded to it is as long in
         all runs. The first answer where something is wrong in these, too, or where it cannot be told what the longest
         one itself does to others."""
-        leaves, size = self.leaves, self.size
-        for longest in longest_among((*self.counted, *self.of_entries)):
+        leaves, size, of_entries = self.leaves, self.size, self.of_entries or []
+        for longest in longest_among((*self.counted, *of_entries)):
             leaves = [with_one_more(x, dim, size, longest) for x, dim in zip(leaves, self.dims, strict=True)]
-            size += 1
-        of_model = self.model, self.taps, self.trial, leaves, self.dims, self.ways
-        beside = _Exchange(*of_model, size, self.others, self.again, self.refused)
-        beside.stays = size - self.size
-        if not beside.stays:
+            of_entries, size = [[*lengths, lengths[longest]] for lengths in of_entries], size + 1
+        if size == self.size:
             return self, told
+        of_trial = self.trial, leaves, self.dims, self.ways, size
+        beside = _Exchange(self.model, self.taps, *of_trial, self.others, self.again, self.refused)
+        beside.stays, beside.of_entries = size - self.size, of_entries
         try:
             again = beside.all_told(noisy, at_once)
             right = not again.is_wrong and again.why in _STILL_TOLD and beside.with_lengths(again).lengths is None

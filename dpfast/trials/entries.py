@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Set
-from numbers import Integral, Real
-from operator import itemgetter
+from numbers import Real
 from typing import Any
 
 import torch
@@ -38,13 +37,6 @@ class Entries:
     def leaves(self) -> list[Any]:
         """What is in any of them."""
         return results_in(self._items)
-
-    def sizes(self) -> list[list[int]]:
-        """How long, high or wide each of them is: by every measure, also of what is in them, in which they differ."""
-        found = [dict(_sizes(x, (), set())) for x in self._items]
-        measures = dict.fromkeys(path for some in found for path in some)
-        by_measure = [[some.get(path, 0) for some in found] for path in measures]
-        return [some for some in by_measure if min(some) < max(some)]
 
     def taken(self, numbers: Iterable[int]) -> Entries:
         """Those of these samples."""
@@ -202,23 +194,6 @@ def _are_batches(x: Any, dim: int, n: int) -> bool:
     inside = list(x.values()) if isinstance(x, Mapping) else list(x)
     tensors = [y for y in results_in(inside) if isinstance(y, Tensor)]
     return bool(tensors) and all(y.dim() > dim and y.shape[dim] == n for y in tensors)
-
-
-def _sizes(x: Any, path: Path, above: set[int]) -> Iterator[tuple[Path, int]]:
-    """Of an entry, the smallest of each measure first. Of a text, those of which a tokenizer makes most."""
-    if isinstance(x, (str, bytes)):
-        yield from (((*path, "characters"), len(x)), ((*path, "words"), len(x.split())))
-    elif hasattr(x, "shape"):
-        yield from (((*path, d), size) for d, size in enumerate(x.shape))
-    elif isinstance(x, Integral) and not isinstance(x, bool):
-        yield path, int(x)
-    elif not isinstance(x, INERT) and id(x) not in above and len(path) < _DEPTH:
-        above.add(id(x))
-        several = isinstance(x, (Sequence, Set))
-        if several:
-            yield (*path, "length"), len(x)
-        inside = ((None if several else key, y) for key, y in _held(x)[0] if not (several and isinstance(y, Real)))
-        yield from sorted((found for key, y in inside for found in _sizes(y, (*path, key), above)), key=itemgetter(1))
 
 
 def _copied(x: Any) -> Any:

@@ -20,6 +20,15 @@ def first_samples(x: Any, dim: int | None, size: int) -> Any:
     return x.detach().index_select(dim, torch.arange(size, device=x.device) % x.shape[dim])
 
 
+def only(x: Any, dim: int | None, number: int) -> Any:
+    """That sample in all places."""
+    if dim is not None and isinstance(x, Entries):
+        return x.taken([number] * len(x))
+    if dim is None or not isinstance(x, Tensor):
+        return x
+    return x.index_select(dim, torch.full((x.shape[dim],), number, device=x.device))
+
+
 def with_one_more(x: Any, dim: int | None, size: int, number: int) -> Any:
     """So many of the samples, and that one once more."""
     x = first_samples(x, dim, size)

@@ -52,8 +52,8 @@ def steps(model, *batches, of=one_of):
             assert relative_error(found, summed) <= 1e-6, name  # factors are made of bounds
 
 
-def refused(model, x, given, match="several samples", **how):
-    with pytest.raises(UnsupportedModuleError, match=match):
+def refused(model, x, given, **how):
+    with pytest.raises(UnsupportedModuleError, match="several samples"):
         dpfast.GradSampleModuleFastGradientClipping(model, max_grad_norm=C, **how)(x, given).sum().backward()
 
 
@@ -94,8 +94,7 @@ def test_arrays_of_several_shapes_are_put_together_as_they_were():
     array = np.empty(6, dtype=object)
     for i in range(6):
         array[i] = np.ones((2, 1 + i % 3))
-    widest = Between(lambda h, given: h / max(y.shape[1] for y in given))
-    refused(widest, torch.randn(6, 4), array, match="changes with how long the longest sequence")
+    refused(Between(lambda h, given: h / max(y.shape[1] for y in given)), torch.randn(6, 4), array)
     own = Between(lambda h, given: torch.stack([row / y.shape[1] for row, y in zip(h, given, strict=True)]))
     steps(own, (torch.randn(6, 4), array))
 
@@ -198,7 +197,7 @@ def test_tensors_that_have_as_many_rows_as_there_are_of_them_by_accident():
 def test_batches_of_many_sizes_whose_entries_meet_are_refused_at_each():
     wrapped = dpfast.GradSampleModule(Between(lambda h, texts: h * (1.0 + max(map(len, texts)))))
     for n in (*range(5, 76, 14), 6):
-        with pytest.raises(UnsupportedModuleError, match="changes with how long the longest sequence"):
+        with pytest.raises(UnsupportedModuleError, match="several samples"):
             wrapped(torch.randn(n, 4), ["ab" * (i % 3) for i in range(n)]).sum().backward()
 
 

@@ -265,3 +265,18 @@ def test_arrays_in_one_of_objects():
     array = np.empty(6, dtype=object)
     array[:] = entries
     assert_right(cut(attention), classes, array)
+
+
+class Subwords(Pads):
+    """Of which a short text may have more than a long one."""
+
+    def forward(self, classes, entries):
+        return super().forward(classes, [[1 + ord(c) % 19 for c in text if c.isupper()] for text in entries])
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3, 4, 5], [1, 0, 2, 5, 4, 3], [2, 4, 1, 0, 3, 5]])
+def test_the_longest_text_has_not_the_most_tokens(order):
+    texts = ["Aaaaaaaa aaaaa aaa", "BBBB", "cCcCCc c", "dDDDDDd", "Eeeeeee e e e e e", "FFfff"]
+    classes, entries = batch()[2], [texts[i] for i in order]
+    assert_right(Subwords(cut_to_the_longest.Model(attention, whole)), classes, entries)
+    refused(Subwords(cut_to_the_longest.Model(mean, whole)), CHANGES, classes, entries)
