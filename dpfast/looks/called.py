@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from dpfast.arithmetic import in_cuda_graph
-from dpfast.looks.learned import Learned
-from dpfast.taps import NO_BAGS, Bags, Structure
+from dpfast.looks.learned import Learned, learned
+from dpfast.taps import NO_BAGS, Bags, Structure, Tap
 from dpfast.trials import Entries, Path, Trial, entries_in, given_whole, put_in
 
 _LATER = frozenset({1, *(8**k - 1 for k in range(1, 9))})
@@ -45,6 +45,19 @@ class Called(NamedTuple):
         if len(dims) != len(trial.leaves):  # what has as many by accident
             dims = dims[:own] + [None] * len(trial.entries)
         return trial, dims
+
+    def learned(self, receiver: Any, taps: Sequence[Tap], passes: int = 0) -> Learned:
+        """What is told of a forward that runs, or has; or of one that comes so many passes later."""
+        follow = [along(some, receiver.batch_dim) for some in self.dims]
+        how = self.inputs, follow, self.n, self.bags, passes, self.entries
+        found = learned(receiver.model, taps, *how)
+        tables = any(isinstance(tap.module, nn.Embedding) for tap in taps)
+        if found.told.why is None or found.bags is not None or not (tables and receiver.gives_batches):
+            return found
+        receiver.gives_batches = False  # where samples are folded, there are more rows than samples to meet
+        without = learned(receiver.model, taps, *how)
+        receiver.gives_batches = without.told.why is not None
+        return found if receiver.gives_batches else without
 
     def in_front(self, samples: Sequence[int], receiver: Any) -> Called:
         """The same batch with these samples before the others; as it is where samples are bags in one row."""

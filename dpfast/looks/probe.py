@@ -15,11 +15,12 @@ from torch import nn
 from dpfast.arithmetic import buffers
 from dpfast.errors import UnsupportedModuleError, warn_caller
 from dpfast.looks.begun_late import New, like_those_seen, rank_of, samples_of
-from dpfast.looks.called import Called, Due, Looks, along, entries_of, leaves_but
+from dpfast.looks.called import Called, Due, Looks, entries_of, leaves_but
 from dpfast.looks.carried import refuse_carried
 from dpfast.looks.exchange import told_by_exchange
 from dpfast.looks.kinds import alike_by_accident, kind_of, kinds_of_entries
-from dpfast.looks.learned import NOTHING, SAMPLES, Found, Learned, learned, with_own
+from dpfast.looks.learned import NOTHING, SAMPLES, Found, Learned, with_own
+from dpfast.looks.listed import Lists, listed_alone
 from dpfast.looks.routes import add_routes, routes_of
 from dpfast.looks.told import say_what_is_not_told
 from dpfast.taps import (
@@ -38,6 +39,7 @@ from dpfast.taps import (
     check_which_is_the_batch,
     in_backward,
     kind_here,
+    leaves_of,
     note_kind,
     place_in,
     warn_of_lists,
@@ -84,6 +86,7 @@ class Probe:
         self._dims: dict[tuple[Any, ...], list[set[int]]] = {}  # of each input, those that may follow the batch
         self._bags: dict[tuple[Any, ...], Bags] = {}  # by kinds of input
         self._paths: set[Path] = set()  # where entries have been
+        self.lists = Lists()
         self._due: Due | None = None
         self._called: Called | None = None
         self._seen: dict[Any, set[Any]] = {}  # what has been told of, by kind: numbers of taps, and ranks
@@ -113,6 +116,7 @@ class Probe:
         self._called, self._new = None, []
         if receiver.enabled:
             check_leaves(receiver.model, leaves, n, receiver.batch_dim)
+        n = self.lists.number(inputs, leaves, n, receiver.batch_dim)
         if n is None:
             return False
         kind = kind_of(inputs, leaves, trainable, self._modes(receiver.model))
@@ -153,15 +157,19 @@ class Probe:
             self._due = due._replace(why=why)
             return looks.forwards > 1
         self._is_checked = n == 0
-        found = self._learned(called)
+        found = called.learned(receiver, self._taps)
         if found.bags is not None:
             self._bags[anyhow] = found.bags
             return self.look(inputs, leaves, n, trainable)
+        if self.lists.are_samples_now(receiver, self._taps, inputs, found, self._paths):
+            return self.look(inputs, leaves_of(inputs), n, trainable)
         if bags is NO_BAGS and n > 1:
-            on_trust = [] if found.told.why else not_followed(entries, found.dims[len(leaves) :])
-            warn_of_lists(receiver.model, receiver.batch_dim, called, on_trust)
+            ran = found.told.why is None  # else it is said that all is on trust
+            on_trust = not_followed(entries, found.dims[len(leaves) :]) if ran else []
+            each = listed_alone(called, receiver.batch_dim) if ran else None
+            warn_of_lists(receiver.model, receiver.batch_dim, called, on_trust, each)
         if add_routes(receiver, self._taps, found.told.routes):
-            found = self._learned(called)
+            found = called.learned(receiver, self._taps)
         refuse_carried(receiver.model, found.told.carried)
         say_what_is_not_told(receiver.model, found.told)
         if found.told.why is None:  # else it may be a batch that the model cannot take, which tells nothing of the next
@@ -217,11 +225,12 @@ class Probe:
 
     def _have_rows(self, called: Called, kind: Any, keys: Sequence[Any], looks: Looks) -> bool:
         """Whether it is told whose the rows are of these, which had one a sample; then it is noted."""
-        found = self._learned(called)
+        receiver: Any = self._receiver()
+        found = called.learned(receiver, self._taps)
         rows: Found = {key: place for key in keys if isinstance(place := found.places.get(key), Rows)}
         if found.told.why is not None or len(rows) < len(keys):
             return False
-        refuse_carried(cast(Any, self._receiver()).model, found.told.carried)
+        refuse_carried(receiver.model, found.told.carried)
         self._add(kind, found, looks)
         looks.first = looks.first._replace(by_shapes={**looks.first.by_shapes, **rows})
         for (number, rank), place in rows.items():
@@ -282,9 +291,9 @@ class Probe:
         kind, picks = kind_here(receiver), False
         with same_random_numbers() as again:
             for _ in range(MOST_DRAWS):
-                found = self._learned(called)
+                found = called.learned(receiver, self._taps)
                 if add_routes(receiver, self._taps, found.told.routes):
-                    picks, found = True, self._learned(called)
+                    picks, found = True, called.learned(receiver, self._taps)
                 refuse_carried(receiver.model, found.told.carried)
                 if found.told.why is None:
                     self._add(kind, found, looks)
@@ -294,7 +303,7 @@ class Probe:
         for passes in _LATER_PASSES:  # a layer may run in every second or fourth
             if seen.issuperset(where) or picks or found.told.why is not None:
                 break
-            later = self._learned(called, passes)
+            later = called.learned(receiver, self._taps, passes)
             refuse_carried(receiver.model, later.told.carried)
             if later.told.why is None:
                 self._add(kind, later, looks)
@@ -320,19 +329,6 @@ class Probe:
         of_kind = {key: place.get(kind) if isinstance(place, dict) else place for key, place in places.items()}
         return {key: place for key, place in of_kind.items() if isinstance(place, Mixed)}
 
-    def _learned(self, called: Called, passes: int = 0) -> Learned:
-        """Of a forward that runs, or has; or of one that comes so many passes later."""
-        receiver, (inputs, _, bags, dims, n, entries) = cast(Any, self._receiver()), called
-        follow = [along(some, receiver.batch_dim) for some in dims]
-        found = learned(receiver.model, self._taps, inputs, follow, n, bags, passes, entries)
-        tables = any(isinstance(tap.module, nn.Embedding) for tap in self._taps)
-        if found.told.why is None or found.bags is not None or not (tables and receiver.gives_batches):
-            return found
-        receiver.gives_batches = False  # where samples are folded, there are more rows than samples to meet
-        without = learned(receiver.model, self._taps, inputs, follow, n, bags, passes, entries)
-        receiver.gives_batches = without.told.why is not None
-        return found if receiver.gives_batches else without
-
     @property
     def is_settled(self) -> bool:
         """Whether another look would tell no more."""
@@ -340,7 +336,8 @@ class Probe:
 
     def knows(self, other: Probe) -> None:
         """What the other has learned of the same model, of which this one's is a copy, which asks no more."""
-        self._asks_no_more, self.outputs, self._paths = True, dict(other.outputs), other._paths
+        self._asks_no_more, self.outputs = True, dict(other.outputs)
+        self._paths, self.lists = other._paths, other.lists
         receiver, original = cast(Any, self._receiver()), cast(Any, other._receiver())
         receiver.gives_batches = original.gives_batches
         add_routes(receiver, self._taps, routes_of(original, other._taps))

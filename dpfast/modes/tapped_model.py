@@ -191,6 +191,7 @@ class TappedModel:
         trainable = self.guard_parameters()
         size = num_samples((args, kwargs), leaves, self.batch_dim)
         is_new = self.probe.look((args, kwargs), leaves, size, trainable)
+        size = self.probe.lists.number((args, kwargs), leaves, size, self.batch_dim)
         if is_new and not is_traced():
             self.guards.set_beside(tensors, lambda: self.active and self._steps.repeating(in_backward()) is not None)
         units, valid = UNITS.of_forward(self.mode), VALID.of_forward(self.mode)

@@ -28,6 +28,11 @@ _LISTED = (
     "sample, make one of them all (torch.stack, torch.nn.utils.rnn.pad_sequence): as it is, clipping would bound parts "
     "of samples, and a whole one by nothing (docs/layouts.md)"
 )
+_EACH = (
+    "{0} is called with a {1}, each of which is taken for a sample: nothing else says how many there are, and it runs "
+    "so. Where each has something of all samples (views, inputs), clipping would bound each of these, and a sample by "
+    "nothing: give them as arguments of their own, or as tensors (N, ...) (docs/layouts.md)"
+)
 _ON_TRUST = (
     "{0} is called with a {1} of {3}, as many as there are samples (or several for each), in whose places no other "
     "samples' were put: that none changes another's gradient by that (the longest of all, a sum over them) is "
@@ -131,17 +136,20 @@ def _cannot_be_told(model: torch.nn.Module, given: Sequence[Any], dim: int, why:
 _said: weakref.WeakKeyDictionary[torch.nn.Module, set[str]] = weakref.WeakKeyDictionary()
 
 
-def warn_of_lists(model: torch.nn.Module, dim: int, called: Any, on_trust: Sequence[str]) -> None:
+def warn_of_lists(
+    model: torch.nn.Module, dim: int, called: Any, on_trust: Sequence[str], each: str | None = None
+) -> None:
     """Once for a model, of each: where what is taken for the first input is the first of several in a list, which may
     be samples, and where something else than a tensor seems to have entries of samples that were not exchanged.
 
     Args:
-        called: ``inputs``, their ``leaves``, and how many samples there are. on_trust: the kinds of those.
+        called: ``inputs``, their ``leaves``, and how many samples there are. on_trust: the kinds of those. each: a list
+            whose entries are taken for samples, and may be of all.
     """
     said, arguments = _said.setdefault(model, set()), (*called.inputs[0], *called.inputs[1].values())
     first = next((x for x in called.leaves if isinstance(x, Tensor)), None)
     tensors = [x for x in arguments if type(x) is list and len(x) > 1 and all(isinstance(y, Tensor) for y in x)]
-    found = {_LISTED: next((f"list of {len(x)} tensors" for x in tensors if x[0] is first), None)}
+    found = {_EACH: each, _LISTED: next((f"list of {len(x)} tensors" for x in tensors if x[0] is first), None)}
     if _ON_TRUST not in said and not found[_LISTED]:
         found[_ON_TRUST] = next(iter(on_trust), None)
     for message, what in found.items():

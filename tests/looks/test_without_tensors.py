@@ -110,6 +110,8 @@ def test_batches_of_all_sizes(way):
     make, batch, of = WAYS[way]
     plain = make()
     wrapped = made(plain)
+    if way == "nested lists":
+        warnings.simplefilter("ignore", DpfastWarning)  # each might be an input of all samples
     for n in (5, 1, 9, 2, 6):
         given = batch(n)
         wrapped.zero_grad()
@@ -209,3 +211,140 @@ def test_a_layer_that_sees_others_than_there_are_entries():
     warnings.simplefilter("ignore", DpfastWarning)
     with pytest.raises(InputError, match="follows the batch, but is no multiple of it"):
         wrapped(["a bb", "ccc d eeee", "f"]).square().sum().backward()
+
+
+# --- lists of tensors: a sample each, or rows of all samples each ---
+
+
+class OfTensors(Bag):
+    """Padded by torch."""
+
+    def forward(self, entries, labels=None):
+        lengths = torch.tensor([len(entry) for entry in entries])
+        tokens = pad_sequence(entries, batch_first=True)
+        mask = torch.arange(tokens.shape[1]) < lengths[:, None]
+        h = self.mid(self.table(tokens)).tanh()
+        return self.head((h * mask[..., None]).sum(1) / lengths[:, None])
+
+
+class OfPictures(nn.Module):
+    """Of three channels and several sizes."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 4, 3, padding=1), nn.Linear(4, 3)
+
+    def forward(self, pictures):
+        height, width = (max(x.shape[d] for x in pictures) for d in (1, 2))
+        x, mask = (pictures[0].new_zeros(len(pictures), c, height, width) for c in (3, 1))
+        for i, picture in enumerate(pictures):
+            x[i, :, : picture.shape[1], : picture.shape[2]] = picture
+            mask[i, :, : picture.shape[1], : picture.shape[2]] = 1
+        return self.head((self.conv(x).tanh() * mask).sum((2, 3)) / mask.sum((2, 3)))
+
+
+class OfVectors(Arrays):
+    def forward(self, vectors):
+        return self.head(self.mid(torch.stack(vectors)).tanh())
+
+
+def rows(n):
+    return [torch.randint(1, 20, (int(k),)) for k in torch.randperm(9)[:n] + 1]
+
+
+def some_pictures(n):
+    return [torch.randn(3, *(2 + torch.randint(0, 6, (2,))).tolist()) for _ in range(n)]
+
+
+OF_TENSORS = {
+    "token tensors": (OfTensors, rows),
+    "tuples of them": (OfTensors, lambda n: tuple(rows(n))),
+    "pictures": (OfPictures, some_pictures),
+    "vectors": (OfVectors, lambda n: [torch.randn(4) for _ in range(n)]),
+}
+
+
+def assert_right_with(wrapped, plain, entries, *labels):
+    wrapped.zero_grad()
+    wrapped(entries, *labels).square().sum().backward()
+
+    def call(model, i):
+        some = entries[i : i + 1]
+        return model([x.double() if x.is_floating_point() else x for x in some])
+
+    assert_clipped(wrapped, exact_of(plain, len(entries), call))
+
+
+@pytest.mark.parametrize("what", OF_TENSORS)
+@pytest.mark.parametrize("first", [5, 3])
+def test_each_tensor_of_a_list_is_a_sample_where_the_model_takes_them_so(what, first):
+    """Also where they have as many channels as there are."""
+    make, batch = OF_TENSORS[what]
+    plain = make()
+    wrapped = made(plain)
+    warnings.simplefilter("ignore", DpfastWarning)  # that it is no list of inputs, where that could be
+    for n in (first, 1, 7, 2, 3, 4):
+        assert_right_with(wrapped, plain, batch(n))
+
+
+def test_beside_tensors_that_have_the_samples():
+    plain, some = OfTensors(), rows(6)
+    assert_right_with(made(plain), plain, some, torch.zeros(6))
+
+
+@pytest.mark.parametrize("what", ["pictures", "vectors"])
+def test_that_each_is_taken_for_a_sample_is_said(what):
+    make, batch = OF_TENSORS[what]
+    with pytest.warns(
+        DpfastWarning, match="list of 5, each of which is taken for a sample: nothing else says how many"
+    ):
+        made(make())(batch(5))
+
+
+class OfViews(nn.Module):
+    """Of all samples, each of them centred."""
+
+    def __init__(self, centred=True):
+        super().__init__()
+        self.layer, self.centred = nn.Linear(4, 5), centred
+
+    def forward(self, views):
+        z = self.layer(torch.stack([torch.as_tensor(x, dtype=self.layer.weight.dtype) for x in views]))
+        return z - z.mean(1, keepdim=True) if self.centred else z
+
+
+@pytest.mark.parametrize("n", [5, 2, 3])
+def test_views_of_all_samples_are_none(n):
+    """With each for a sample, their samples would meet and nothing would show it."""
+    warnings.simplefilter("ignore", DpfastWarning)
+    with pytest.raises(UnsupportedModuleError, match="depends on several samples"):
+        made(OfViews())([torch.randn(n, 4), torch.randn(n, 4)]).square().sum().backward()
+
+
+def test_of_arrays_it_is_said():
+    with pytest.warns(DpfastWarning, match="list of 2, each of which is taken for a sample"):
+        made(OfViews(centred=False))([arrays(5, 4), arrays(5, 4)])
+
+
+class OfInputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 5), nn.Linear(3, 5)
+
+    def forward(self, inputs):
+        return self.one(inputs[0]) * self.two(inputs[1])
+
+
+def test_a_list_of_inputs_is_as_it_was():
+    plain = OfInputs()
+    wrapped = made(plain)
+    warnings.simplefilter("ignore", DpfastWarning)
+    for n in (2, 5):
+        inputs = [torch.randn(n, 4), torch.randn(n, 3)]
+        wrapped.zero_grad()
+        wrapped(inputs).square().sum().backward()
+
+        def call(model, i, inputs=inputs):
+            return model([x[i : i + 1].double() for x in inputs])
+
+        assert_clipped(wrapped, exact_of(plain, n, call))
