@@ -22,7 +22,7 @@ from dpfast.arithmetic import buffers
 from dpfast.looks.carried import carried
 from dpfast.looks.each_alone import lengths_of_each
 from dpfast.looks.length_look import DIFFERS, LengthLook
-from dpfast.looks.lengths import are_of_samples, longest_among, longest_of, not_exchanged
+from dpfast.looks.lengths import are_of_samples, in_each_run, longest_among, longest_of, not_exchanged
 from dpfast.looks.met_in_backward import Exchanged, Which
 from dpfast.looks.picks import NO_ROUTES
 from dpfast.looks.places_told import OTHER_ORDER, calls_told, parted_told, place_told
@@ -197,9 +197,8 @@ class _Exchange:
         self.apart = apart | self.by_accident
         if self.of_entries is None:
             of_model = self.model, self.taps, self.trial, self.leaves, self.dims
-            self.of_entries = longest_of(lengths_of_each(*of_model, self.size, self.others, self.again))
-        numbers = tuple(dict.fromkeys((0, 1, self.size - 1 - self.stays, *longest_among(self.of_entries))))
-        which: Which = [numbers[: self.size - 1]] if at_once else [(j,) for j in numbers]
+            self.of_entries = lengths_of_each(*of_model, self.size, self.others, self.again)
+        which: Which = in_each_run(self.size, self.stays, self.of_entries, at_once)
         base = self._run((), noisy)
         self.lengths |= base.lengths
         held = not_exchanged(self.lengths, self.leaves, self.dims)
@@ -325,7 +324,7 @@ class _Exchange:
         all runs. The first answer where something is wrong in these, too, or where it cannot be told what the longest
         one itself does to others."""
         leaves, size, of_entries = self.leaves, self.size, self.of_entries or []
-        for longest in longest_among((*self.counted, *of_entries)):
+        for longest in dict.fromkeys(some[0] for some in longest_among((*self.counted, *of_entries))):
             leaves = [with_one_more(x, dim, size, longest) for x, dim in zip(leaves, self.dims, strict=True)]
             of_entries, size = [[*lengths, lengths[longest]] for lengths in of_entries], size + 1
         if size == self.size:

@@ -53,9 +53,25 @@ def longest_of(counts: Iterable[list[int]]) -> list[list[int]]:
     return list({some.index(max(some)): some for some in reversed(found)}.values())
 
 
-def longest_among(counts: Iterable[list[int]]) -> list[int]:
-    """The numbers of the longest samples."""
-    return list(dict.fromkeys(some.index(max(some)) for some in counts))
+def longest_among(counts: Iterable[list[int]]) -> list[tuple[int, ...]]:
+    """The numbers of the longest samples, each time all that are as long."""
+    found = (tuple(i for i, length in enumerate(some) if length == max(some)) for some in counts)
+    return list(dict.fromkeys(found))
+
+
+def in_each_run(size: int, stay: int, counts: Iterable[list[int]], at_once: bool) -> list[tuple[int, ...]]:
+    """Which samples are exchanged: the first two and the last, and all of the longest, as the batch is no shorter with
+    one of them left.
+
+    Args:
+        size: of the batch, of which so many at the end ``stay``. counts: how long they are. at_once: the three in one
+            run.
+    """
+    last = size - stay - 1
+    three = tuple(dict.fromkeys((0, 1, last)))
+    which = [three[: size - 1]] if at_once else [(j,) for j in three]
+    longest = (tuple(j for j in some if j <= last) for some in longest_among(counts))
+    return list(dict.fromkeys((*which, *longest)))
 
 
 def are_of_samples(base: Sequence[Sequence[int]], runs: Sequence[Sequence[Sequence[int]]], most: Sequence[int]) -> bool:

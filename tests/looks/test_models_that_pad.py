@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from dpfast import GradSampleModuleFastGradientClipping
 from dpfast.errors import UnsupportedModuleError
+from dpfast.looks.lengths import in_each_run
 from dpfast.testing import clipped_sum, loop_over_samples, relative_error
 
 pytestmark = pytest.mark.filterwarnings("error::dpfast.errors.DpfastWarning")
@@ -280,3 +281,42 @@ def test_the_longest_text_has_not_the_most_tokens(order):
     classes, entries = batch()[2], [texts[i] for i in order]
     assert_right(Subwords(cut_to_the_longest.Model(attention, whole)), classes, entries)
     refused(Subwords(cut_to_the_longest.Model(mean, whole)), CHANGES, classes, entries)
+
+
+@pytest.mark.parametrize("lengths", [[9, 5, 2, 9, 3, 9, 4], [9, 9, 2, 3, 2, 9, 4], [2, 9, 9, 9, 3, 1, 1]])
+@pytest.mark.parametrize("way", [mean, cut_to_the_longest.attention_to_padding])
+def test_several_are_the_longest_after_a_batch_of_which_none_is(lengths, way):
+    """One of them in another's place leaves the batch as long as it was."""
+    model = GradSampleModuleFastGradientClipping(cut(way), max_grad_norm=1.0, loss_reduction="sum")
+
+    def batch_of(lengths):
+        entries = [torch.randint(1, 20, (length,)).tolist() for length in lengths]
+        return torch.zeros(len(lengths), dtype=torch.int64), entries
+
+    by_sample(model, *batch_of([6] * 5)).sum().backward()
+    with pytest.raises(UnsupportedModuleError, match=f"{CHANGES}|{MIXED}"):
+        by_sample(model, *batch_of(lengths)).sum().backward()
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0], [2, 0, 4, 1, 3, 5]])
+def test_several_that_are_the_longest_are_right(order):
+    lengths = torch.tensor([9, 2, 9, 4, 9, 9])
+    assert_right(cut(attention), *entries_of("lists", order, lengths))
+    assert_right(packed(of_lengths.attention), *entries_of("lists", order, lengths))
+    refused(cut(mean), f"{CHANGES}|{MIXED}", *entries_of("lists", order, lengths))
+
+
+@pytest.mark.parametrize(
+    ("size", "stay", "counts", "at_once", "which"),
+    [
+        (3, 0, [], False, [(0,), (1,), (2,)]),
+        (2, 0, [], False, [(0,), (1,)]),
+        (5, 0, [], True, [(0, 1, 4)]),
+        (3, 0, [], True, [(0, 1)]),
+        (4, 1, [], True, [(0, 1, 2)]),
+        (5, 0, [[1, 2, 3, 3, 1], [1, 1, 1, 1, 2]], False, [(0,), (1,), (4,), (2, 3)]),
+        (5, 1, [[1, 3, 3, 1, 3]], False, [(0,), (1,), (3,), (1, 2)]),
+    ],
+)
+def test_who_is_exchanged_in_which_run(size, stay, counts, at_once, which):
+    assert in_each_run(size, stay, counts, at_once) == which
