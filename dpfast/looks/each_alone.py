@@ -11,7 +11,7 @@ from torch import nn
 
 from dpfast.looks.run_on import run_on
 from dpfast.taps import Tap
-from dpfast.trials import Entries, Trial, first_samples, only
+from dpfast.trials import Entries, Trial, taken
 
 
 def lengths_of_each(
@@ -35,7 +35,7 @@ def lengths_of_each(
         return []
     found = []
     for number in range(size):
-        some = [only(first_samples(x, d, size), d, number) for x, d in zip(leaves, dims, strict=True)]
+        some = [taken(x, d, [number] * size) for x, d in zip(leaves, dims, strict=True)]
         again()
         try:
             _, witnesses = run_on(model, taps, trial, some, {}, size, others)

@@ -10,18 +10,16 @@ samples, a loss, what changes with one sample in the place of another must not d
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from dpfast.arithmetic import exact_convolutions, reduced_products
-from dpfast.looks.run_on import copied
+from dpfast.looks.own_gradients import Outputs, Runs, differ, gradients_of
 from dpfast.looks.seen import said_by
-from dpfast.taps import Tap, find_by_row, following_model, results_in
-from dpfast.trials import Entries, OfCopy, RandomNumbers, SameAtEverySize, Trial, kept, leaves_of_copy, put_back
+from dpfast.taps import Tap
+from dpfast.trials import Entries, RandomNumbers, Trial
 
 _CHANGES = (
     "a sample's gradient in it changes with how long the longest sequence of the batch is: what follows {}, which "
@@ -41,10 +39,6 @@ DIFFERS = "two runs on the same samples differ (random numbers, or a count, that
 _FAILS = "with shorter samples it fails, {}"
 _OTHERS = "what it returns is otherwise where samples are shorter"
 
-_FOLDED = 65521  # numbers kept of a parameter's gradient, which is added up over and over: a prime
-_ROUNDINGS, _MOST = 2**7, 2.0**-4
-_OF_ALL = 2.0**-4  # of a parameter whose own gradient is next to nothing
-
 
 class Slot(NamedTuple):
     """A sample's number, how long it is to be, and whether its other inputs are zeros from there on."""
@@ -56,21 +50,6 @@ class Slot(NamedTuple):
 
 Slots = tuple[Slot, Slot, Slot, Slot]
 """The longest, what stands in its place, and two others (:meth:`LengthLook._wrong`)."""
-
-
-class Outputs(NamedTuple):
-    """What a run gives: outputs with gradients, by number or by the name of an attribute, and the parameters."""
-
-    found: dict[int | str, Tensor]
-    parameters: list[nn.Parameter]
-
-
-class _Tap(OfCopy):
-    """The tap of a copy, which runs as the module does; where packed samples share kernels, each by itself."""
-
-    def caught(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        by_row = find_by_row(self.module)
-        return forward(*args, **kwargs) if by_row is None else by_row(self.module, *args, **kwargs)
 
 
 class LengthLook:
@@ -101,9 +80,8 @@ class LengthLook:
         parted: Mapping[int, Sequence[int]],
         others: dict[int, Any],
     ):
-        self.model, self.taps, self.trial, self.dims, self.size = model, taps, trial, dims, size
-        self.again, self.lengths, self.packed, self.parted, self.others = again, lengths, packed, parted, others
-        self.counted = counted
+        self.runs, self.dims, self.size = Runs(model, taps, trial, again, others), dims, size
+        self.lengths, self.packed, self.parted, self.counted = lengths, packed, parted, counted
         self.leaves = leaves
 
     def told(self) -> tuple[dict[int | str, str], str | None]:
@@ -189,13 +167,13 @@ class LengthLook:
             return True
         # What one of them alone has is padding: who makes a loss of it leaves that out.
         box = tuple(slice(min(sizes)) for sizes in zip(rows[0].shape, rows[1].shape, strict=True))
-        grads = [_gradients(x[box], run.parameters, loss=dim is None) for x, run in zip(rows, runs, strict=True)]
-        return _differ(grads, [1.0, -1.0], rows[0].dtype)
+        grads = [gradients_of(x[box], run.parameters, loss=dim is None) for x, run in zip(rows, runs, strict=True)]
+        return differ(grads, [1.0, -1.0], rows[0].dtype)
 
     def _change_of_loss(self, i: int | str, runs: Sequence[Outputs], others: Sequence[Outputs]) -> bool | None:
         """Whether what one sample in another one's place changes depends on whether a third is longer."""
-        grads = [_gradients(run.found[i], run.parameters, loss=True) for run in (*runs, *others)]
-        return _differ(grads, [1.0, -1.0, -1.0, 1.0], runs[0].found[i].dtype)
+        grads = [gradients_of(run.found[i], run.parameters, loss=True) for run in (*runs, *others)]
+        return differ(grads, [1.0, -1.0, -1.0, 1.0], runs[0].found[i].dtype)
 
     def _run(self, i: int | None, slots: Sequence[Slot]) -> Outputs:
         """One forward pass of a copy on these samples, whose lengths in input i, if any, are these."""
@@ -209,27 +187,7 @@ class LengthLook:
                 _cut(some[number].movedim(dim, 0), slots, most)
         if i is not None:
             some[i] = torch.tensor([slot.length for slot in slots]).to(some[i])
-        stand_ins = leaves_of_copy(self.model) | self.others
-        model, copies = copied(self.model, self.taps, stand_ins)
-        some = self.trial.as_called(some)
-        self.again()
-        on_gpu = torch.cuda.is_initialized()
-        with put_back(self.model):
-            self.trial.run_passes(model, some)
-            for tap in copies:
-                tap.__class__ = _Tap
-            args, kwargs = self.trial.unflatten(some)
-            with (
-                SameAtEverySize(self.again),
-                following_model(copies[0].taps, model, some),
-                exact_convolutions() if on_gpu else nullcontext(),
-            ):
-                outputs = results_in(model(*args, **kwargs))
-        held = kept.differentiable(model, outputs)
-        results: list[tuple[int | str, Any]] = [*enumerate(outputs), *held.items()]
-        found = {key: x for key, x in results if kept.is_differentiable(x)}
-        real = {key: torch.view_as_real(x) if x.is_complex() else x for key, x in found.items()}
-        return Outputs(real, [p for p in model.parameters() if p.requires_grad])
+        return self.runs.run(some)
 
 
 def _slots(lengths: Sequence[int]) -> Iterator[Slots]:
@@ -262,38 +220,3 @@ def _cut(x: Tensor, slots: Sequence[Slot], most: int) -> None:
     for number, slot in enumerate(slots):
         if slot.cut and dim is not None:
             x[number].narrow(dim - 1, slot.length, x.shape[dim] - slot.length).zero_()
-
-
-def _gradients(x: Tensor, parameters: Sequence[nn.Parameter], *, loss: bool) -> list[Tensor]:
-    """Of each parameter that it comes of: of a loss, of the sum of its entries; of others, of a loss whose gradient at
-    each entry depends on that entry alone. Large ones are added up over and over."""
-    own = torch.ones_like(x) if loss else torch.where(x.isfinite(), x.cos(), 0.0)
-    found = torch.autograd.grad(x, parameters, own.detach(), allow_unused=True, retain_graph=True)
-    return [x.new_zeros(1) if g is None else _folded(g.to_dense().flatten()) for g in found]
-
-
-def _folded(g: Tensor) -> Tensor:
-    whole = len(g) // _FOLDED * _FOLDED
-    if not whole:
-        return g.double()
-    total = g[:whole].view(-1, _FOLDED).sum(0, dtype=torch.float64)
-    total[: len(g) - whole] += g[whole:]
-    return total
-
-
-def _differ(grads: Sequence[list[Tensor]], signs: Sequence[float], dtype: torch.dtype) -> bool | None:
-    """Whether these add up to more than roundings, with their signs, at any parameter."""
-    allowed = _allowed(dtype)
-    sums = [sum(sign * g for sign, g in zip(signs, some, strict=True)) for some in zip(*grads, strict=True)]
-    norms = torch.stack([torch.stack([g.norm() for g in some]).max() for some in zip(*grads, strict=True)])
-    if not bool(norms.isfinite().all()):
-        return None
-    off = torch.stack([x.norm() for x in sums])
-    return bool((off > allowed * (norms + _OF_ALL * norms.norm())).any())
-
-
-def _allowed(dtype: torch.dtype) -> float:
-    """By which part of themselves the same sums may differ that kernels add up in another order."""
-    kinds = [dtype, *(torch.get_autocast_dtype(d) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d))]
-    lost = max(torch.finfo(kind).eps for kind in kinds)
-    return min(_ROUNDINGS * max(lost, reduced_products()), _MOST)

@@ -8,7 +8,7 @@ from dpfast.trials import kept
 from dpfast.trials.copies import OfCopy, among_all, copy_of, leaf_of, leaves_of_copy, tapped_again, without_graphs
 from dpfast.trials.dependence import Dependence
 from dpfast.trials.entries import Entries, Path, entries_in, given_whole, not_followed, number_of_entries, put_in
-from dpfast.trials.exchanged_samples import exchanged, first_samples, only, with_one_more
+from dpfast.trials.exchanged_samples import exchanged, first_samples, taken, with_one_more
 from dpfast.trials.fake_run import (
     ShapeTap,
     Values,
@@ -58,12 +58,12 @@ __all__ = [
     "not_followed",
     "nothing_left_behind",
     "number_of_entries",
-    "only",
     "put_back",
     "put_in",
     "same_kernels",
     "same_random_numbers",
     "stand_ins",
+    "taken",
     "taking_back",
     "tapped_again",
     "trained_beside",

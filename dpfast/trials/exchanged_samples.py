@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,22 +12,18 @@ from dpfast.trials.another import another_of
 from dpfast.trials.entries import Entries
 
 
+def taken(x: Any, dim: int | None, numbers: Sequence[int]) -> Any:
+    """The samples of these numbers, in turns where there are fewer."""
+    if dim is not None and isinstance(x, Entries):
+        return x.taken(i % len(x) for i in numbers)
+    if dim is None or not isinstance(x, Tensor):
+        return x
+    return x.detach().index_select(dim, torch.tensor(numbers, device=x.device) % x.shape[dim])
+
+
 def first_samples(x: Any, dim: int | None, size: int) -> Any:
-    """That many of the samples, in turns where there are fewer."""
-    if dim is not None and isinstance(x, Entries):
-        return x.taken(i % len(x) for i in range(size))
-    if dim is None or not isinstance(x, Tensor):
-        return x
-    return x.detach().index_select(dim, torch.arange(size, device=x.device) % x.shape[dim])
-
-
-def only(x: Any, dim: int | None, number: int) -> Any:
-    """That sample in all places."""
-    if dim is not None and isinstance(x, Entries):
-        return x.taken([number] * len(x))
-    if dim is None or not isinstance(x, Tensor):
-        return x
-    return x.index_select(dim, torch.full((x.shape[dim],), number, device=x.device))
+    """That many of the samples."""
+    return taken(x, dim, range(size))
 
 
 def with_one_more(x: Any, dim: int | None, size: int, number: int) -> Any:

@@ -1,0 +1,133 @@
+"""What samples' outputs give the parameters, in one batch and in another of the same samples: black boxes, where there
+is no saying which rows are whose. What differs by more than roundings is told apart here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dpfast.arithmetic import exact_convolutions, reduced_products
+from dpfast.looks.run_on import copied
+from dpfast.taps import Tap, find_by_row, following_model, results_in
+from dpfast.trials import OfCopy, RandomNumbers, SameAtEverySize, Trial, kept, leaves_of_copy, put_back
+
+_FOLDED = 65521  # numbers kept of a parameter's gradient, which is added up over and over: a prime
+_ROUNDINGS, FAR = 2**7, 2.0**-4
+_OF_ALL = 2.0**-4  # of a parameter whose own gradient is next to nothing
+
+
+class Outputs(NamedTuple):
+    """What a run gives: outputs with gradients, by number or by the name of an attribute, and the parameters."""
+
+    found: dict[int | str, Tensor]
+    parameters: list[nn.Parameter]
+
+
+class _Tap(OfCopy):
+    """The tap of a copy, which runs as the module does; where packed samples share kernels, each by itself."""
+
+    def caught(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        by_row = find_by_row(self.module)
+        return forward(*args, **kwargs) if by_row is None else by_row(self.module, *args, **kwargs)
+
+
+class Runs:
+    """Of copies of a model, on batches of its samples. Random numbers say nothing of places or sizes.
+
+    Args:
+        trial: how it is called. again: has random numbers start again. others: what stands where parameters are, by
+            their ids. double: in fp64.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        taps: Sequence[Tap],
+        trial: Trial,
+        again: RandomNumbers,
+        others: dict[int, Any],
+        *,
+        double: bool = False,
+    ):
+        self.model, self.taps, self.trial, self.again, self.others = model, taps, trial, again, others
+        self.double = double
+
+    def in_double(self) -> Runs:
+        """The same in fp64."""
+        of_model = ((p, self.others.get(id(p), p)) for p in self.model.parameters() if p.is_floating_point())
+        others = {id(p): nn.Parameter(x.detach().double(), requires_grad=p.requires_grad) for p, x in of_model}
+        return Runs(self.model, self.taps, self.trial, self.again, others, double=True)
+
+    def run(self, leaves: Sequence[Any]) -> Outputs:
+        """One forward pass on these inputs."""
+        stand_ins = leaves_of_copy(self.model) | self.others
+        model, copies = copied(self.model, self.taps, stand_ins)
+        if self.double:
+            leaves = [_doubled(x) for x in leaves]
+            for holder, name, x in [(m._buffers, name, x) for m in model.modules() for name, x in m._buffers.items()]:
+                holder[name] = _doubled(x)
+        some = self.trial.as_called(leaves)
+        self.again()
+        on_gpu = torch.cuda.is_initialized()
+        with put_back(self.model):
+            self.trial.run_passes(model, some)
+            for tap in copies:
+                tap.__class__ = _Tap
+            args, kwargs = self.trial.unflatten(some)
+            with (
+                SameAtEverySize(self.again),
+                following_model(copies[0].taps, model, some),
+                exact_convolutions() if on_gpu else nullcontext(),
+            ):
+                outputs = results_in(model(*args, **kwargs))
+        held = kept.differentiable(model, outputs)
+        results: list[tuple[int | str, Any]] = [*enumerate(outputs), *held.items()]
+        found = {key: x for key, x in results if kept.is_differentiable(x)}
+        real = {key: torch.view_as_real(x) if x.is_complex() else x for key, x in found.items()}
+        return Outputs(real, [p for p in model.parameters() if p.requires_grad])
+
+
+def _doubled(x: Any) -> Any:
+    return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+def gradients_of(x: Tensor, parameters: Sequence[nn.Parameter], *, loss: bool) -> list[Tensor]:
+    """Of each parameter that it comes of: of a loss, of the sum of its entries; of others, of a loss whose gradient at
+    each entry depends on that entry alone. Large ones are added up over and over."""
+    own = torch.ones_like(x) if loss else torch.where(x.isfinite(), x.cos(), 0.0)
+    found = torch.autograd.grad(x, parameters, own.detach(), allow_unused=True, retain_graph=True)
+    return [x.new_zeros(1) if g is None else _folded(g.to_dense().flatten()) for g in found]
+
+
+def _folded(g: Tensor) -> Tensor:
+    whole = len(g) // _FOLDED * _FOLDED
+    if not whole:
+        return g.double()
+    total = g[:whole].view(-1, _FOLDED).sum(0, dtype=torch.float64)
+    total[: len(g) - whole] += g[whole:]
+    return total
+
+
+def differ(
+    grads: Sequence[list[Tensor]], signs: Sequence[float], dtype: torch.dtype, least: float | None = None
+) -> bool | None:
+    """Whether these add up to more than roundings, with their signs, at any parameter, or than that part of it."""
+    allowed = least or _allowed(dtype)
+    sums = [sum(sign * g for sign, g in zip(signs, some, strict=True)) for some in zip(*grads, strict=True)]
+    norms = torch.stack([torch.stack([g.norm() for g in some]).max() for some in zip(*grads, strict=True)])
+    if not bool(norms.isfinite().all()):
+        return None
+    off = torch.stack([x.norm() for x in sums])
+    return bool((off > allowed * (norms + _OF_ALL * norms.norm())).any())
+
+
+def _allowed(dtype: torch.dtype) -> float:
+    """By which part of themselves the same sums may differ that kernels add up in another order."""
+    kinds = [dtype, *(torch.get_autocast_dtype(d) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d))]
+    lost = max(torch.finfo(kind).eps for kind in kinds)
+    return min(_ROUNDINGS * max(lost, reduced_products()), FAR)
