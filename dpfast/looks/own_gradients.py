@@ -96,12 +96,16 @@ def _doubled(x: Any) -> Any:
     return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
-def gradients_of(x: Tensor, parameters: Sequence[nn.Parameter], *, loss: bool) -> list[Tensor]:
-    """Of each parameter that it comes of: of a loss, of the sum of its entries; of others, of a loss whose gradient at
-    each entry depends on that entry alone. Large ones are added up over and over."""
-    own = torch.ones_like(x) if loss else torch.where(x.isfinite(), x.cos(), 0.0)
-    found = torch.autograd.grad(x, parameters, own.detach(), allow_unused=True, retain_graph=True)
-    return [x.new_zeros(1) if g is None else _folded(g.to_dense().flatten()) for g in found]
+def gradients_of(outputs: Sequence[Tensor], parameters: Sequence[nn.Parameter], losses: Sequence[bool]) -> list[Tensor]:
+    """Of each parameter that these come of: of losses, of the sum of their entries; of others, of a loss whose gradient
+    at each entry depends on that entry alone. Large ones are added up over and over."""
+    own = [
+        torch.ones_like(x) if loss else torch.where(x.isfinite(), x.cos(), 0.0).detach()
+        for x, loss in zip(outputs, losses, strict=True)
+    ]
+    found = torch.autograd.grad(outputs, parameters, own, allow_unused=True, retain_graph=True)
+    nothing = outputs[0].new_zeros(1)
+    return [nothing if g is None else _folded(g.to_dense().flatten()) for g in found]
 
 
 def _folded(g: Tensor) -> Tensor:

@@ -51,7 +51,11 @@ def _moved(runs: Runs, leaves: Sequence[Any], dims: Sequence[int | None], size: 
         return runs.run([taken(x, d, order) for x, d in zip(leaves, dims, strict=True)])
 
     def differing(one: Outputs, two: Outputs, least: float | None = None) -> list[int | str]:
-        return [key for key in one.found if key in two.found and _differ_in(key, one, two, size, least)]
+        # Others have as many rows as these samples make in that order.
+        keys = [key for key, x in one.found.items() if key in two.found and two.found[key].shape == x.shape]
+        if not keys or not _differ_in(keys, (one, two), size, least):
+            return []
+        return [key for key in keys if _differ_in([key], (one, two), size, least)]
 
     order, other = range(size), [size - 1, *range(size - 1)]
     first = run(order)
@@ -69,11 +73,9 @@ def _moved(runs: Runs, leaves: Sequence[Any], dims: Sequence[int | None], size: 
     return [key for key in found if key in differing(one, two, _IN_DOUBLE)]
 
 
-def _differ_in(key: int | str, one: Outputs, two: Outputs, size: int, least: float | None) -> bool:
-    outputs: list[Tensor] = [run.found[key] for run in (one, two)]
-    if outputs[0].shape != outputs[1].shape:
-        return False  # as many rows as there are in these samples' own order
-    grads = [
-        gradients_of(x, run.parameters, loss=size not in x.shape) for x, run in zip(outputs, (one, two), strict=True)
-    ]
-    return bool(differ(grads, [1.0, -1.0], outputs[0].dtype, least))
+def _differ_in(keys: Sequence[int | str], runs: Sequence[Outputs], size: int, least: float | None) -> bool:
+    outputs: list[list[Tensor]] = [[run.found[key] for key in keys] for run in runs]
+    losses = [size not in x.shape for x in outputs[0]]
+    grads = [gradients_of(some, run.parameters, losses) for some, run in zip(outputs, runs, strict=True)]
+    coarsest = max((x.dtype for x in outputs[0]), key=lambda dtype: torch.finfo(dtype).eps)
+    return bool(differ(grads, [1.0, -1.0], coarsest, least))

@@ -86,7 +86,7 @@ class SameAtEverySize(TorchDispatchMode):
         if name == "native_dropout":
             x, p, train = args
             return (x / (1 - p) if train is not False and p < 1 else result[0]), result[1].fill_(p < 1)
-        return result if not result.numel() else result.fill_(1 if "bernoulli" in name else result.view(-1)[0])
+        return result if not result.numel() else result.fill_(1 if "bernoulli" in name else result.flatten()[0])
 
 
 def _last_with_a_weight(weights: Tensor, number: int) -> Tensor:
