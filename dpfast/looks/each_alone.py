@@ -13,6 +13,8 @@ from dpfast.looks.run_on import run_on
 from dpfast.taps import Tap
 from dpfast.trials import Entries, Trial, taken
 
+_MOST = 4  # ways to be long; experts have a way each
+
 
 def lengths_of_each(
     model: nn.Module,
@@ -24,8 +26,9 @@ def lengths_of_each(
     others: dict[int, Any],
     again: Callable[[], None],
 ) -> list[list[int]]:
-    """Of so many samples, by sample: each size of what layers take and give, and how often they run, where it differs.
-    None where no entries follow the batch, or where the model takes no such batches.
+    """Of so many samples, by sample: sizes of what layers take and give, and how often they run, where it differs; of
+    those with the same samples for the longest one, of a few that most layers have. None where no entries follow the
+    batch, or where the model takes no such batches.
 
     Args:
         leaves, trial: the inputs. dims: of each, that of its samples. others: what stands where parameters are.
@@ -44,5 +47,8 @@ def lengths_of_each(
         calls = [call for witness in witnesses for _, call in witness.took_and_gave]
         times = [len(witness.took_and_gave) for witness in witnesses]
         found.append([*times, *(length for call in calls for some in call for shape in some for length in shape)])
-    by_measure = map(list, zip_longest(*found, fillvalue=0))
-    return [lengths for lengths in by_measure if min(lengths) < max(lengths)]
+    by_longest: dict[tuple[int, ...], list[list[int]]] = {}
+    for lengths in map(list, zip_longest(*found, fillvalue=0)):
+        if min(lengths) < max(lengths):
+            by_longest.setdefault(tuple(j for j, x in enumerate(lengths) if x == max(lengths)), []).append(lengths)
+    return [some[0] for some in sorted(by_longest.values(), key=len, reverse=True)[:_MOST]]

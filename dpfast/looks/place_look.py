@@ -17,6 +17,7 @@ from dpfast.looks.own_gradients import FAR, Outputs, Runs, differ, gradients_of
 from dpfast.taps import Tap
 from dpfast.trials import Trial, same_random_numbers, stand_ins, taken
 
+_SIGNS = (1.0, -1.0)
 _IN_DOUBLE = 2.0**-20
 
 MOVED = (
@@ -35,7 +36,7 @@ def moved_by_place(
     Args:
         trial: the inputs. dims: of each, that of its samples. sizes: so many run, or where they do not, so many.
     """
-    for size in sizes:
+    for size in dict.fromkeys(sizes):
         for others in (stand_ins(model), {}):
             try:
                 with same_random_numbers() as again, torch.enable_grad():
@@ -50,14 +51,21 @@ def _moved(runs: Runs, leaves: Sequence[Any], dims: Sequence[int | None], size: 
     def run(order: Sequence[int], runs: Runs = runs) -> Outputs:
         return runs.run([taken(x, d, order) for x, d in zip(leaves, dims, strict=True)])
 
+    def together(order: Sequence[int]) -> tuple[list[Tensor], torch.dtype]:
+        outputs = run(order)  # which goes before the next one runs, and its graph with it
+        finest = min((x.dtype for x in outputs.found.values()), key=lambda dtype: torch.finfo(dtype).eps)
+        return _gradients(outputs, list(outputs.found), size), finest
+
     def differing(one: Outputs, two: Outputs, least: float | None = None) -> list[int | str]:
         # Others have as many rows as these samples make in that order.
         keys = [key for key, x in one.found.items() if key in two.found and two.found[key].shape == x.shape]
-        if not keys or not _differ_in(keys, (one, two), size, least):
-            return []
-        return [key for key in keys if _differ_in([key], (one, two), size, least)]
+        grads = ([_gradients(outputs, [key], size) for outputs in (one, two)] for key in keys)
+        return [key for key, some in zip(keys, grads, strict=True) if differ(some, _SIGNS, one.found[key].dtype, least)]
 
     order, other = range(size), [size - 1, *range(size - 1)]
+    (one, dtype), (two, _) = together(order), together(other)
+    if not differ([one, two], _SIGNS, dtype):
+        return []
     first = run(order)
     found = differing(first, run(other))
     if not found or differing(first, run(order)):  # or random numbers that cannot be put back
@@ -67,15 +75,12 @@ def _moved(runs: Runs, leaves: Sequence[Any], dims: Sequence[int | None], size: 
         return []
     try:
         exact = runs.in_double()
-        one, two = run(order, exact), run(other, exact)
+        pair = run(order, exact), run(other, exact)
     except Exception:  # whatever a model raises whose own code says fp32
         return [key for key in found if key in differing(first, run(other), FAR)]
-    return [key for key in found if key in differing(one, two, _IN_DOUBLE)]
+    return [key for key in found if key in differing(*pair, _IN_DOUBLE)]
 
 
-def _differ_in(keys: Sequence[int | str], runs: Sequence[Outputs], size: int, least: float | None) -> bool:
-    outputs: list[list[Tensor]] = [[run.found[key] for key in keys] for run in runs]
-    losses = [size not in x.shape for x in outputs[0]]
-    grads = [gradients_of(some, run.parameters, losses) for some, run in zip(outputs, runs, strict=True)]
-    coarsest = max((x.dtype for x in outputs[0]), key=lambda dtype: torch.finfo(dtype).eps)
-    return bool(differ(grads, [1.0, -1.0], coarsest, least))
+def _gradients(outputs: Outputs, keys: Sequence[int | str], size: int) -> list[Tensor]:
+    some = [outputs.found[key] for key in keys]
+    return gradients_of(some, outputs.parameters, [size not in x.shape for x in some])
