@@ -172,7 +172,7 @@ def _learned_as(model: nn.Module, taps: Sequence[Tap], trial: Trial, dims: Seque
         batched = [*own, *[None] * len(trial.entries)]
         told = told_by_exchange(model, taps, trial, batched, places, (SAMPLES, n))
     if n > 1 and told.why is None and not told.is_wrong:
-        told = told._replace(outputs=moved_by_place(model, taps, trial, batched, (min(n, SAMPLES), n)))
+        told = told._replace(outputs=moved_by_place(model, taps, trial, batched, (2, n)))
     if trial.entries and any(dim is not None for dim in batched[-len(trial.entries) :]):
         told = _naming_entries(told, trial)
     everywhere = with_own({**places, **told.places})

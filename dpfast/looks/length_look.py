@@ -167,12 +167,12 @@ class LengthLook:
             return True
         # What one of them alone has is padding: who makes a loss of it leaves that out.
         box = tuple(slice(min(sizes)) for sizes in zip(rows[0].shape, rows[1].shape, strict=True))
-        grads = [gradients_of([x[box]], run.parameters, [dim is None]) for x, run in zip(rows, runs, strict=True)]
+        grads = [gradients_of([x[box]], run, [dim is None]) for x, run in zip(rows, runs, strict=True)]
         return differ(grads, [1.0, -1.0], rows[0].dtype)
 
     def _change_of_loss(self, i: int | str, runs: Sequence[Outputs], others: Sequence[Outputs]) -> bool | None:
         """Whether what one sample in another one's place changes depends on whether a third is longer."""
-        grads = [gradients_of([run.found[i]], run.parameters, [True]) for run in (*runs, *others)]
+        grads = [gradients_of([run.found[i]], run, [True]) for run in (*runs, *others)]
         return differ(grads, [1.0, -1.0, -1.0, 1.0], runs[0].found[i].dtype)
 
     def _run(self, i: int | None, slots: Sequence[Slot]) -> Outputs:

@@ -53,9 +53,14 @@ class Lists:
         return self.are_samples
 
 
+def is_counted_by_entries(called: Called, dim: int) -> bool:
+    """Whether no tensor says how many samples there are."""
+    return not any(isinstance(x, Tensor) and x.dim() > dim for x in called.leaves)
+
+
 def listed_alone(called: Called, dim: int) -> str | None:
     """In words a list that alone says how many samples there are, where its entries may be of all of them."""
-    if any(isinstance(x, Tensor) and x.dim() > dim for x in called.leaves):
+    if not is_counted_by_entries(called, dim):
         return None
     given: Any = next((x.given for x in called.entries.values() if x is not None), None)
     return f"{type(given).__name__} of {len(given)}" if type(given) in _LISTS and _may_be_of_all(given, dim) else None

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,16 +17,23 @@ from dpfast.looks.run_on import copied
 from dpfast.taps import Tap, find_by_row, following_model, results_in
 from dpfast.trials import OfCopy, RandomNumbers, SameAtEverySize, Trial, kept, leaves_of_copy, put_back
 
-_FOLDED = 65521  # numbers kept of a parameter's gradient, which is added up over and over: a prime
+_FOLDED = 1021  # numbers kept of a parameter's gradient, which is added up over and over: a prime
+_ROWS = 64  # of these at once
 _ROUNDINGS, FAR = 2**7, 2.0**-4
 _OF_ALL = 2.0**-4  # of a parameter whose own gradient is next to nothing
 
 
 class Outputs(NamedTuple):
-    """What a run gives: outputs with gradients, by number or by the name of an attribute, and the parameters."""
+    """What a run gives.
+
+    Attributes:
+        found: outputs with gradients, by number or by the name of an attribute.
+        parameters: the copy's. shared: of these the numbers of those that are the model's own.
+    """
 
     found: dict[int | str, Tensor]
     parameters: list[nn.Parameter]
+    shared: frozenset[int]
 
 
 class _Tap(OfCopy):
@@ -89,30 +97,55 @@ class Runs:
         results: list[tuple[int | str, Any]] = [*enumerate(outputs), *held.items()]
         found = {key: x for key, x in results if kept.is_differentiable(x)}
         real = {key: torch.view_as_real(x) if x.is_complex() else x for key, x in found.items()}
-        return Outputs(real, [p for p in model.parameters() if p.requires_grad])
+        parameters, own = [p for p in model.parameters() if p.requires_grad], {id(p) for p in self.model.parameters()}
+        return Outputs(real, parameters, frozenset(i for i, p in enumerate(parameters) if id(p) in own))
 
 
 def _doubled(x: Any) -> Any:
     return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
-def gradients_of(outputs: Sequence[Tensor], parameters: Sequence[nn.Parameter], losses: Sequence[bool]) -> list[Tensor]:
-    """Of each parameter that these come of: of losses, of the sum of their entries; of others, of a loss whose gradient
-    at each entry depends on that entry alone. Large ones are added up over and over."""
+def gradients_of(
+    outputs: Sequence[Tensor], run: Outputs, losses: Sequence[bool], *, again: bool = True
+) -> list[Tensor]:
+    """A few numbers of each parameter's gradient, in fp64: of losses, of the sum of their entries; of others, of a loss
+    whose gradient at each entry depends on that entry alone. They are taken as they come by: all at once are as much
+    as the model. again: the graph stays for others."""
     own = [
         torch.ones_like(x) if loss else torch.where(x.isfinite(), x.cos(), 0.0).detach()
         for x, loss in zip(outputs, losses, strict=True)
     ]
-    found = torch.autograd.grad(outputs, parameters, own, allow_unused=True, retain_graph=True)
+    found: dict[int, Tensor] = {}
+
+    def take(i: int, grad: Tensor) -> None:
+        g = _folded(grad.detach().to_dense().flatten())
+        found[i] = found[i] + g if i in found else g
+
+    shared = [(i, run.parameters[i]) for i in sorted(run.shared)]  # of a kind that a copy has no other of
+    leaves = [(i, p) for i, p in enumerate(run.parameters) if i not in run.shared]
+    hooks = [p.register_hook(partial(take, i)) for i, p in leaves]
+    try:
+        if leaves:
+            torch.autograd.backward(outputs, own, inputs=[p for _, p in leaves], retain_graph=again or bool(shared))
+    finally:
+        for hook, (_, p) in zip(hooks, leaves, strict=True):
+            hook.remove()
+            p.grad = None
+    if shared:
+        grads = torch.autograd.grad(outputs, [p for _, p in shared], own, allow_unused=True, retain_graph=True)
+        for (i, _), grad in zip(shared, grads, strict=True):
+            found.update({} if grad is None else {i: _folded(grad.to_dense().flatten())})
     nothing = outputs[0].new_zeros(1)
-    return [nothing if g is None else _folded(g.to_dense().flatten()) for g in found]
+    return [found.get(i, nothing) for i in range(len(run.parameters))]
 
 
 def _folded(g: Tensor) -> Tensor:
     whole = len(g) // _FOLDED * _FOLDED
     if not whole:
         return g.double()
-    total = g[:whole].view(-1, _FOLDED).sum(0, dtype=torch.float64)
+    total = g.new_zeros(_FOLDED, dtype=torch.float64)
+    for rows in g[:whole].view(-1, _FOLDED).split(_ROWS):
+        total += rows.sum(0, dtype=torch.float64)
     total[: len(g) - whole] += g[whole:]
     return total
 

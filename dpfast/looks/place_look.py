@@ -54,7 +54,7 @@ def _moved(runs: Runs, leaves: Sequence[Any], dims: Sequence[int | None], size: 
     def together(order: Sequence[int]) -> tuple[list[Tensor], torch.dtype]:
         outputs = run(order)  # which goes before the next one runs, and its graph with it
         finest = min((x.dtype for x in outputs.found.values()), key=lambda dtype: torch.finfo(dtype).eps)
-        return _gradients(outputs, list(outputs.found), size), finest
+        return _gradients(outputs, list(outputs.found), size, again=False), finest
 
     def differing(one: Outputs, two: Outputs, least: float | None = None) -> list[int | str]:
         # Others have as many rows as these samples make in that order.
@@ -75,12 +75,13 @@ def _moved(runs: Runs, leaves: Sequence[Any], dims: Sequence[int | None], size: 
         return []
     try:
         exact = runs.in_double()
-        pair = run(order, exact), run(other, exact)
+        first, second = run(order, exact), run(other, exact)
+        unsteady = differing(first, run(order, exact), _IN_DOUBLE)
     except Exception:  # whatever a model raises whose own code says fp32
         return [key for key in found if key in differing(first, run(other), FAR)]
-    return [key for key in found if key in differing(*pair, _IN_DOUBLE)]
+    return [key for key in found if not unsteady and key in differing(first, second, _IN_DOUBLE)]
 
 
-def _gradients(outputs: Outputs, keys: Sequence[int | str], size: int) -> list[Tensor]:
+def _gradients(outputs: Outputs, keys: Sequence[int | str], size: int, *, again: bool = True) -> list[Tensor]:
     some = [outputs.found[key] for key in keys]
-    return gradients_of(some, outputs.parameters, [size not in x.shape for x in some])
+    return gradients_of(some, outputs, [size not in x.shape for x in some], again=again)

@@ -20,7 +20,7 @@ from dpfast.looks.carried import refuse_carried
 from dpfast.looks.exchange import told_by_exchange
 from dpfast.looks.kinds import alike_by_accident, kind_of, kinds_of_entries
 from dpfast.looks.learned import NOTHING, SAMPLES, Found, Learned, with_own
-from dpfast.looks.listed import Lists, listed_alone
+from dpfast.looks.listed import Lists, is_counted_by_entries, listed_alone
 from dpfast.looks.routes import add_routes, routes_of
 from dpfast.looks.told import say_what_is_not_told
 from dpfast.taps import (
@@ -164,10 +164,10 @@ class Probe:
         if self.lists.are_samples_now(receiver, self._taps, inputs, found, self._paths):
             return self.look(inputs, leaves_of(inputs), n, trainable)
         if bags is NO_BAGS and n > 1:
-            ran = found.told.why is None  # else it is said that all is on trust
-            on_trust = not_followed(entries, found.dims[len(leaves) :]) if ran else []
-            each = listed_alone(called, receiver.batch_dim) if ran else None
-            warn_of_lists(receiver.model, receiver.batch_dim, called, on_trust, each)
+            dim = receiver.batch_dim
+            if found.told.why is None or not is_counted_by_entries(called, dim):  # else that is an error
+                on_trust = not_followed(entries, found.dims[len(leaves) :])
+                warn_of_lists(receiver.model, dim, called, on_trust, listed_alone(called, dim))
         if add_routes(receiver, self._taps, found.told.routes):
             found = called.learned(receiver, self._taps)
         refuse_carried(receiver.model, found.told.carried)

@@ -90,8 +90,8 @@ def test_samples_that_meet_in_a_layer_that_is_switched_on_later(n, t, passed):
 
 
 def test_what_is_looked_at_once_is_not_looked_at_again(monkeypatch):
-    looks, learned = [], dpfast.looks.probe.learned
-    monkeypatch.setattr(dpfast.looks.probe, "learned", lambda *args: looks.append(1) or learned(*args))
+    looks, learned = [], dpfast.looks.called.learned
+    monkeypatch.setattr(dpfast.looks.called, "learned", lambda *args: looks.append(1) or learned(*args))
     wrapped = clipping(Switched())
     for on in ({0}, {0, 1}, {0}, {0, 1}, {1}):
         wrapped._module.on = on
@@ -157,8 +157,8 @@ def test_one_look_shows_layers_that_are_dropped(monkeypatch):
                 x = x + block(x) if torch.rand([]) < 0.5 else x
             return self.head(x)
 
-    looks, learned = [], dpfast.looks.probe.learned
-    monkeypatch.setattr(dpfast.looks.probe, "learned", lambda *args: looks.append(1) or learned(*args))
+    looks, learned = [], dpfast.looks.called.learned
+    monkeypatch.setattr(dpfast.looks.called, "learned", lambda *args: looks.append(1) or learned(*args))
     torch.manual_seed(0)
     wrapped = clipping(Dropping())
     for _ in range(6):
@@ -211,8 +211,8 @@ def test_samples_that_meet_in_a_layer_that_runs_now_and_then(every):
 
 
 def test_what_no_trial_runs_is_taken_on_trust_with_a_warning(monkeypatch):
-    looks, learned = [], dpfast.looks.probe.learned
-    monkeypatch.setattr(dpfast.looks.probe, "learned", lambda *args: looks.append(1) or learned(*args))
+    looks, learned = [], dpfast.looks.called.learned
+    monkeypatch.setattr(dpfast.looks.called, "learned", lambda *args: looks.append(1) or learned(*args))
     model = Counting(6)
     wrapped, plain = clipping(copy.deepcopy(model)), InPlace()
     plain.load_state_dict(model.state_dict())

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from dpfast import GradSampleModuleFastGradientClipping
 from dpfast.errors import UnsupportedModuleError
-from dpfast.looks.lengths import in_each_run
+from dpfast.looks.lengths import are_of_samples, in_each_run
 from dpfast.testing import clipped_sum, loop_over_samples, relative_error
 
 pytestmark = pytest.mark.filterwarnings("error::dpfast.errors.DpfastWarning")
@@ -236,11 +236,24 @@ class Fixed(nn.Module):
         return self.inner(rows, torch.tensor(self.lengths[: len(rows)]), classes)
 
 
-@pytest.mark.filterwarnings("default::dpfast.errors.DpfastWarning")
-def test_lengths_of_places_are_still_on_trust():
-    model = GradSampleModuleFastGradientClipping(Fixed(), max_grad_norm=1.0, loss_reduction="sum")
-    with pytest.warns(match="they come of no input"):
-        by_sample(model, *entries_of("lists")).sum().backward()
+def test_lengths_of_places_are_none_of_samples():
+    refused(Fixed(), "changes with the sample's place in the batch", *entries_of("lists"))
+
+
+@pytest.mark.parametrize(
+    ("base", "runs", "most", "told"),
+    [
+        ([[1, 3, 5]], [[[3, 3, 5]], [[1, 5, 5]], [[1, 1, 3]]], [1, 1, 1], True),
+        ([[1, 3, 5]], [[[1, 3, 5]], [[1, 3, 5]]], [1, 1], False),
+        ([[1, 3, 5]], [[[2, 2, 5]]], [1], False),
+        ([[1, 3, 5]], [[[2, 2, 5]]], [2], True),
+        ([[1, 3, 5], [1, 2, 2]], [[[3, 3, 5], [1, 2, 2]]], [1], False),
+        ([[1, 3, 5]], [[[3, 3]]], [1], False),
+        ([], [[]], [1], False),
+    ],
+)
+def test_lengths_of_samples_change_with_them(base, runs, most, told):
+    assert are_of_samples(base, runs, most) == told
 
 
 def test_the_largest_value_of_the_batch_is_no_length():
