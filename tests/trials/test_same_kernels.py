@@ -156,6 +156,7 @@ class Sums(Net):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_that_gradients_alone_differ_from_run_to_run_is_said(dtype):
+    NUMBERS.seed(0)  # of some it looks as if samples met, or is within roundings
     with pytest.warns(DpfastWarning, match="the gradients of two runs on the same samples differ"):
         step(clipping(Sums(None, dtype)), torch.randn(N, D, dtype=dtype))
 
