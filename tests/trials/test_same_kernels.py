@@ -138,7 +138,7 @@ class Unsteady(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return grad * (1.0 + 1e-5 * NUMBERS.random())
+        return grad * (1.0 + 1e-4 * NUMBERS.random())
 
 
 class Sums(Net):
@@ -156,7 +156,7 @@ class Sums(Net):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_that_gradients_alone_differ_from_run_to_run_is_said(dtype):
-    NUMBERS.seed(0)  # of some it looks as if samples met, or is within roundings
+    NUMBERS.seed(0)  # of others it may look as if samples met
     with pytest.warns(DpfastWarning, match="the gradients of two runs on the same samples differ"):
         step(clipping(Sums(None, dtype)), torch.randn(N, D, dtype=dtype))
 
