@@ -36,6 +36,8 @@ def moved_by_place(
     Args:
         trial: the inputs. dims: of each, that of its samples. sizes: so many run, or where they do not, so many.
     """
+    if any(hasattr(p, "device_mesh") for p in model.parameters()):
+        return {}  # parts of parameters, as in ``exchange``
     for size in dict.fromkeys(sizes):
         for others in (stand_ins(model), {}):
             try:
