@@ -326,7 +326,7 @@ def ended(n):
 
 
 def test_a_row_of_each_sample():
-    """They were taken for rows that nobody expects, so trials ran over and over: 186 forwards, where these are 56."""
+    """They were taken for rows that nobody expects, so trials ran over and over: 186 forwards, where these are 64, two of each first look for places."""
     torch.manual_seed(0)
     plain = LastToken()
     wrapped = GradSampleModule(copy.deepcopy(plain), loss_reduction="sum")
@@ -334,7 +334,7 @@ def test_a_row_of_each_sample():
     for n in (4, 4, 4, 3, T, 1):
         wrapped.zero_grad()
         loss(wrapped, ended(n)).backward()
-    assert len(FORWARDS.all()) <= 60
+    assert len(FORWARDS.all()) <= 68
     for n in (4, T, 1):
         assert_same(wrapped, plain, ended(n))
 
