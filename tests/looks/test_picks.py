@@ -326,7 +326,8 @@ def ended(n):
 
 
 def test_a_row_of_each_sample():
-    """They were taken for rows that nobody expects, so trials ran over and over: 186 forwards, where these are 64, two of each first look for places."""
+    """They were taken for rows that nobody expects, so trials ran over and over: 186 forwards, where these are 64 (two
+    of each first look for places)."""
     torch.manual_seed(0)
     plain = LastToken()
     wrapped = GradSampleModule(copy.deepcopy(plain), loss_reduction="sum")
