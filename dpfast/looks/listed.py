@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dpfast.looks.called import Called, entries_of, leaves_but
 from dpfast.looks.learned import Learned
-from dpfast.taps import NO_BAGS, Tap, leaves_of, results_in
+from dpfast.taps import NO_BAGS, Tap, have_samples, leaves_of, results_in
 from dpfast.trials import Path
 
 _LISTS = (list, tuple, deque)
@@ -55,7 +55,7 @@ class Lists:
 
 def is_counted_by_entries(called: Called, dim: int) -> bool:
     """Whether no tensor says how many samples there are."""
-    return not any(isinstance(x, Tensor) and x.dim() > dim for x in called.leaves)
+    return not have_samples(called.leaves, dim)
 
 
 def listed_alone(called: Called, dim: int) -> str | None:
@@ -75,6 +75,8 @@ def _rows(x: Any, dim: int) -> int | None:
 def _list_of_first(inputs: Any, leaves: Sequence[Any], dim: int) -> tuple[Path, Sequence[Any]] | None:
     """The list that holds the first tensor with that dimension, and where it is; None: it is in none."""
     first = next((x for x in leaves if isinstance(x, Tensor) and x.dim() > dim), None)
+    if first is None:  # which a list may hold too
+        return None
     places = (((i, key), x) for i, some in enumerate(inputs) for key, x in (some.items() if i else enumerate(some)))
     lists = ((path, x) for path, x in places if type(x) in _LISTS)
     return next(((path, x) for path, x in lists if any(y is first for y in results_in(x))), None)

@@ -112,14 +112,18 @@ def check_leaves(model: torch.nn.Module, leaves: Sequence[Any], n: int | None, d
         raise _cannot_be_told(model, leaves, dim)
 
 
+def have_samples(leaves: Sequence[Any], dim: int) -> bool:
+    """Whether one of them is a tensor with that dimension, or a packed sequence."""
+    return any(isinstance(x, PackedSequence) or (isinstance(x, Tensor) and x.dim() > dim) for x in leaves)
+
+
 def check_counted(model: torch.nn.Module, inputs: Any, dim: int, why: str) -> None:
     """Of what the model is called with, (args, kwargs), where it could not be looked at.
 
     Raises:
         InputError: no tensor says how many samples there are.
     """
-    leaves = leaves_of(inputs)
-    if not any(isinstance(x, PackedSequence) or (isinstance(x, Tensor) and x.dim() > dim) for x in leaves):
+    if not have_samples(leaves_of(inputs), dim):
         arguments = (*inputs[0], *inputs[1].values())
         raise _cannot_be_told(model, arguments, dim, f", as it could not be run with others ({why})")
 

@@ -348,3 +348,21 @@ def test_a_list_of_inputs_is_as_it_was():
             return model([x[i : i + 1].double() for x in inputs])
 
         assert_clipped(wrapped, exact_of(plain, n, call))
+
+
+def test_a_list_of_nothing_beside_a_scalar_tensor():
+    """``None`` in a list is no first tensor."""
+
+    class Beside(Bag):
+        def forward(self, options, entries, scale):
+            return super().forward(entries) * scale
+
+    plain, some = Beside(), tokens(6)
+    wrapped = made(plain)
+    options = {"a": [None, None]}
+    warnings.simplefilter("ignore", DpfastWarning)
+    with pytest.raises(dpfast.DpfastError):  # two of something, and six entries
+        wrapped(options, some, torch.tensor(2.0)).square().sum().backward()
+    wrapped = made(plain)
+    wrapped(None, some, torch.tensor(2.0)).square().sum().backward()
+    assert_clipped(wrapped, exact_of(plain, 6, lambda model, i: model(None, some[i : i + 1], 2.0)))
