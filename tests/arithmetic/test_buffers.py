@@ -17,6 +17,14 @@ CPU = torch.device("cpu")
 LARGE = (buffers.SMALLEST // 4 + 1,)
 
 
+def in_a_process_of_its_own(program: str, *arguments: str) -> str:
+    """What ``program`` prints, with the C library's allocator as it comes."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD"))}
+    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 @pytest.fixture(autouse=True)
 def _no_blocks():
     buffers.release()
@@ -121,24 +129,33 @@ def test_a_place_for_others_is_fp32_on_the_cpu_whatever_the_default_is():
         assert buffers.place_for_others(513, 512, fake.from_tensor(like)) is None
 
 
+PLACES = """
+import torch
+from dpfast.arithmetic import buffers
+
+like, rows = torch.zeros(3), 1201
+torch.empty(2**22)  # freed, it has glibc take what is smaller from the heap
+
+def of_torch():
+    return torch.empty(rows, 1024)
+
+places = [buffers.place_for_others(rows, 1024, like) for _ in range(9)]
+small = []
+for take in (lambda: buffers.place_for_others(rows, 1024, like), of_torch):
+    before = sorted(x.data_ptr() for x in places[1:8:2])
+    places[1:8:2] = [None] * 4
+    small += [bytearray(300) for _ in range(50)]  # in what is left between them
+    places[1:8:2] = [take() for _ in range(4)]
+    after = sorted(x.data_ptr() for x in places[1:8:2])
+    assert all(abs(x - y) <= 512 for x, y in zip(before, after, strict=True)), (take, before, after)
+"""
+
+
 @pytest.mark.skipif(buffers._malloc_trim() is None, reason="the C library is not glibc")
 def test_a_place_is_taken_by_the_next_one_and_by_a_tensor_of_its_size():
-    """Where memory in use stands on both sides. A tensor of torch's does not find its own place again."""
-    like, rows = torch.zeros(3), 1201
-    torch.empty(2**22)  # freed, it has glibc take what is smaller from the heap
-
-    def of_torch():
-        return torch.empty(rows, 1024)
-
-    places = [buffers.place_for_others(rows, 1024, like) for _ in range(9)]
-    small = []
-    for take in (lambda: buffers.place_for_others(rows, 1024, like), of_torch):
-        before = sorted(x.data_ptr() for x in places[1:8:2])
-        places[1:8:2] = [None] * 4
-        small += [bytearray(300) for _ in range(50)]  # in what is left between them
-        places[1:8:2] = [take() for _ in range(4)]
-        after = sorted(x.data_ptr() for x in places[1:8:2])
-        assert all(abs(x - y) <= 512 for x, y in zip(before, after, strict=True))
+    """Where memory in use stands on both sides. A tensor of torch's does not find its own place again. In a process of
+    its own: what others have left on the heap may fit as well."""
+    in_a_process_of_its_own(PLACES)
 
 
 def test_a_place_outlives_what_has_made_it():
@@ -175,12 +192,9 @@ print(platform.libc_ver()[0], faults())
 
 def test_memory_that_is_free_at_the_end_of_the_heap_is_kept():
     """In processes of their own, which have freed nothing large."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD"))}
     counts = []
     for how in ("plain", "wrapped"):
-        done = subprocess.run([sys.executable, "-c", FAULTS, how], capture_output=True, text=True, env=environment)
-        assert done.returncode == 0, done.stderr
-        library, faults = done.stdout.split()
+        library, faults = in_a_process_of_its_own(FAULTS, how).split()
         if library != "glibc":
             pytest.skip("about glibc")
         counts.append(int(faults))
