@@ -20,7 +20,8 @@ LARGE = (buffers.SMALLEST // 4 + 1,)
 def in_a_process_of_its_own(program: str, *arguments: str) -> str:
     """What ``program`` prints, with the C library's allocator as it comes."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD"))}
-    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, env=environment)
+    command, here = [sys.executable, "-c", program, *arguments], os.path.dirname(__file__)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=here)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -130,6 +131,7 @@ def test_a_place_for_others_is_fp32_on_the_cpu_whatever_the_default_is():
 
 
 PLACES = """
+import ctypes
 import torch
 from dpfast.arithmetic import buffers
 
@@ -139,12 +141,14 @@ torch.empty(2**22)  # freed, it has glibc take what is smaller from the heap
 def of_torch():
     return torch.empty(rows, 1024)
 
+malloc = ctypes.CDLL(None).malloc
+malloc.restype, malloc.argtypes = ctypes.c_void_p, (ctypes.c_size_t,)
 places = [buffers.place_for_others(rows, 1024, like) for _ in range(9)]
-small = []
 for take in (lambda: buffers.place_for_others(rows, 1024, like), of_torch):
+    for size in range(304, 16, -16):
+        small = [malloc(size) for _ in range(200)]  # in what is left between them, to stay
     before = sorted(x.data_ptr() for x in places[1:8:2])
     places[1:8:2] = [None] * 4
-    small += [bytearray(300) for _ in range(50)]  # in what is left between them
     places[1:8:2] = [take() for _ in range(4)]
     after = sorted(x.data_ptr() for x in places[1:8:2])
     assert all(abs(x - y) <= 512 for x, y in zip(before, after, strict=True)), (take, before, after)
