@@ -103,6 +103,24 @@ def test_what_changes_with_the_place_is_refused(way, n):
         step(Between(WRONG[way]), batch(n))
 
 
+COUNTED = {
+    "a scale by the batch": lambda m, h: m.last(h / len(h)),
+    "outputs by the batch": lambda m, h: m.last(h) / len(h),
+    "attention's scale of the wrong dimension": lambda m, h: m.last(torch.softmax(h * len(h) ** -0.5, 1) * h),
+    "small batches are left as they are": lambda m, h: m.last(h if len(h) < 4 else h.detach()),
+    "of even batches": lambda m, h: m.last(h * (1 + len(h) // 2)),
+    "a loss by the root of the number": lambda m, h: m.last(h).square().sum() / len(h) ** 0.5,
+    "a loss of each by the root of the number": lambda m, h: m.last(h).square().sum(1) / len(h) ** 0.5,
+}
+
+
+@pytest.mark.parametrize("way", COUNTED)
+@pytest.mark.parametrize("n", [2, 3, 6, 20])
+def test_what_changes_with_the_number_of_samples_is_refused(way, n):
+    with pytest.raises(UnsupportedModuleError, match="changes with how many samples there are"):
+        step(Between(COUNTED[way]), batch(n))
+
+
 @pytest.mark.parametrize("way", WRONG)
 def test_after_a_batch_of_one(way):
     wrapped = dpfast.GradSampleModuleFastGradientClipping(Between(WRONG[way]), max_grad_norm=0.3, loss_reduction="sum")
@@ -110,6 +128,19 @@ def test_after_a_batch_of_one(way):
     wrapped.zero_grad()
     with pytest.raises(UnsupportedModuleError, match=MOVED):
         loss(wrapped, batch()).backward()
+
+
+@pytest.mark.parametrize("way", ["shifted", "a schedule along the batch", "a scale by the batch"])
+def test_what_begins_late(way):
+    """A later look sees it, in the second pass or the eighth."""
+    way, right = (WRONG | COUNTED)[way], Between(lambda m, h: m.last(h))
+    wrapped = dpfast.GradSampleModuleFastGradientClipping(right, max_grad_norm=0.3, loss_reduction="sum")
+    loss(wrapped, batch()).backward()
+    right.way = way
+    with pytest.raises(UnsupportedModuleError, match="changes with"):
+        for _ in range(7):
+            wrapped.zero_grad()
+            loss(wrapped, batch()).backward()
 
 
 @pytest.mark.parametrize("learned", [False, True])
@@ -213,7 +244,7 @@ def test_random_numbers_are_no_place(way):
 RIGHT = {
     "a row of each": lambda m, h: m.last(h[torch.arange(len(h)), None].squeeze(1)),
     "sorted and put back": lambda m, h: m.last(h[h[:, 0].argsort()])[h[:, 0].argsort().argsort()],
-    "a mean": lambda m, h: m.last(h) / len(h),
+    "a mean": lambda m, h: m.last(h).square().sum(1) / len(h),
     "a mean loss": lambda m, h: m.last(h).square().sum(1).mean(),
 }
 
