@@ -14,7 +14,16 @@ from torch import Tensor, nn
 
 from dpfast.looks.run_on import copied
 from dpfast.taps import Call, Place, Tap, begun_anew, following_model
-from dpfast.trials import Dependence, ShapeTap, Trial, first_samples, leaves_of_copy, put_back, same_random_numbers
+from dpfast.trials import (
+    Dependence,
+    ShapeTap,
+    Trial,
+    Writes,
+    first_samples,
+    leaves_of_copy,
+    put_back,
+    same_random_numbers,
+)
 
 _SIZES = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37)
 
@@ -57,6 +66,7 @@ def calls_in_turns(
                 probe.at = {rank: place for (number, rank), place in places.items() if number == i}
             args, kwargs = trial.unflatten(inputs)
             # No bits are compared, and what has no shape of the batch is to have none on the way.
-            with following_model(copies[0].taps, model, inputs, trial=False), torch.enable_grad(), dependence:
+            following = following_model(copies[0].taps, model, inputs, trial=False)
+            with Writes(), following, torch.enable_grad(), dependence:
                 model(*args, **kwargs)
         return [probe.told() for probe in probes]

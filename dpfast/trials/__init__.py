@@ -13,6 +13,7 @@ from dpfast.trials.fake_run import (
     ShapeTap,
     Values,
     WithoutGradients,
+    Writes,
     calls_in_forward,
     fake_parameters,
 )
@@ -41,6 +42,7 @@ __all__ = [
     "Trial",
     "Values",
     "WithoutGradients",
+    "Writes",
     "among_all",
     "attention_written_out",
     "calls_in_forward",

@@ -330,12 +330,21 @@ class WithoutGradients(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class Writes(WithoutGradients):
+    """Sees where parameters are written into what nobody follows."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__setitem__ and isinstance(args[2], Shared) and not isinstance(args[0], Shared):
+            _note(Operation(func, args, {}), fine=False)  # torch asks nobody but what is written to
+        return super().__torch_function__(func, types, args, kwargs)
+
+
 _MOST_TURNS = 100
 """Times that one place in the code may ask in a forward, and get the same answer."""
 
 
-class Values(WithoutGradients):
-    """Answers where a forward asks whether a tensor is true, and sees what it writes to others.
+class Values(Writes):
+    """Answers where a forward asks whether a tensor is true.
 
     Attributes:
         turns: how often each place in the code has asked in this forward.
@@ -352,6 +361,4 @@ class Values(WithoutGradients):
             place = frame.f_code, frame.f_lasti
             self.asked, self.turns[place] = True, self.turns[place] + 1
             return self.truth is (self.turns[place] <= _MOST_TURNS)  # a loop that goes on until something is so ends
-        if func is Tensor.__setitem__ and isinstance(args[2], Shared) and not isinstance(args[0], Shared):
-            _note(Operation(func, args, {}), fine=False)  # torch asks nobody but what is written to
         return super().__torch_function__(func, types, args, kwargs)
