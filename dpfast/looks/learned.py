@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dpfast.looks.exchange import told_by_exchange
 from dpfast.looks.in_turns import calls_in_turns, told_apart
-from dpfast.looks.place_look import moved_by_place
+from dpfast.looks.place_look import with_places
 from dpfast.looks.run_on import run_on
 from dpfast.looks.seen import said_by
 from dpfast.looks.told import NOTHING as TOLD_NOTHING
@@ -171,8 +171,8 @@ def _learned_as(model: nn.Module, taps: Sequence[Tap], trial: Trial, dims: Seque
     if of_tensors and trial.entries and (told.why is not None or (n == 1 and told.is_wrong)):  # sorted, or no sample's
         batched = [*own, *[None] * len(trial.entries)]
         told = told_by_exchange(model, taps, trial, batched, places, (SAMPLES, n))
-    if n > 1 and told.why is None and not told.is_wrong:
-        told = told._replace(outputs=moved_by_place(model, taps, trial, batched, (2, n)))
+    if n > 1:
+        told = with_places(told, model, taps, trial, batched, (2, n))
     if trial.entries and any(dim is not None for dim in batched[-len(trial.entries) :]):
         told = _naming_entries(told, trial)
     everywhere = with_own({**places, **told.places})

@@ -21,7 +21,7 @@ from dpfast.looks.exchange import told_by_exchange
 from dpfast.looks.kinds import alike_by_accident, kind_of, kinds_of_entries
 from dpfast.looks.learned import NOTHING, SAMPLES, Found, Learned, with_own
 from dpfast.looks.listed import Lists, is_counted_by_entries, listed_alone
-from dpfast.looks.place_look import moved_by_place
+from dpfast.looks.place_look import with_places
 from dpfast.looks.routes import add_routes, routes_of
 from dpfast.looks.told import say_what_is_not_told
 from dpfast.taps import (
@@ -209,8 +209,8 @@ class Probe:
         refused = self.outputs.get(kind, {})  # once is enough: what is wrong is run again in several ways
         of_model = receiver.model, self._taps, trial, dims, places, (size,)
         told = told_by_exchange(*of_model, at_once=at_once, refused=refused)
-        if at_once and n > 1 and told.why is None and not told.is_wrong and not refused:
-            told = told._replace(outputs=moved_by_place(*of_model[:-2], (2, n)))
+        if at_once and n > 1:
+            told = with_places(told, *of_model[:-2], (2, n), refused)
         buffers.give_back()  # a step takes less
         others = [key for key, place in told.places.items() if isinstance(place, OtherRows)]
         if others and looks is not None and self._have_rows(called, kind, others, looks):

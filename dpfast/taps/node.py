@@ -290,13 +290,23 @@ class TapFunction(torch.autograd.Function):
         return None, *grads, *to_parameters
 
 
+_SEVERAL_AT_ONCE = (
+    "several gradients are taken through it at once, with a graph (is_grads_batched=True: the trace of a continuous "
+    "flow, a Jacobian): factors of second derivatives are not known here; freeze the layer, or take torch.func.vmap over "
+    "torch.func.grad"
+)
+
+
 class _Once(torch.autograd.Function):
     """Identity on gradients that have no gradients themselves."""
 
     @staticmethod
     def forward(ctx: Any, layer: str, num_outputs: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.layer = layer
-        return tuple(x.detach() for x in tensors[:num_outputs])
+        try:
+            return tuple(x.detach() for x in tensors[:num_outputs])
+        except RuntimeError as error:  # of torch's older vmap
+            raise UnsupportedModuleError(f"{layer}: {_SEVERAL_AT_ONCE}") from error
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:

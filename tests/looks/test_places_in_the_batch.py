@@ -107,9 +107,9 @@ COUNTED = {
     "a scale by the batch": lambda m, h: m.last(h / len(h)),
     "outputs by the batch": lambda m, h: m.last(h) / len(h),
     "attention's scale of the wrong dimension": lambda m, h: m.last(torch.softmax(h * len(h) ** -0.5, 1) * h),
-    "small batches are left as they are": lambda m, h: m.last(h if len(h) < 4 else h.detach()),
     "of even batches": lambda m, h: m.last(h * (1 + len(h) // 2)),
     "a loss by the root of the number": lambda m, h: m.last(h).square().sum() / len(h) ** 0.5,
+    "a mean loss of what is scaled": lambda m, h: m.last(h / len(h)).square().sum(1).mean(),
     "a loss of each by the root of the number": lambda m, h: m.last(h).square().sum(1) / len(h) ** 0.5,
 }
 
@@ -128,6 +128,21 @@ def test_after_a_batch_of_one(way):
     wrapped.zero_grad()
     with pytest.raises(UnsupportedModuleError, match=MOVED):
         loss(wrapped, batch()).backward()
+
+
+@pytest.mark.parametrize("way", ["shifted", "a scale by the batch"])
+def test_beside_an_output_that_mixes(way):
+    """Which nobody uses."""
+    way = (WRONG | COUNTED)[way]
+    model = Between(lambda m, h: ((y := m.last(h)) - y.mean(0), way(m, h), y))
+    wrapped = dpfast.GradSampleModuleFastGradientClipping(model, max_grad_norm=0.3, loss_reduction="sum")
+    for _ in range(3):
+        wrapped.zero_grad()
+        wrapped(batch())[2].sin().sum().backward()
+    for i, message in ((1, "changes with (the sample's place|how many samples)"), (0, "several samples|another")):
+        with pytest.raises(UnsupportedModuleError, match=message):
+            wrapped(batch())[i].sin().sum().backward()
+        wrapped.zero_grad()
 
 
 @pytest.mark.parametrize("way", ["shifted", "a schedule along the batch", "a scale by the batch"])
@@ -246,6 +261,8 @@ RIGHT = {
     "sorted and put back": lambda m, h: m.last(h[h[:, 0].argsort()])[h[:, 0].argsort().argsort()],
     "a mean": lambda m, h: m.last(h).square().sum(1) / len(h),
     "a mean loss": lambda m, h: m.last(h).square().sum(1).mean(),
+    "squeezed": lambda m, h: m.last(h).sum(1, keepdim=True).squeeze(),
+    "all of it squeezed": lambda m, h: m.last(h[None].squeeze()),
 }
 
 

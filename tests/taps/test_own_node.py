@@ -253,6 +253,15 @@ def test_a_gradient_of_the_gradient_is_refused_by_name(cls, inside):
         assert all(p.grad is not None for p in wrapped.parameters())
 
 
+@pytest.mark.parametrize("cls", [dpfast.GradSampleModule, dpfast.GradSampleModuleFastGradientClipping])
+def test_several_gradients_at_once_with_a_graph_are_refused_by_name(cls):
+    """The trace of a continuous flow: torch's older vmap cannot go through a node's copies."""
+    x, ones = torch.randn(N, D, requires_grad=True), torch.eye(D).expand(N, D, D).transpose(0, 1)
+    y = cls(nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D)))(x)
+    with pytest.raises(UnsupportedModuleError, match=r"^2 \(Linear\): several gradients .*is_grads_batched"):
+        torch.autograd.grad(y, x, ones, create_graph=True, is_grads_batched=True)
+
+
 class Sensitive(nn.Module):
     """Weights features by how an energy changes with them: what comes to that layer, ones, depends on nothing."""
 
