@@ -292,8 +292,8 @@ class TapFunction(torch.autograd.Function):
 
 _SEVERAL_AT_ONCE = (
     "several gradients are taken through it at once, with a graph (is_grads_batched=True: the trace of a continuous "
-    "flow, a Jacobian): factors of second derivatives are not known here; freeze the layer, or take torch.func.vmap over "
-    "torch.func.grad"
+    "flow, a Jacobian): factors of second derivatives are not known here; freeze the layer, or take torch.func.vmap "
+    "over torch.func.grad"
 )
 
 
