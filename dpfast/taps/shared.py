@@ -91,6 +91,10 @@ class Source(NamedTuple):
     factors: Callable[[Factor], Mapping[nn.Parameter, Factor]]
 
 
+_as_subclass = torch._C.TensorBase.as_subclass
+"""Not what others have put in its place for all tensors: fastai's shares attributes with what it makes."""
+
+
 class Shared(Tensor):
     """A tensor without samples that parameters went into.
 
@@ -110,9 +114,9 @@ class Shared(Tensor):
     def make(cls, tap: Owner, way: Way, value: Tensor, sources: Sequence[Source]) -> Shared:
         """``value`` under the way that it came."""
         if isinstance(value, FakeTensor):  # which cannot be of two classes
-            made = without_values(f"{tap.layer}, {tuple(value.shape)}", value).as_subclass(cls)
+            made = _as_subclass(without_values(f"{tap.layer}, {tuple(value.shape)}", value), cls)
         else:
-            made = value.as_subclass(cls)
+            made = _as_subclass(value, cls)
         made.tap, made.way, made.value, made.sources = tap, way, value, tuple(sources)
         made.transposed, made._copies = None, {}
         with torch._C.DisableTorchFunctionSubclass():
@@ -133,7 +137,7 @@ class Shared(Tensor):
                     raise UnsupportedModuleError(NO_WAY_BACK.format(self.tap.layer))
                 return self if self.requires_grad else self.value.detach()
             if self.grad_fn is not self._made_by:
-                self._made_by, self.value = self.grad_fn, self.as_subclass(Tensor)
+                self._made_by, self.value = self.grad_fn, _as_subclass(self, Tensor)
             return self if self.requires_grad else self.value
 
     @classmethod

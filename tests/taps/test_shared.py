@@ -1,6 +1,7 @@
 """What has no samples: tables and parameters that a forward uses by itself are right, and nothing of them gets lost."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -374,3 +375,19 @@ def test_outside_of_the_model_parameters_are_themselves():
     losses(twin, torch.randn(2, T, D)).sum().backward()
     assert twin.get_norm_sample().shape == (2,)
     assert model.table.weight.grad is not None and type(wrapped.to_standard_module().table.weight) is nn.Parameter
+
+
+def test_where_all_tensors_share_attributes_with_what_is_made_of_them(monkeypatch):
+    """As importing fastai has it: what is noted of a parameter stood on it then, as if the model kept that."""
+    as_subclass = torch._C.TensorBase.as_subclass
+
+    def with_attributes(x, cls):
+        made = as_subclass(x, cls)
+        made.__dict__ = x.__dict__
+        return made
+
+    monkeypatch.setattr(torch.Tensor, "as_subclass", with_attributes, raising=False)
+    monkeypatch.setattr("dpfast.looks.exchange.carried", None)  # which is asked where something is kept
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dpfast.GradSampleModule(FreeParameters())(torch.randn(3, T, D)).mean().backward()
