@@ -27,15 +27,23 @@ class RandomNumbers:
         self._devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
         self._numpy: Any = sys.modules.get("numpy")
         self._start = self._next()
+        self._first, *_ = self._start
 
     def __call__(self) -> None:
         of_torch, of_python, of_numpy = self._start
-        torch.set_rng_state(of_torch[0])
-        for device, state in zip(self._devices, of_torch[1:], strict=True):
-            torch.cuda.set_rng_state(state, device)
+        self._set_torch(of_torch)
         random.setstate(of_python)
         if self._numpy is not None:
             self._numpy.random.set_state(of_numpy)
+
+    def torch_as_first(self) -> None:
+        """Torch's start as they first did, whatever has been drawn since."""
+        self._set_torch(self._first)
+
+    def _set_torch(self, states: list[Tensor]) -> None:
+        torch.set_rng_state(states[0])
+        for device, state in zip(self._devices, states[1:], strict=True):
+            torch.cuda.set_rng_state(state, device)
 
     def draw(self) -> None:
         """From here on they are others."""
@@ -63,9 +71,10 @@ class RandomNumbers:
 
 
 class SameAtEverySize(TorchDispatchMode):
-    """Within it tensors of random numbers hold one number, of other shapes the same one, dropout drops nothing, and of
-    weighted choices (``torch.multinomial``) those with a weight are taken that stand last: how many others are drawn
-    changes nothing, and who may take what is padding does. Not so what Python and NumPy draw, and permutations.
+    """Within it tensors of random numbers hold one number, of other shapes the same one, dropout drops nothing,
+    permutations change nothing, and of weighted choices (``torch.multinomial``) those with a weight are taken that
+    stand last: how many others are drawn changes nothing, and who may take what is padding does. Not so what Python
+    and NumPy draw.
 
     Args:
         again: has random numbers start again.
@@ -79,8 +88,10 @@ class SameAtEverySize(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if name.removesuffix("_").removesuffix("_like") not in _DRAWS:
             return func(*args, **(kwargs or {}))
-        self.again()
+        self.again.torch_as_first()
         result = func(*args, **(kwargs or {}))
+        if name == "randperm":
+            return result.copy_(torch.arange(len(result)))
         if name == "multinomial":
             return result.copy_(_last_with_a_weight(args[0], result.shape[-1]))
         if name == "native_dropout":
@@ -101,7 +112,7 @@ def _last_with_a_weight(weights: Tensor, number: int) -> Tensor:
 _DRAWS = frozenset(
     (
         *("bernoulli", "native_dropout", "rand", "randn", "randint", "normal", "uniform", "random", "exponential"),
-        *("log_normal", "geometric", "cauchy", "poisson", "multinomial"),
+        *("log_normal", "geometric", "cauchy", "poisson", "multinomial", "randperm"),
     )
 )
 

@@ -247,6 +247,9 @@ RANDOM = {
     "noise of another layout": lambda m, h: m.last(h + torch.randn_like(h.t().contiguous().t())),
     "layers left out": lambda m, h: m.last(h * torch.bernoulli(torch.full((len(h), 1), 0.5))),
     "an order for each sample": lambda m, h: m.last(torch.stack([row[torch.randperm(D)] for row in h])),
+    "dropout, and an order for each sample": lambda m, h: m.last(
+        torch.stack([row[torch.randperm(D)] for row in nn.functional.dropout(h, 0.5)])
+    ),
     "Python's numbers for each sample": lambda m, h: m.last(torch.stack([row * random.random() for row in h])),
 }
 
@@ -254,6 +257,20 @@ RANDOM = {
 @pytest.mark.parametrize("way", RANDOM)
 def test_random_numbers_are_no_place(way):
     step(Between(RANDOM[way]), batch())
+
+
+WRONG_BESIDE_RANDOM = {
+    "a scale by the batch": lambda m, h: m.last(torch.randn_like(h) * h / len(h)),
+    "shifted": lambda m, h: m.last(nn.functional.dropout(h, 0.5) + torch.randn_like(h) + 0.01 * numbers(h)),
+    "a mean and a sum": lambda m, h: m.last(h + torch.rand_like(h)).square().mean() + h.square().sum(),
+    "in some order": lambda m, h: m.last(h[:, torch.randperm(D)] * (1 + numbers(h))),
+}
+
+
+@pytest.mark.parametrize("way", WRONG_BESIDE_RANDOM)
+def test_random_numbers_hide_nothing(way):
+    with pytest.raises(UnsupportedModuleError, match=r"changes with (the sample's place|how many samples)"):
+        step(Between(WRONG_BESIDE_RANDOM[way]), batch())
 
 
 RIGHT = {
