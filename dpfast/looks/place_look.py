@@ -28,9 +28,9 @@ MOVED = (
     "all others stand elsewhere"
 )
 COUNTED = (
-    "a sample's gradient in it changes with how many samples there are (what is divided by their number; a size read "
-    "of the batch's dimension instead of another's): without one sample all others' change. Where it is a mean, return "
-    "the samples' losses, and take their mean outside of the model"
+    "a sample's gradient in it changes with how many samples there are (what is divided by their number, or a mean "
+    "beside a sum; a size read of the batch's dimension instead of another's): without one sample all others' change. "
+    "Where it is a mean, return the samples' losses, and take their mean outside of the model"
 )
 
 
