@@ -134,11 +134,13 @@ def test_after_a_batch_of_one(way):
 def test_beside_an_output_that_mixes(way):
     """Which nobody uses."""
     way = (WRONG | COUNTED)[way]
-    model = Between(lambda m, h: ((y := m.last(h)) - y.mean(0), way(m, h), y))
+    right = (lambda y: y, lambda y: y.square().sum(1) / len(y), lambda y: y.square().mean(), lambda y: y.square().sum())
+    model = Between(lambda m, h: ((y := m.last(h)) - y.mean(0), way(m, h), *(f(y) for f in right)))
     wrapped = dpfast.GradSampleModuleFastGradientClipping(model, max_grad_norm=0.3, loss_reduction="sum")
-    for _ in range(3):
+    for i in range(len(right)):
         wrapped.zero_grad()
-        wrapped(batch())[2].sin().sum().backward()
+        y = wrapped(batch())[2 + i]
+        (y.sin().sum() if y.dim() > 1 else y.sum()).backward()
     for i, message in ((1, "changes with (the sample's place|how many samples)"), (0, "several samples|another")):
         with pytest.raises(UnsupportedModuleError, match=message):
             wrapped(batch())[i].sin().sum().backward()
