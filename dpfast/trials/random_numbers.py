@@ -90,6 +90,9 @@ class SameAtEverySize(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         self.again.torch_as_first()
         result = func(*args, **(kwargs or {}))
+        if name in _NORMAL:
+            mean, deviation = _of_normal(name, args, kwargs or {})
+            return result.copy_(torch.as_tensor(mean + _DEVIATIONS * deviation))
         if name == "randperm":
             return result.copy_(torch.arange(len(result)))
         if name == "multinomial":
@@ -98,6 +101,18 @@ class SameAtEverySize(TorchDispatchMode):
             x, p, train = args
             return (x / (1 - p) if train is not False and p < 1 else result[0]), result[1].fill_(p < 1)
         return result if not result.numel() else result.fill_(1 if "bernoulli" in name else result.flatten()[0])
+
+
+_NORMAL = frozenset({"randn", "randn_like", "normal", "normal_"})
+_DEVIATIONS = 0.6  # torch's first number of fewer than 16 is another one than that of more
+
+
+def _of_normal(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The mean and the standard deviation, numbers or tensors."""
+    if name not in ("normal", "normal_"):
+        return 0.0, 1.0
+    given = {**dict(zip(("mean", "std"), args[name == "normal_" :], strict=False)), **kwargs}
+    return given.get("mean", 0.0), given.get("std", 1.0)
 
 
 def _last_with_a_weight(weights: Tensor, number: int) -> Tensor:

@@ -246,6 +246,12 @@ class Conditioned(nn.Module):
 RANDOM = {
     "dropout": lambda m, h: m.last(nn.functional.dropout(h, 0.5)),
     "noise": lambda m, h: m.last(h + torch.randn_like(h)),
+    "noise of fewer than 16 numbers a sample": lambda m, h: m.last(
+        h * (1 + torch.randn(len(h), 10).sum(1, keepdim=True))
+    ),
+    "noise of a deviation": lambda m, h: m.last(
+        h + torch.normal(h.detach(), 0.5) + torch.empty(len(h), 10).normal_()[:, :D]
+    ),
     "noise of another layout": lambda m, h: m.last(h + torch.randn_like(h.t().contiguous().t())),
     "layers left out": lambda m, h: m.last(h * torch.bernoulli(torch.full((len(h), 1), 0.5))),
     "an order for each sample": lambda m, h: m.last(torch.stack([row[torch.randperm(D)] for row in h])),
