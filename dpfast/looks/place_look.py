@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dpfast.looks.own_gradients import FAR, Outputs, Runs, differ, gradients_of
 from dpfast.looks.told import Told
-from dpfast.taps import Tap
+from dpfast.taps import Tap, begun_anew
 from dpfast.trials import Trial, same_random_numbers, stand_ins, taken
 
 _IN_DOUBLE = 2.0**-20
@@ -34,6 +34,7 @@ COUNTED = (
 )
 
 
+@begun_anew
 def with_places(
     told: Told,
     model: nn.Module,

@@ -326,8 +326,8 @@ def ended(n):
 
 
 def test_a_row_of_each_sample():
-    """They were taken for rows that nobody expects, so trials ran over and over: 186 forwards, where these are 64 (two
-    of each first look for places)."""
+    """They were taken for rows that nobody expects, so trials ran over and over: 186 forwards, where these are 71
+    (three of a look for places and number)."""
     torch.manual_seed(0)
     plain = LastToken()
     wrapped = GradSampleModule(copy.deepcopy(plain), loss_reduction="sum")
@@ -335,7 +335,7 @@ def test_a_row_of_each_sample():
     for n in (4, 4, 4, 3, T, 1):
         wrapped.zero_grad()
         loss(wrapped, ended(n)).backward()
-    assert len(FORWARDS.all()) <= 68
+    assert len(FORWARDS.all()) <= 71
     for n in (4, T, 1):
         assert_same(wrapped, plain, ended(n))
 

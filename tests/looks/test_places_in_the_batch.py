@@ -147,6 +147,13 @@ def test_beside_an_output_that_mixes(way):
         wrapped.zero_grad()
 
 
+@pytest.mark.parametrize("way", [lambda h: h / len(h), lambda h: 0.1 * h + numbers(h)])
+def test_where_the_forward_says_in_what_it_runs(way):
+    """Switch Transformers' router moves its own parameters to fp32, which in fp64 is a write to them."""
+    with pytest.raises(UnsupportedModuleError, match="changes with"):
+        step(Between(lambda m, h: m.last.to(torch.float32)(way(h).float())), batch())
+
+
 @pytest.mark.parametrize("way", ["shifted", "a schedule along the batch", "a scale by the batch"])
 def test_what_begins_late(way):
     """A later look sees it, in the second pass or the eighth."""
