@@ -127,7 +127,7 @@ class _Look:
             shape, losses = one.found[key].shape, x.numel() == self.size
             if shape == x.shape:  # a sum or a mean, and what has no samples, a penalty, goes out
                 wrong = _of_output(key, [one, two, twice, both], True, [(1, -1, -k, k) for k in (1, 2)], least)
-            elif [1 if n == self.size else n for n in x.shape] == [*shape]:
+            elif _are_of_one(shape, x.shape, self.size):
                 factors = (1, 2) if losses else (1,)  # they may be parts of a mean
                 wrong = _of_output(key, [both, one, two], losses, [(k, -1, -1) for k in factors], least)
             else:
@@ -152,6 +152,13 @@ def _together(outputs: Outputs, size: int) -> _Together:
     of_losses = gradients_of(losses, outputs, [True] * len(losses), again=False) if losses else []
     kinds = sorted((x.dtype for x in found), key=lambda dtype: torch.finfo(dtype).eps)
     return _Together(of_rows, of_losses, kinds[0] if kinds else torch.float32)
+
+
+def _are_of_one(shape: torch.Size, of_all: torch.Size, size: int) -> bool:
+    """Whether one sample's has this shape where so many have that; there may be as many classes as samples."""
+    return len(shape) == len(of_all) and all(
+        m in (n, 1 if n == size else n) for m, n in zip(shape, of_all, strict=True)
+    )
 
 
 def _of_output(

@@ -44,9 +44,9 @@ class Encoder(nn.Module):
 
 
 class Between(nn.Module):
-    def __init__(self, way):
+    def __init__(self, way, classes=3):
         super().__init__()
-        self.first, self.last, self.way = nn.Linear(D, D), nn.Linear(D, 3), way
+        self.first, self.last, self.way = nn.Linear(D, D), nn.Linear(D, classes), way
 
     def forward(self, x):
         return self.way(self, torch.tanh(self.first(x)))
@@ -128,6 +128,16 @@ def test_after_a_batch_of_one(way):
     wrapped.zero_grad()
     with pytest.raises(UnsupportedModuleError, match=MOVED):
         loss(wrapped, batch()).backward()
+
+
+@pytest.mark.parametrize("way", ["shifted", "every second", "a scale by the batch", "outputs by the batch"])
+@pytest.mark.parametrize("shape", [(2,), (2, 1), (2, 2), (1, 2)])
+def test_of_two_as_there_are_samples_in_a_look(way, shape):
+    """Two classes, two positions."""
+    way, classes = (WRONG | COUNTED)[way], torch.Size(shape).numel()
+    model = Between(lambda m, h: way(m, h).view(-1, *shape), classes)
+    with pytest.raises(UnsupportedModuleError, match=r"changes with (the sample's place|how many samples)"):
+        step(model, batch())
 
 
 @pytest.mark.parametrize("way", ["shifted", "a scale by the batch"])
