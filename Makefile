@@ -29,16 +29,18 @@ test-opacus-oldest: $(READY) build/torchvision build/opacus-1.5.4
 	$(BIN)/python tests/run_opacus_tests.py --torchvision build/torchvision --opacus build/opacus-1.5.4
 
 # Models of other people's packages, in every mode; some twenty minutes. The packages stay out of .venv for the same
-# reason, and torch out of their folder.
+# reason, and torch out of their folder. It is named as where packages are: what stands in others is the user's own code,
+# whose caches and lists are looked at.
+MODELS := build/models/site-packages
 WRITE ?=
 test-models: $(READY) build/models/.ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadgroup tests/models --packages=build/models $(WRITE)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadgroup tests/models --packages=$(MODELS) $(WRITE)
 
 build/models/.ready: $(READY) tests/models/packages.txt
 	rm -rf build/models
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target build/models \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(MODELS) \
 		--requirement tests/models/packages.txt
-	rm -rf build/models/torchaudio/lib
+	rm -rf $(MODELS)/torchaudio/lib
 	touch $@
 
 build/torchvision: $(READY)

@@ -1,7 +1,7 @@
 """The step of other people's models, of medium size: time and memory as in step.py, on a CPU.
 
-    python benchmarks/medium.py build/models            # the folder that `make test-models` installs packages to
-    python benchmarks/medium.py build/models bit vit --rounds 4 --again
+    python benchmarks/medium.py build/models/site-packages  # the folder that `make test-models` installs packages to
+    python benchmarks/medium.py build/models/site-packages bit vit --rounds 4 --again
 
 Rows go to benchmarks/results/medium.jsonl, one a leg; report.py makes docs/medium.md of them.
 """

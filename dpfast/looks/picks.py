@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dpfast.looks.lengths import READ
-from dpfast.taps import ASK, WHOLE_ROWS, find_forward, packed_in, tensors_in
+from dpfast.taps import ASK, WHOLE_ROWS, find_forward, is_pointwise, packed_in, sums_over_samples, tensors_in
 from dpfast.trials import Entries, WithoutGradients
 
 _SHAPES_ALONE = ("_like", "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor", "empty_strided")
@@ -65,12 +65,12 @@ class Picks(WithoutGradients):
     """Notes what picks rows in one forward pass.
 
     Args:
-        model: which runs. inputs: its tensors. size: how many samples these have.
+        model: which runs. inputs: its tensors. size, dim: how many samples these have, and where.
     """
 
-    def __init__(self, model: nn.Module, inputs: Sequence[Any], size: int):
+    def __init__(self, model: nn.Module, inputs: Sequence[Any], size: int, dim: int):
         super().__init__()
-        self.model, self.size = model, size
+        self.model, self.size, self.dim = model, size, dim
         # By memory: as long as there is a weak reference, no other has its number.
         self._marks: dict[int, tuple[StorageWeakRef, _Mark]] = {}
         self._of_one: dict[
@@ -85,6 +85,7 @@ class Picks(WithoutGradients):
         self._trained: dict[int, StorageWeakRef] = {}  # what parameters, and what is made of them alone, stand in
         self._constant: dict[int, StorageWeakRef] = {}  # whole numbers that no value of the data went into
         self._unsure: dict[int, StorageWeakRef] = {}  # of numbers that the forward may have of the data
+        self._counts: dict[int, StorageWeakRef] = {}  # real numbers, made of whole numbers and masks of the data
         self._are_constant(model.buffers())
         for x in model.parameters():
             self._are_made_of_parameters([x] if x.requires_grad else [])
@@ -216,8 +217,15 @@ class Picks(WithoutGradients):
             if self._parts_samples(name, args):
                 self._of_one.update({id(x): x for x in made})
             mark = self._of_result(func, name, args, kwargs, marks, result)
+            of_counts = [self._is_of_counts(x) for x in took if self._mark(x) is not None]
+            counts = any(of_counts) if is_pointwise(name) else all(of_counts) and not of_parameters
             for x in made:
                 self._set(x, mark)
+                if counts and x.is_floating_point():
+                    self._counts[x.untyped_storage()._cdata] = StorageWeakRef(x.untyped_storage())
+
+    def _is_of_counts(self, x: Tensor) -> bool:
+        return not x.is_floating_point() or x.untyped_storage()._cdata in self._counts
 
     def _note_unmarked(self, name: str, arguments: Sequence[Any], took: Sequence[Tensor], made: Sequence[Any]) -> None:
         """No tensor of the data went into it; but one of its numbers may, once the forward has some."""
@@ -236,8 +244,8 @@ class Picks(WithoutGradients):
         if name in _SCATTER or name in ("__setitem__", "masked_scatter"):
             return self._scattered(name, args, kwargs)
         picked = next((mark for mark in marks if mark.sender is not None), None)
-        if self._picks_rows(func, name, args, kwargs):
-            rows = int(args[0].shape[0])
+        if self._picks_rows(func, name, args, kwargs, result):
+            rows = int(next(iter(tensors_in(args))).shape[0])
             if picked is None:
                 return _Mark(self._running[-1], rows, True)
             # Sorted, gone through layers and sorted back: all stand where they stood.
@@ -247,11 +255,14 @@ class Picks(WithoutGradients):
             return _WHOLE
         return picked if func in WHOLE_ROWS else picked._replace(as_picked=False)
 
-    def _picks_rows(self, func: Any, name: str, args: Any, kwargs: Any) -> bool:
+    def _picks_rows(self, func: Any, name: str, args: Any, kwargs: Any, result: Any) -> bool:
         """Whether rows of all samples are picked by numbers that depend on the data."""
         x = args[0] if args else None
         if func is F.embedding:
             return len(args) > 1 and self._mark(args[1]) is not None
+        of_data = [x for x in tensors_in((args, kwargs)) if self._mark(x) is not None]
+        if sums_over_samples(name, args, kwargs, self.size, self.dim, lambda x: self._mark(x) is not None):
+            return any(map(self._is_of_counts, of_data)) and isinstance(result, Tensor) and result.dim() > 1
         if not isinstance(x, Tensor) or self._mark(x) is None or id(x) in self._of_one:
             return False
         if name == "__getitem__":

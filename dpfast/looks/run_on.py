@@ -67,7 +67,7 @@ def _run_on(
         witness.called = trial, leaves
     args, kwargs = trial.unflatten(leaves)
     before = kept.held(model)
-    picks = run.picks = Picks(model, leaves, size)
+    picks = run.picks = Picks(model, leaves, size, witnesses[0].taps.batch_dim)
     with (
         following_model(witnesses[0].taps, model, leaves),
         picks.watching(),

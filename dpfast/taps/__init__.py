@@ -9,6 +9,7 @@ from dpfast.taps.activations import Activations
 from dpfast.taps.around import sees_its_own_heads
 from dpfast.taps.bags import NO_BAGS, Bags, OtherBags, bags_in_rows, picked_or_zeros
 from dpfast.taps.broadcast import BroadcastMethod
+from dpfast.taps.contracted import sums_over_samples
 from dpfast.taps.detached import DetachableParameters, detached_parameters, wants_gradients
 from dpfast.taps.gathered import (
     NOT_FOLLOWED,
@@ -106,6 +107,7 @@ from dpfast.taps.registry import (
     register_norm_sampler,
     register_rule,
 )
+from dpfast.taps.row_by_row import is_pointwise
 from dpfast.taps.shared import Operation, Shared, without_samples
 from dpfast.taps.tap import ALONE, ELSEWHERE, OWN, Tap, TappedForward, has_hooks
 from dpfast.taps.watch import BESIDE
@@ -188,6 +190,7 @@ __all__ = [
     "in_samples",
     "is_a_method",
     "is_of_tap",
+    "is_pointwise",
     "is_written",
     "keys_of",
     "kind_here",
@@ -234,6 +237,7 @@ __all__ = [
     "sees_its_own_heads",
     "shapes_taken",
     "stands_alone",
+    "sums_over_samples",
     "suspended",
     "taps_suspended",
     "tensors_in",

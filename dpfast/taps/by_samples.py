@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from dpfast.taps.contracted import sums_over_samples
 from dpfast.taps.inputs import tensors_in
 
 _DIM_FIRST = ("select", "narrow", "index_select", "gather", "scatter", "scatter_add", "scatter_reduce", "index_add")
@@ -59,11 +60,13 @@ class BySamples:
 
     def place(self, x: Tensor) -> int | None:
         """Where a tensor has its samples that is made of theirs; None where it is not known to be."""
-        if self._n is None or x.dim() < 2 or not x.is_floating_point():
-            return None
-        if x in self._moved or self._made.get(x) != _version(x):
+        if x.dim() < 2 or not x.is_floating_point() or not self.has_all(x):
             return None
         return next((d for d in ((self._dim, 0) if x.dim() > 2 else (0,)) if x.shape[d] == self._n), None)
+
+    def has_all(self, x: Tensor) -> bool:
+        """Whether a tensor is made of all samples in their order, wherever they stand in it."""
+        return self._n is not None and x not in self._moved and bool(self._made.get(x) == _version(x))
 
     def moves(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether a function may give what is made of samples another order by what the data says."""
@@ -77,6 +80,8 @@ class BySamples:
         if name in ("embedding", "embedding_bag"):  # rows of what is made of samples
             tables = [x for x in tensors_in((args, kwargs)) if x.is_floating_point()]
             return any(self._is_moved(x) is not None for x in tables)
+        if sums_over_samples(name, args, kwargs, self._n or 1, self._dim, lambda x: self._is_moved(x) is not None):
+            return True
         if not args or not isinstance(args[0], Tensor):
             return name in _ALONG or name in _TRANSPOSED  # by names
         x = args[0]

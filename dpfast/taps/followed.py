@@ -118,6 +118,11 @@ class Following(TorchFunctionMode):
         return None
 
     @unseen
+    def has_all(self, x: Tensor) -> bool:
+        """Whether a tensor whose rows are not known is made of all samples, in an order that no data makes."""
+        return self._by_samples.has_all(x)
+
+    @unseen
     def picked_packed(self, x: PackedSequence) -> Picked | None:
         """The same of a packed sequence, by its samples, in the order that they had before torch sorted them; None
         where nothing else has picked them."""

@@ -115,6 +115,8 @@ def picked_for(inputs: Any, *, seen: bool) -> Picked | None:
         picked = of.picked(x)
         if picked is not None:
             return picked if picked.by else None
+        if of.has_all(x):  # tokens of each sample in one dimension, say: its shape tells how many
+            return None
     source = _here.following[-1].source
     kept = x.dim() > 2 and x.shape[0] == source.shape[0]  # slots of each sample
     whole = not seen and (kept or x.shape[:-1].numel() == source.shape.numel())

@@ -1,7 +1,7 @@
 """Every row of the tables: right in every mode with every N, or refused as its row says, never wrong, no crash.
 
 make test-models                                                    # all
-python -m pytest tests/models --packages=build/models -k swin       # some
+python -m pytest tests/models --packages=build/models/site-packages -k swin       # some
 """
 
 import torch
