@@ -17,17 +17,17 @@ _SMALL = 16  # whole numbers below it may be of branches; of counters there are 
 _SIZES = 3  # dimensions that a window has; longer tuples of whole numbers, and lists, are samples' own, mostly
 
 
-def kind_of(inputs: Any, leaves: Sequence[Any], trainable: bytes, modes: bytes) -> tuple[Any, ...]:
+def kind_of(inputs: Any, leaves: Sequence[Any], trainable: bytes, modes: tuple[Any, ...]) -> tuple[Any, ...]:
     """Of what a model is called with.
 
     Sizes and numbers do not count: batches and sequences of another length are of the same kind. Which parameters are
     trainable does: a frozen one stands in operations as any tensor, and no gradient of it is followed there.
 
     Args:
-        inputs: (args, kwargs). leaves: what is in them. trainable: which of the model's parameters are. modes: which of
-            its modules are in training.
+        inputs: (args, kwargs). leaves: what is in them. trainable: which of the model's parameters are. modes: of its
+            modules, as of :meth:`Switches.modes`.
     """
-    kind: tuple[Any, ...] = (trainable, modes, *_autocasts(), *inputs[1])
+    kind: tuple[Any, ...] = (trainable, *modes, *_autocasts(), *inputs[1])
     kind += tuple(_modes_named((*inputs[0], *inputs[1].values())))
     return kind + tuple(map(_kind_of_leaf, leaves))
 
@@ -52,14 +52,19 @@ def _modes_named(arguments: Sequence[Any]) -> Iterator[Any]:
     """By which a forward may go its ways: texts that are arguments, small whole numbers, weights of nothing or all, in
     dicts these and the keys, and the numbers of a window or a picture's size."""
     for x in arguments:
-        number = (isinstance(x, Integral) and abs(int(x)) < _SMALL) or (isinstance(x, float) and x in (0, 1))
-        if number or isinstance(x, (str, enum.Enum)):
-            yield type(x), x
+        if (named := mode_named(x)) is not None:
+            yield named
         elif isinstance(x, Mapping):
             yield from x
             yield from _modes_named(tuple(x.values()))
         elif isinstance(x, tuple) and len(x) <= _SIZES and all(isinstance(y, Integral) for y in x):
             yield from _modes_named(x)
+
+
+def mode_named(x: Any) -> tuple[Any, Any] | None:
+    """One of these by itself; None: it names none."""
+    number = (isinstance(x, Integral) and abs(int(x)) < _SMALL) or (isinstance(x, float) and x in (0, 1))
+    return (type(x), x) if number or isinstance(x, (str, enum.Enum)) else None
 
 
 def alike_by_accident(leaves: Sequence[Any], dims: Sequence[Set[int]]) -> tuple[Any, ...]:

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence, Set
 from typing import Any, cast
 
 import torch
-from torch import nn
 
 from dpfast.arithmetic import buffers
 from dpfast.errors import UnsupportedModuleError, warn_caller
@@ -23,6 +22,7 @@ from dpfast.looks.learned import NOTHING, SAMPLES, Found, Learned, with_own
 from dpfast.looks.listed import Lists, is_counted_by_entries, listed_alone
 from dpfast.looks.place_look import with_places
 from dpfast.looks.routes import add_routes, routes_of
+from dpfast.looks.switches import Switches
 from dpfast.looks.told import say_what_is_not_told
 from dpfast.taps import (
     NO_BAGS,
@@ -92,12 +92,7 @@ class Probe:
         self._called: Called | None = None
         self._seen: dict[Any, set[Any]] = {}  # what has been told of, by kind: numbers of taps, and ranks
         self._new: list[New] = []  # what runs beside
-        self._modules: list[nn.Module] = []
-
-    def _modes(self, model: nn.Module) -> bytes:
-        """Which modules are in training."""
-        self._modules = self._modules or list(model.modules())
-        return bytes([m.training for m in self._modules])
+        self._switches = Switches()
 
     def look(self, inputs: Any, leaves: Sequence[Any], n: int | None, trainable: bytes) -> bool:
         """The model is called.
@@ -120,12 +115,12 @@ class Probe:
         n = self.lists.number(inputs, leaves, n, receiver.batch_dim)
         if n is None:
             return False
-        kind = kind_of(inputs, leaves, trainable, self._modes(receiver.model))
+        kind = kind_of(inputs, leaves, trainable, modes := self._switches.modes(receiver.model))
         bags = self._bags.get(kind[1:], NO_BAGS)
         entries = entries_of(receiver, inputs, n := bags.number(leaves, n), self._paths)
         if entries:
             leaves = leaves_but(entries, inputs)
-            kind = (*kind_of(inputs, leaves, trainable, self._modes(receiver.model)), *kinds_of_entries(entries))
+            kind = (*kind_of(inputs, leaves, trainable, modes), *kinds_of_entries(entries))
         anyhow, dims = kind[1:], bags.dims(leaves, n)  # whatever is trainable
         if self._asks_no_more:  # its batches may be as long as something else by accident where the other's were not
             known = next((k for k in self.outputs if k[: len(kind)] == kind), None)
@@ -340,7 +335,7 @@ class Probe:
     def knows(self, other: Probe) -> None:
         """What the other has learned of the same model, of which this one's is a copy, which asks no more."""
         self._asks_no_more, self.outputs = True, dict(other.outputs)
-        self._paths, self.lists = other._paths, other.lists
+        self._paths, self.lists, self._switches = other._paths, other.lists, other._switches
         receiver, original = cast(Any, self._receiver()), cast(Any, other._receiver())
         receiver.gives_batches = original.gives_batches
         add_routes(receiver, self._taps, routes_of(original, other._taps))
@@ -351,6 +346,7 @@ class Probe:
 
     def forward_ended(self, output: Any) -> None:
         """Where it ran and could not be looked at, this is said, once; what it failed with is as if it never came."""
+        self._switches.hold()
         due, called, new = self._due, self._called, self._new
         self._due, self._called, self._new = None, None, []
         if due is None or (output is None and sys.exc_info()[0] is not None):
