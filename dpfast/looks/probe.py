@@ -335,7 +335,7 @@ class Probe:
     def knows(self, other: Probe) -> None:
         """What the other has learned of the same model, of which this one's is a copy, which asks no more."""
         self._asks_no_more, self.outputs = True, dict(other.outputs)
-        self._paths, self.lists, self._switches = other._paths, other.lists, other._switches
+        self._paths, self.lists, self._switches = other._paths, other.lists, Switches(other._switches)
         receiver, original = cast(Any, self._receiver()), cast(Any, other._receiver())
         receiver.gives_batches = original.gives_batches
         add_routes(receiver, self._taps, routes_of(original, other._taps))

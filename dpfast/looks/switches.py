@@ -22,9 +22,13 @@ _Place = tuple[int, str, str]
 
 class Switches:
     """Of one model: attributes of its modules and of objects that these hold (a configuration) that are truths, texts,
-    small whole numbers, or 0 or 1. What a forward pass changes by itself is none, and torch's own layers have none."""
+    small whole numbers, or 0 or 1. What a forward pass changes by itself is none, and torch's own layers have none.
 
-    def __init__(self) -> None:
+    Args:
+        of: those of the model of which this one is a copy.
+    """
+
+    def __init__(self, of: Switches | None = None) -> None:
         self._modules: list[nn.Module] = []
         self._places: list[_Place] = []
         self._where: list[tuple[dict[str, Any], str]] = []
@@ -32,10 +36,10 @@ class Switches:
         self._all: list[dict[str, Any]] = []
         self._size = 0  # how many attributes these have
         self._held: list[Any] = []  # what the last forward pass has left there; of what is no switch, its type
-        self._set: dict[_Place, Any] = {}
+        self._set: dict[_Place, Any] = {} if of is None else dict(of._set)
         self._had: dict[_Place, set[Any]] = {}
         self._new: dict[_Place, int] = {}  # how many of the last values were new
-        self._key = frozenset[Any]()
+        self._key = frozenset[Any](self._set.items())
 
     def modes(self, model: nn.Module) -> tuple[Any, ...]:
         """What tells a forward pass that begins now from others: which modules are in training, and what has been set
