@@ -125,7 +125,7 @@ def test_however_the_matrix_is_made(hot, weighted):
 
 @pytest.mark.parametrize("name", ["experts", "layers"])
 @pytest.mark.parametrize("capacity", [1, 2, 3])
-@pytest.mark.parametrize("n", [1, 2, 3, 5, 6])
+@pytest.mark.parametrize("n", [1, 3, 5])
 def test_whatever_the_experts_are_called_and_hold(name, capacity, n):
     torch.manual_seed(0)
     refused(GradSampleModule, Dispatched(capacity=capacity, name=name), torch.randn(n, D))
@@ -178,7 +178,7 @@ class Right(nn.Module):
 
 @MODES
 @pytest.mark.parametrize("how", [name for name in vars(Right) if name[0] != "_" and name != "forward"])
-@pytest.mark.parametrize("t", [2, 3, 4, 6])
+@pytest.mark.parametrize("t", [2, 3, 6])
 def test_sums_within_samples_are_right(mode, how, t):
     torch.manual_seed(0)
     model = Right(how)
