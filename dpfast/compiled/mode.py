@@ -33,7 +33,7 @@ from dpfast.modes import (
     rounding,
 )
 from dpfast.taps import Mixed
-from dpfast.trials import put_back, without_graphs
+from dpfast.trials import ONE_AT_A_TIME, put_back, without_graphs
 
 
 class GraphMode(GradSampleModuleFastGradientClipping):
@@ -59,7 +59,7 @@ class GraphMode(GradSampleModuleFastGradientClipping):
     def learn(self, losses: Callable[..., Tensor], batch: Sequence[Any]) -> bool:
         """Where the model's samples are; whether other batches would tell no more."""
         assert self._tapped is not None
-        with put_back(self._module, losses), torch.random.fork_rng(), torch.enable_grad():
+        with ONE_AT_A_TIME, put_back(self._module, losses), torch.random.fork_rng(), torch.enable_grad():
             losses(self, *batch)
         return self._tapped.probe.is_settled
 

@@ -162,14 +162,15 @@ class GradSampleModule(nn.Module):
         """Within it the model is called with a padded batch, as in ``with model.valid(mask): output = model(x)``.
 
         A padded sample adds exactly nothing, whatever it holds, NaN too; its norm and clip factor are 0, and it is not
-        counted as dropped. The backward pass may come later.
+        counted as dropped. The backward pass may come later, within it or not.
 
         Args:
             mask: (N,) bool, True for samples, False for padding.
 
         Raises:
             InputError: it is no tensor; from the forward pass, where it is not bool or not as long as the batch.
-            StateError: no hooks; from a forward pass in another thread, outside of it.
+            StateError: no hooks; from a forward pass in another thread, outside of it; from a backward pass within it
+                whose forward pass was outside.
         """
         check_mask(mask)
         if self._tapped is None:

@@ -97,7 +97,9 @@ class PerSampleGradientClipper:
 
         Raises:
             StateError: no trainable parameter has per-sample gradients, or one has none that was frozen in a backward
-                pass, or whose own were taken away; nothing is accumulated then.
+                pass, or whose own were taken away.
+
+        Nothing is accumulated where it fails, out of memory or in ``on_batch_clip_func``: it may be called again.
         """
         parameters = self._named_parameters()
         given = {name: getattr(p, "grad_sample", None) for name, p in parameters.items()}
@@ -114,6 +116,7 @@ class PerSampleGradientClipper:
         clipped = clip(self.norm_clipper, squares, scale=1.0, rounding=list(map(rounding, parameters.values())))
         thresholds = self.norm_clipper.thresholds
         self._sensitivity = max(self._sensitivity, self.norm_clipper.take_sensitivity())
+        totals = {}
         for i, (name, p) in enumerate(parameters.items()):
             j = i if self.norm_clipper.is_per_layer else 0
             factors = clipped.coefficients(j, p.dtype)
@@ -121,7 +124,7 @@ class PerSampleGradientClipper:
                 total = Dense(samples[name]).weighted_sum(factors.to(p.device))
             else:
                 total = torch.zeros_like(p, dtype=accumulating_dtype(p))
-            self._sums[p] = self._sums[p] + total if p in self._sums else total
+            totals[p] = total
             self._report(
                 param_name=name,
                 clipping_factor=factors.float(),
@@ -131,6 +134,8 @@ class PerSampleGradientClipper:
                 grad_before_clip=torch.zeros_like(p) if p.grad is None else p.grad,
                 grad_after_clip=self._averaged(total, n, p.dtype),
             )
+        for p, total in totals.items():  # nothing here takes memory, or runs anybody's code
+            self._sums[p] = self._sums[p].add_(total) if p in self._sums else total
             p.grad_sample = None  # type: ignore[attr-defined]  # as in Opacus
             p.grad = None  # the sum that is not clipped: an optimizer's step before pre_step() has nothing to take
         self._samples += n

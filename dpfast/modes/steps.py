@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from dpfast.arithmetic import RowNorms, is_traced
 from dpfast.errors import InputError, StateError
 from dpfast.factors import Factor
+from dpfast.modes.blocks import VALID
 from dpfast.modes.deferred import Deferred
 from dpfast.modes.second_pass import FirstPass, Output, SecondPass
 from dpfast.modes.units import Units
@@ -337,8 +338,14 @@ def own_copy(valid: Tensor | None) -> Tensor | None:
     return valid if valid is None or is_traced() else valid.clone()
 
 
-def check_same_mask(valid: Tensor | None, of_step: Tensor | None) -> None:
-    """Raises StateError where a forward pass had another mask than the step."""
+def check_same_mask(mode: object, valid: Tensor | None, of_step: Tensor | None) -> None:
+    """Raises StateError where a forward pass had another mask than the step, or none and its backward pass is within a
+    block that gives one."""
+    if valid is None and not VALID.are_of(mode, None):
+        raise StateError(
+            "this backward pass is within valid(...) and goes through a forward pass that was outside, so its padding "
+            "would count as samples: call the model within it, with model.valid(mask): output = model(x)"
+        )
     if valid is of_step:  # nearly always
         return
     if valid is None or of_step is None or not torch.equal(valid.cpu(), of_step.cpu()):

@@ -304,7 +304,7 @@ class TappedModel:
             step = step or self._open(output)
             step.comes_to(output.graph)
             check_same(self, output.units, step.units)
-            check_same_mask(output.valid, step.valid)
+            check_same_mask(self.mode, output.valid, step.valid)
             if step.first is not None:
                 output.first, output.grad = step.first, grad
             return None
@@ -367,7 +367,7 @@ class TappedModel:
         step, layer = self._step_of(record), record.tap.layer
         step.goes_through(record.graph, self.mode.has_left)
         check_same(self, record.units, step.units)
-        check_same_mask(record.valid, step.valid)
+        check_same_mask(self.mode, record.valid, step.valid)
         if (of_two := step.first or step.second) is not None:
             of_two.saw(record, activations, backprops, whole=step.repeats)
         one = len(activations) == len(backprops) == 1 and not activations.kwargs

@@ -64,11 +64,16 @@ def check_noise(noise_multiplier: float) -> None:
 
 
 def check_wraps(optimizer: Any) -> None:
-    """Raises InputError for what is no optimizer, or a private one."""
+    """Raises InputError for what is no optimizer, a private one, or one that takes several gradients a step."""
     if isinstance(optimizer, DPOptimizer):
         raise InputError(
             f"this {type(optimizer).__name__} is private already, and a second one would add noise to noise that the "
             "accountant has counted: give the optimizer that it wraps (original_optimizer)"
+        )
+    if isinstance(optimizer, optim.LBFGS):
+        raise InputError(
+            "LBFGS takes the gradient at several points for a step, and each would be a release of its own; take an "
+            "optimizer that steps once for each gradient (SGD, Adam)"
         )
     if not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "step")):
         raise InputError(f"optimizer={type(optimizer).__name__} is no torch.optim.Optimizer")
@@ -208,12 +213,20 @@ def keep_what_is_counted(optimizer: Any, accountant: Any, batches: int) -> None:
     optimizer.attach_step_hook = counted.attach
 
 
+_TWO_EPOCHS = (
+    "this step sums {} backward passes, and by their number the end of an epoch of {} batches is among them: a sample "
+    "that is in the last batches of one and the first of the next is clipped in each, and moves the sum by up to 2C. "
+    "End each epoch with a step()"
+)
+
+
 class _Counted:
     """A step hook. The accountant takes the entry of all steps so far out of its history, and puts it back with one
     more: an interrupt between the two (Ctrl-C) would have it forget them."""
 
     def __init__(self, count: Any, accountant: Any, batches: int):
         self._count, self._accountant, self._batches, self._then = count, accountant, batches, None
+        self._passes = 0  # of all steps
 
     def attach(self, fn: Any) -> None:
         """As Opacus's: the last one that was attached is called."""
@@ -226,6 +239,9 @@ class _Counted:
                 "several of them and counts as often, which no sampling rate tells the accountant. Take as many as an "
                 "epoch has batches at most, or a larger batch; nothing was released"
             )
+        before, self._passes = self._passes % self._batches, self._passes + passes
+        if before + passes > self._batches and passes > 1:
+            warn_caller(_TWO_EPOCHS.format(passes, self._batches))
         history = self._accountant.history
         entries, last = len(history), history[-1:]
         try:

@@ -43,7 +43,10 @@ from dpfast.opacus.checks import (
     warn_of_another,
 )
 from dpfast.opacus.compiled import graph_size, losses_of, padded_loader
+from dpfast.opacus.draws import as_draws, draws_of
 from dpfast.opacus.losses import ClippedLoss
+from dpfast.opacus.optimizers import DPOptimizerFast
+from dpfast.opacus.signals import Signals
 from dpfast.opacus.thresholds import check_clipping, check_number, per_layer_clipper
 
 MODES = ("dpfast", "dpfast_compiled", "dpfast_two_pass", "dpfast_materialize")
@@ -196,6 +199,8 @@ class PrivacyEngine(opacus.PrivacyEngine):
             module, optimizer, data_loader = super().make_private(**arguments)
             keep_what_is_counted(optimizer, self.accountant, len(data_loader))
             warn_of_another(self, module)
+            if isinstance(signals := getattr(optimizer, "_step_skip_queue", None), Signals):
+                signals.draws = draws_of(data_loader)
             if grad_sample_mode == "dpfast_materialize":  # Opacus's optimizer forms the sums
                 warn_of_16_bits(arguments["module"], optimizer.params, may_be_taken=False)  # type: ignore[attr-defined]  # Opacus's
             if grad_sample_mode != "dpfast_two_pass":
@@ -229,6 +234,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
         loader = super()._prepare_data_loader(
             data_loader, poisson_sampling=poisson_sampling, distributed=distributed and not deal_out, **options
         )
+        as_draws(loader)
         if deal_out or making.units is not None:
             secret = SharedSecret.agreed(self.secure_rng if self.secure_mode else data_loader.generator)
             how: dict[str, Any] = {"steps": len(data_loader)}
@@ -319,6 +325,15 @@ class PrivacyEngine(opacus.PrivacyEngine):
         }
         if grad_sample_mode in MODES and clipping == "per_layer":
             check_number(optimizer, max_grad_norm)  # type: ignore[arg-type]  # as checked
+        own: dict[str, Any] = {
+            "generator": self.secure_rng if self.secure_mode else noise_generator,
+            "secure_mode": self.secure_mode,
+            **given,
+            **options,
+        }
+        if (grad_sample_mode, clipping, distributed) == ("ghost", "flat", False):
+            # Opacus's own optimizer takes whatever is in p.grad, of a loss too that is not the criterion's.
+            return DPOptimizerFast(_original(optimizer), max_grad_norm=max_grad_norm, **own)
         if grad_sample_mode not in MODES or making.module is None:
             prepared: Any = super()._prepare_optimizer(
                 optimizer=optimizer,
@@ -331,19 +346,18 @@ class PrivacyEngine(opacus.PrivacyEngine):
                 **options,
             )
             return check_before_steps(prepared) if grad_sample_mode in MODES else prepared
-        if isinstance(optimizer, opacus.optimizers.DPOptimizer):
-            optimizer = optimizer.original_optimizer
         batches = None
         units = isinstance(making.batches, UnitPoissonSampler)
         check_units(making.module, units)
         if making.over_ranks:  # p.grad is the sum over all ranks
-            given["expected_batch_size"] = expected_batch_size * (dist.get_world_size() if distributed else 1)
+            own["expected_batch_size"] = expected_batch_size * (dist.get_world_size() if distributed else 1)
             batches = making.batches
-            given["secret"] = None if self.secure_mode else SharedSecret.agreed(noise_generator)
-            distributed, noise_generator = False, None
+            own["secret"] = None if self.secure_mode else SharedSecret.agreed(noise_generator)
+            own["generator"] = self.secure_rng if self.secure_mode else None
+            distributed = False
         if clipping == "per_layer":
             whole = making.module if making.graph_size is None else making.module.model
-            clipper = per_layer_clipper(whole, optimizer, max_grad_norm)  # type: ignore[arg-type]  # as checked
+            clipper = per_layer_clipper(whole, _original(optimizer), max_grad_norm)  # type: ignore[arg-type]  # as checked
             making.module.norm_clipper = clipper
             max_grad_norm = clipper.sensitivity
         elif isinstance(making.module.norm_clipper, ConstantPerLayerClipper):
@@ -358,15 +372,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
             ("dpfast_two_pass", False): TwoPassOptimizer,
             ("dpfast_two_pass", True): DistributedTwoPassOptimizer,
         }[grad_sample_mode, distributed]
-        prepared = cls(
-            optimizer,
-            module=making.module,
-            max_grad_norm=max_grad_norm,
-            generator=self.secure_rng if self.secure_mode else noise_generator,
-            secure_mode=self.secure_mode,
-            **given,
-            **options,
-        )
+        prepared = cls(_original(optimizer), module=making.module, max_grad_norm=max_grad_norm, **own)
         prepared.batches, making.module.needs_units = batches, units
         return prepared
 
@@ -378,3 +384,8 @@ class PrivacyEngine(opacus.PrivacyEngine):
         drawn = making.batches.num_units if units else len(making.drawn_from.dataset)  # type: ignore[union-attr]
         expected = max(1, drawn // len(making.drawn_from))
         return expected / ranks if ranks > 1 else expected
+
+
+def _original(optimizer: optim.Optimizer) -> Any:
+    """That a private one wraps."""
+    return optimizer.original_optimizer if isinstance(optimizer, opacus.optimizers.DPOptimizer) else optimizer

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from dpfast.arithmetic import Noise
 from dpfast.distributed import SharedSecret
+from dpfast.trials import ONE_AT_A_TIME
 
 WORTH_BLOCKS = 2**20
 """Numbers from which they are drawn by blocks: some 5 ms on one core. Fewer are Opacus's to the bit."""
@@ -83,13 +85,14 @@ def add_noise_to_all(
             together.setdefault((x.dtype, x.device), []).append(x)
         else:
             apart.append(x)
-    for x in apart:
-        add_noise_in_order(x, std, generator=generator, secure_mode=secure_mode)
-    first = 0
-    for of_one_kind in together.values():
-        first = add_noise_together(
-            of_one_kind, std, generator=generator, divisor=1.0 if apart else divisor, first=first
-        )
+    with ONE_AT_A_TIME if generator is None else nullcontext():
+        for x in apart:
+            add_noise_in_order(x, std, generator=generator, secure_mode=secure_mode)
+        first = 0
+        for of_one_kind in together.values():
+            first = add_noise_together(
+                of_one_kind, std, generator=generator, divisor=1.0 if apart else divisor, first=first
+            )
     return not apart
 
 
@@ -146,7 +149,8 @@ def _space(numbers: int) -> Tensor:
 
 def new_secret() -> SharedSecret:
     """From torch's default generator, so that ``torch.manual_seed`` decides it."""
-    return SharedSecret(bytes(torch.randint(256, (32,), device="cpu").tolist()))
+    with ONE_AT_A_TIME:
+        return SharedSecret(bytes(torch.randint(256, (32,), device="cpu").tolist()))
 
 
 def digest(numbers: Sequence[object]) -> str:

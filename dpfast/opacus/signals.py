@@ -22,6 +22,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from dpfast.errors import StateError, warn_caller
 from dpfast.modes import wait_for_noise
+from dpfast.opacus.draws import Draws
 
 _FETCHED = (
     "{} parts of draws were fetched through BatchMemoryManager and not stepped on, and its loader is gone through once "
@@ -42,6 +43,11 @@ _LEFT_OUT = (
     "loader's workers fetch ahead (Accelerate's loader does so, too: prepare() the engine's, and BatchMemoryManager "
     "around what that gives); then begin a new loop over it"
 )
+_SEVERAL_DRAWS = (
+    "signal_skip_step() makes one step of {} Poisson draws: a sample may be in each, and moves the sum by C each "
+    "time, and the accountant is told of one step. Parts of one draw may be a step; more samples a step are a larger "
+    "batch_size of the loader, in parts by BatchMemoryManager. What waited has been dropped, and nothing was released"
+)
 _DROPPED = (
     "the last loop over BatchMemoryManager ended within a draw or before parts that it had fetched. What waited of "
     "that draw has been dropped, or a sample could count twice in one step; nothing of it was released or accounted for"
@@ -60,11 +66,16 @@ class Signals(list[bool]):
     """Opacus's ``_step_skip_queue``, which begins anew with each iteration of a ``BatchSplittingSampler``.
 
     Who calls ``signal_skip_step()`` is looked at, once a part: a new iteration is another generator. Signals of one's
-    own, from elsewhere, are taken as they come.
+    own, from elsewhere, are taken as they come, as long as no other draw is fetched between those of one step.
 
     Args:
         optimizer: whose queue it is.
+
+    Attributes:
+        draws: of the loader that the engine gives, where these are counted.
     """
+
+    draws: Draws | None = None
 
     def __init__(self, optimizer: Any):
         super().__init__()
@@ -72,6 +83,7 @@ class Signals(list[bool]):
         self._iteration: FrameType | None = None  # the frame itself: another one could get its id
         self._given_up: FrameType | None = None
         self._parts: list[_Part | None] = []  # of each signal; None: of one's own
+        self._own: int | None = None  # draws that were taken when the last signal of one's own was to skip
         self._in_step = False  # whether the step before was for the part that its loop had been given last
 
     def append(self, skip: bool) -> None:
@@ -79,8 +91,17 @@ class Signals(list[bool]):
         iteration, loader = _splits()
         if iteration is not None and iteration is not self._iteration:
             self._begin(iteration)
+        elif iteration is None and self.draws is not None:
+            self._of_one_draw(skip, self.draws.drawn)
         self._parts.append(None if iteration is None or loader is None else _part(iteration, loader))
         super().append(skip)
+
+    def _of_one_draw(self, skip: bool, drawn: int) -> None:
+        own, self._own = self._own, drawn if skip else None
+        if own not in (None, drawn):
+            self._own = None
+            self.give_up()
+            raise StateError(_SEVERAL_DRAWS.format(drawn - own + 1))
 
     def __getitem__(self, place: Any) -> Any:
         """Raises StateError where that is not the signal of the part that the loop has been given last."""

@@ -17,7 +17,7 @@ from dpfast.report.measure import Loss, Measured, Run, sum_of
 from dpfast.report.page import Fallback, page
 from dpfast.report.takes import IN_TURN, Caught, Turns, way_of
 from dpfast.taps import Record, find_forward
-from dpfast.trials import put_back
+from dpfast.trials import ONE_AT_A_TIME, put_back
 
 FALLBACK = "functorch (vmap; no rule)"
 _BYTES = 4  # what is kept is fp32 at most
@@ -195,7 +195,7 @@ def _explained(tapped: TappedModel, model: nn.Module, batch: tuple[Any, ...], in
     before = tapped.mode, tapped.enabled, tapped.observe
     tapped.mode, tapped.enabled, tapped.observe = Caught(), True, observe
     try:
-        with put_back(tapped.model), torch.random.fork_rng(), torch.enable_grad():
+        with ONE_AT_A_TIME, put_back(tapped.model), torch.random.fork_rng(), torch.enable_grad():
             # No gradient comes to where it is kept: taps take those of parameters, or refuse them.
             args, kwargs = tree_map(_apart, (batch, inputs))
             sum_of(model(*args, **kwargs)).backward()

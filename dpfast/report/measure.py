@@ -25,7 +25,7 @@ from dpfast.report.memory import segments_between_marks
 from dpfast.report.takes import IN_TURN, Caught, Held, Taken, Takes, Turns
 from dpfast.report.timing import clock
 from dpfast.taps import Record
-from dpfast.trials import put_back
+from dpfast.trials import ONE_AT_A_TIME, put_back
 
 Loss = Callable[[Any], Tensor]
 M = TypeVar("M", bound=Caught)
@@ -225,7 +225,7 @@ class Run:
         if tapped is not None:
             tapped.remove()
         try:
-            with torch.random.fork_rng(), torch.enable_grad():
+            with ONE_AT_A_TIME, torch.random.fork_rng(), torch.enable_grad():
                 yield
         finally:
             for p, gradient in zip(self.parameters, gradients, strict=True):

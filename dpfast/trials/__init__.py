@@ -18,7 +18,7 @@ from dpfast.trials.fake_run import (
     fake_parameters,
 )
 from dpfast.trials.kept import trained_beside
-from dpfast.trials.left_behind import LeftBehind, nothing_left_behind, taking_back
+from dpfast.trials.left_behind import ONE_AT_A_TIME, LeftBehind, nothing_left_behind, taking_back
 from dpfast.trials.nobody import Nobody
 from dpfast.trials.noise import NOISE, noise_like, stand_ins
 from dpfast.trials.outside import put_back
@@ -30,6 +30,7 @@ from dpfast.trials.unsharded import copied_whole
 __all__ = [
     "MOST_DRAWS",
     "NOISE",
+    "ONE_AT_A_TIME",
     "Dependence",
     "Entries",
     "LeftBehind",

@@ -42,9 +42,10 @@ _guessed: list[str] = []
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 _LIBRARIES = ("torch", "dpfast", "builtins", "typing", "abc")
 
-# What trial runs change and set back is the process's: its garbage collector, random numbers, warnings. Of two threads
-# that met there, one would set back what the other has changed.
 ONE_AT_A_TIME = threading.RLock()
+"""What trial runs change and set back is the process's: its garbage collector, random numbers, warnings. Of two threads
+that met there, one would set back what the other has changed; and noise that was drawn from torch's own generator
+meanwhile would be drawn once more."""
 
 
 def taking_back(run: Callable[Concatenate[LeftBehind, P], R]) -> Callable[P, R]:

@@ -168,19 +168,19 @@ class Counted(WithLoss):
 
     def __init__(self, loss, mixes_from=None):
         super().__init__(loss, "both")
-        self.mixes_from, self.passes = mixes_from, 0
+        self.mixes_from, self.passes = mixes_from, [0]  # a list: a number that is set would be another kind of input
 
     def forward(self, x):
         RAN.note(1)
         loss, h = super().forward(x)
-        return loss, h - h.mean(0) if self.passes == self.mixes_from else h
+        return loss, h - h.mean(0) if self.passes[0] == self.mixes_from else h
 
 
 def forwards(wrapped):
     model = wrapped._module
     RAN.clear()
     output = wrapped(torch.randn(5, 3, D))
-    model.passes += 1
+    model.passes[0] += 1
     return len(RAN.all()), output
 
 

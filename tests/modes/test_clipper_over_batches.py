@@ -193,3 +193,28 @@ def test_sums_of_parameters_that_were_replaced_are_not_lost_in_silence(how):
     model(torch.randn(6, 4)).square().mean().backward()
     clipper.clip_and_accumulate()
     clipper.pre_step()
+
+
+def test_a_batch_that_failed_is_taken_once():
+    """Out of memory at the last parameter, and once more: what had been summed until then had the batch twice."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)), 50.0 * torch.randn(5, 4)
+    exact = loop_over_samples(model, lambda m, x: m(x).square().sum(), x)
+    clipper, failed = dpfast.PerSampleGradientClipper(model, ConstantFlatClipper(1.0), loss_reduction="sum"), []
+
+    def fails_once(param_name, **_):
+        if param_name == "2.bias" and not failed:
+            failed.append(param_name)
+            raise torch.OutOfMemoryError("no memory for a log")
+
+    clipper.set_on_batch_clip_func(fails_once)
+    for times in (1, 2):
+        model(x).square().sum().backward()
+        if times == 1:
+            with pytest.raises(torch.OutOfMemoryError):
+                clipper.clip_and_accumulate()
+        clipper.clip_and_accumulate()
+    _, n = clipper.pre_step()
+    expected = clipped_sum(exact, 1.0)
+    assert n == 2 * len(x)
+    assert all(relative_error(p.grad, 2 * expected[name]) <= 1e-4 for name, p in model.named_parameters())

@@ -233,3 +233,12 @@ def test_masks_within_masks_and_copies_made_within():
     copied.zero_grad()
     step(copied, *batch(1.0))
     assert (copied.get_norm_sample() > 0).all()
+
+
+@pytest.mark.parametrize("mode", [dpfast.GradSampleModule, dpfast.GradSampleModuleFastGradientClipping])
+def test_a_backward_pass_within_of_a_forward_pass_outside_is_an_error(mode):
+    model = mode(nn.Linear(3, 2))
+    loss = model(torch.randn(4, 3)).square().sum(1).mean()
+    with pytest.raises(StateError, match="forward pass that was outside"), model.valid(torch.ones(4, dtype=torch.bool)):
+        loss.backward()
+    assert all(p.grad is None for p in model.parameters())
