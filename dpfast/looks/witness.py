@@ -122,9 +122,10 @@ class Witness(AtMeetings):
             beside = catch_beside(self.seen, key, prints, x, output, self.size, picked)
             if x.requires_grad:
                 self.seen.catch({key: prints}, x)
-        # What the model gets has nodes of its own, which its hooks are on. In the noise's memory, where that is no
-        # view, to which autograd would note more.
-        noisy = x.view_as(x) if noise is None else x + noise if noise._is_view() else noise.add_(x)
+        # What the model gets has nodes of its own, which its hooks are on, and the strides that it may ask for. In the
+        # noise's memory, where that has these and is no view, to which autograd would note more.
+        apart = noise is not None and (noise._is_view() or noise.stride() != x.stride())
+        noisy = x.view_as(x) if noise is None else x + noise if apart else noise.add_(x)
         output = replaced(output, x, noisy) if prints.packed is None else with_data(output, x, noisy)
         for other in beside:
             output = replaced(output, other, other.view_as(other))

@@ -77,7 +77,12 @@ _ROW_BY_ROW = frozenset(("linear", "matmul", "__matmul__", "mm", "layer_norm", "
 def met_as_rows(operation: Operation, picked: Picked) -> Any:
     """The operation's result, each row of which has a gradient of its own."""
     substitute = find_function(operation.func)
-    assert substitute is not None and picked.numbers is not None
+    assert substitute is not None
+    try:
+        picked.check()
+    except UnsupportedModuleError as error:
+        raise UnsupportedModuleError(f"{operation.shared[0].tap.layer}: in {operation.name}, {error}") from None
+    assert picked.numbers is not None
     meeting = Meeting(operation, 0, len(picked.numbers), substitute.__name__)
     with with_picked(picked):
         output = substitute(meeting, *operation.args, **operation.kwargs)
