@@ -245,7 +245,7 @@ class Picks(WithoutGradients):
             return self._scattered(name, args, kwargs)
         picked = next((mark for mark in marks if mark.sender is not None), None)
         if self._picks_rows(func, name, args, kwargs, result):
-            rows = int(next(iter(tensors_in(args))).shape[0])
+            rows = int(next(x for x in tensors_in((args, kwargs)) if x.dim()).shape[0])
             if picked is None:
                 return _Mark(self._running[-1], rows, True)
             # Sorted, gone through layers and sorted back: all stand where they stood.

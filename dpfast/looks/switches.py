@@ -37,6 +37,7 @@ class Switches:
         self._size = 0  # how many attributes these have
         self._held: list[Any] = []  # what the last forward pass has left there; of what is no switch, its type
         self._set: dict[_Place, Any] = {} if of is None else dict(of._set)
+        self._first: dict[_Place, Any] = {}  # before anything was set
         self._had: dict[_Place, set[Any]] = {}
         self._new: dict[_Place, int] = {}  # how many of the last values were new
         self._key = frozenset[Any](self._set.items())
@@ -71,7 +72,7 @@ class Switches:
         had = self._had.setdefault(place, {before})
         self._new[place] = 0 if mode in had else self._new.get(place, 0) + 1
         had.add(mode)
-        if self._new[place] < _NEW_IN_A_ROW:
+        if self._new[place] < _NEW_IN_A_ROW and mode != self._first.setdefault(place, before):
             self._set[place] = mode
         else:
             self._set.pop(place, None)
