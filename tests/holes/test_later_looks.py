@@ -120,13 +120,15 @@ MIXINGS = {
 
 
 class Begins(Net):
-    """Mixes samples, once it is told to."""
+    """Mixes samples, once it is told to, by an entry in a list: an attribute that is set is looked at at once."""
 
-    mixing = "none"
+    def __init__(self, mixing="none"):
+        super().__init__()
+        self.mixing = [mixing]
 
     def forward(self, x):
         h = torch.tanh(self.first(x))
-        return self.last(MIXINGS[self.mixing](h) if self.mixing != "none" else h)
+        return self.last(MIXINGS[self.mixing[0]](h) if self.mixing[0] != "none" else h)
 
 
 @pytest.mark.parametrize("n", [4, 6, 8, 64])
@@ -137,7 +139,7 @@ def test_mixing_that_begins_later_is_found_in_one_run(mixing, n):
     wrapped = clipping(Begins())
     for _ in range(4):
         step(wrapped, torch.randn(n, D))
-    wrapped._module.mixing = mixing
+    wrapped._module.mixing[0] = mixing
     for _ in range(3):
         step(wrapped, torch.randn(n, D))
     with pytest.raises(UnsupportedModuleError, match=r"depends on several samples|not its own"):
@@ -148,10 +150,8 @@ def test_mixing_that_begins_later_is_found_in_one_run(mixing, n):
 @pytest.mark.parametrize("mixing", ["pairs", "groups over and over", "groups of neighbours"])
 def test_in_batches_that_must_be_even(mixing, n):
     torch.manual_seed(0)
-    model = Begins()
-    model.mixing = mixing
     with pytest.raises(UnsupportedModuleError, match=r"depends on several samples|not its own"):
-        step(clipping(model), torch.randn(n, D))
+        step(clipping(Begins(mixing)), torch.randn(n, D))
 
 
 def test_a_weight_that_was_zero_and_is_an_argument():
