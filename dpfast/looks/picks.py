@@ -260,8 +260,8 @@ class Picks(WithoutGradients):
         x = args[0] if args else None
         if func is F.embedding:
             return len(args) > 1 and self._mark(args[1]) is not None
-        of_data = [x for x in tensors_in((args, kwargs)) if self._mark(x) is not None]
         if sums_over_samples(name, args, kwargs, self.size, self.dim, lambda x: self._mark(x) is not None):
+            of_data = (x for x in tensors_in((args, kwargs)) if self._mark(x) is not None)
             return any(map(self._is_of_counts, of_data)) and isinstance(result, Tensor) and result.dim() > 1
         if not isinstance(x, Tensor) or self._mark(x) is None or id(x) in self._of_one:
             return False

@@ -14,7 +14,7 @@ from dpfast.looks.kinds import mode_named
 
 _SIMPLE = (bool, int, float, str, type(None), enum.Enum)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_NEW_IN_A_ROW = 4  # what gets a value that it never had so often is a counter, or a name of each step's own
+_NEW_IN_A_ROW = 4  # what has a value that it never had at so many calls is a counter, or a name of each step's own
 
 _Place = tuple[int, str, str]
 """The number of a module, what in it has the attribute (nothing: itself), the attribute."""
@@ -39,7 +39,8 @@ class Switches:
         self._set: dict[_Place, Any] = {} if of is None else dict(of._set)
         self._first: dict[_Place, Any] = {}  # before anything was set
         self._had: dict[_Place, set[Any]] = {}
-        self._new: dict[_Place, int] = {}  # how many of the last values were new
+        self._new: dict[_Place, tuple[int, int]] = {}  # the last call with a new one, and how many in a row had one
+        self._calls = 0
         self._key = frozenset[Any](self._set.items())
 
     def modes(self, model: nn.Module) -> tuple[Any, ...]:
@@ -47,8 +48,8 @@ class Switches:
         since the first one began."""
         if not self._modules:
             self._modules = list(model.modules())
-            self.hold()
-        now = self._now()
+            self._held = [_kept(x) for x in self._found()]
+        now, self._calls = self._now(), self._calls + 1
         if now is None or not all(map(is_, now, self._held)):
             before = dict(zip(self._places, self._held, strict=True))
             if now is None:
@@ -64,15 +65,16 @@ class Switches:
 
     def hold(self) -> None:
         """A forward pass has ended: what it has left is how things stand."""
-        now = self._now() if self._where else None
+        now = self._now()
         if now is None or not all(map(is_, now, self._held)):
             self._held = [_kept(x) for x in (self._found() if now is None else now)]
 
     def _note(self, place: _Place, before: Any, mode: Any) -> None:
-        had = self._had.setdefault(place, {before})
-        self._new[place] = 0 if mode in had else self._new.get(place, 0) + 1
+        had, (last, new) = self._had.setdefault(place, {before}), self._new.get(place, (0, 0))
+        new = 0 if mode in had else new + 1 if last == self._calls - 1 else 1
+        self._new[place] = self._calls, new
         had.add(mode)
-        if self._new[place] < _NEW_IN_A_ROW and mode != self._first.setdefault(place, before):
+        if new < _NEW_IN_A_ROW and mode != self._first.setdefault(place, before):
             self._set[place] = mode
         else:
             self._set.pop(place, None)

@@ -91,15 +91,18 @@ class Signals(list[bool]):
         iteration, loader = _splits()
         if iteration is not None and iteration is not self._iteration:
             self._begin(iteration)
-        elif iteration is None and self.draws is not None:
-            self._of_one_draw(skip, self.draws.drawn)
+        elif iteration is None:
+            self._of_one_draw(skip)
         self._parts.append(None if iteration is None or loader is None else _part(iteration, loader))
         super().append(skip)
 
-    def _of_one_draw(self, skip: bool, drawn: int) -> None:
-        own, self._own = self._own, drawn if skip else None
+    def _of_one_draw(self, skip: bool) -> None:
+        """A part of a step: the next one's signal, or a step that has none and ends it."""
+        if self.draws is None:
+            return
+        own, drawn = self._own, self.draws.drawn
+        self._own = drawn if skip and own in (None, drawn) else None
         if own not in (None, drawn):
-            self._own = None
             self.give_up()
             raise StateError(_SEVERAL_DRAWS.format(drawn - own + 1))
 
@@ -147,6 +150,8 @@ class Signals(list[bool]):
         the steps that it goes on with: the next one would add its samples to theirs."""
         waited, private = len(self), self._of()
         private.takes = False
+        if not waited:
+            self._of_one_draw(False)
         try:
             yield
         except BaseException:

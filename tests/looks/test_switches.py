@@ -113,6 +113,19 @@ def forwards_of_steps(module, each, steps=24):
     return len(FORWARDS.all())
 
 
+@MODES
+def test_stages_that_come_one_after_the_other(mode):
+    """Each with a value that it never had: no counter, as it stays for a while."""
+    torch.manual_seed(0)
+    model = Switched()
+    model.number = 7
+    module = wrapped(mode, model)
+    for stage in (7, 6, 5, 4, 3, 9, 8, 2, 7):
+        model.number = module._module.number = stage
+        for _ in range(2):
+            assert_right(module, model)
+
+
 def nothing(i, model):
     pass
 
