@@ -7,7 +7,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dpfast import GradSampleModule, GradSampleModuleFastGradientClipping
-from dpfast.errors import DpfastError
+from dpfast.errors import DpfastError, UnsupportedModuleError
+from dpfast.taps import Operation, Picked, Shared, met_as_rows
+from dpfast.taps.picked import Source
 from dpfast.testing import loop_over_samples, norms_of, relative_error
 
 D, T, E = 6, 5, 4
@@ -343,3 +345,12 @@ def test_positions_in_an_expert_are_not_taken_for_as_many_samples():
     wrapped = GradSampleModuleFastGradientClipping(model, loss_reduction="sum")
     loss(wrapped, x).backward()
     assert relative_error(wrapped.get_norm_sample(), exact) <= 1e-5
+
+
+def test_rows_that_nobody_knows_beside_a_parameter_are_refused_by_name():
+    """As equiformer-pytorch has them; it was a bare AssertionError."""
+    model = GradSampleModule(nn.Linear(4, 4))
+    weight = Shared.make(model._tapped._taps[0], ("weight", 1), torch.randn(4, requires_grad=True), ())
+    operation = Operation(torch.mul, (torch.randn(3, 4), weight), {})
+    with pytest.raises(UnsupportedModuleError, match=r"Linear: in mul, .* Net makes out of its input"):
+        met_as_rows(operation, Picked(None, (None,), Source("Net", (3,))))
