@@ -18,13 +18,17 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from rows import RESULTS, Rows, environment
+from torch import Tensor
 
 from dpfast.arithmetic import instruction_set, products
 
 SHAPES = [(256, 128, 256), (256, 128, 1024), (1000, 128, 256), (512, 128, 128), (1024, 256, 1024), (1024, 1024, 1024)]
 """(r, k, c) of P×T by T×D products and of clipped sums, from the smallest that is worth a call of oneDNN."""
 
-SAMPLES, ROUNDS = 4, 15
+LAYERS = [(64, 128, 128), (256, 64, 64), (1024, 384, 10), (1024, 128, 512), (1024, 768, 768), (8192, 16, 64)]
+"""(rows, d, p) of layers' products: the output, and the gradient of the input."""
+
+SAMPLES, ROUNDS, CALLS = 4, 15, 10
 
 
 def seconds(calls: list[Callable[[], object]]) -> list[float]:
@@ -66,16 +70,41 @@ def measure(rows: Rows, shape: tuple[int, int, int]) -> dict:
     )
 
 
+def measure_layer(rows: Rows, shape: tuple[int, int, int]) -> dict:
+    """Of both products, as :func:`measure`."""
+    n, d, p = shape
+    torch.manual_seed(0)
+    x, gradient, weight, bias = torch.randn(n, d), torch.randn(n, p), torch.randn(p, d), torch.randn(p)
+
+    def onednn() -> list[Tensor]:
+        return [products.as_it_stands(x, weight, bias), products.as_it_stands(gradient, weight.mT)]
+
+    def torchs_own() -> list[Tensor]:
+        return [torch.addmm(bias, x, weight.mT), torch.mm(gradient, weight)]
+
+    for found, own in zip(onednn(), torchs_own(), strict=True):
+        assert (found - own).norm() <= 1e-6 * own.norm()
+    one, own = seconds([lambda: [onednn() for _ in range(CALLS)], lambda: [torchs_own() for _ in range(CALLS)]])
+    return rows.add(
+        layer=list(shape),
+        onednn=instruction_set.of_onednn(),
+        mkl=instruction_set.of_mkl(),
+        onednn_over_mkl=round(one / own, 3),
+        gflops_mkl=round(4e-9 * CALLS * n * d * p / own, 1),
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=RESULTS / "products.jsonl")
     rows = Rows(parser.parse_args().out, environment("cpu"))
     torch.set_num_threads(1)
     table = Table("r × k × c", "oneDNN", "MKL", "oneDNN over MKL", "MKL GFLOP/s")
-    for shape in SHAPES:
-        row = measure(rows, shape)
-        figures = (str(row[name]) for name in ("onednn", "mkl", "onednn_over_mkl", "gflops_mkl"))
-        table.add_row("×".join(map(str, shape)), *figures)
+    for measured, shapes in ((measure, SHAPES), (measure_layer, LAYERS)):
+        for shape in shapes:
+            row = measured(rows, shape)
+            figures = (str(row[name]) for name in ("onednn", "mkl", "onednn_over_mkl", "gflops_mkl"))
+            table.add_row("×".join(map(str, shape)) + (", a layer" if "layer" in row else ""), *figures)
     Console().print(table)
 
 

@@ -32,6 +32,11 @@ and so on how many samples stand before it (seen with MKL 2024.2 on an AMD CPU).
 _WORTH_ONEDNN = 2**22
 """Multiply-adds from which a product is large enough for oneDNN's call and the transposed copies that it wants."""
 
+_LAYER_ROWS, _LAYER_COLUMNS, _LAYER_WORTH_ONEDNN = 16, 4, 2**20
+"""Rows, columns, and multiply-adds, from which oneDNN is the faster way to a layer's output and to the gradient of its
+input: it reads both operands as they stand. How many rows there are changes no row's bits but where there are fewer than these
+(seen with MKL 2024.2, up to 5, and oneDNN 3.12, 1; the tests watch it)."""
+
 _WORTH_ALL_THREADS = 2**27
 """Multiply-adds from which each product is a call of its own that all threads share. In a call for the batch MKL gives
 each sample one thread, but splits samples where they are fewer than threads, at other last bits (seen with MKL 2024.2
@@ -170,8 +175,11 @@ def _one_by_one(x: Tensor, y: Tensor) -> Tensor:
 
 def by_onednn(r: int, k: int, c: int, like: Tensor) -> bool:
     """Whether :func:`onednn` is the faster way for an (r, k)·(k, c) product of matrices such as ``like``."""
-    suits = like.dtype == torch.float32 and like.device.type == "cpu" and min(r, k, c) >= 64
-    return suits and r * k * c >= _WORTH_ONEDNN and onednn_is_faster()
+    return min(r, k, c) >= 64 and r * k * c >= _WORTH_ONEDNN and _is_for_onednn(like)
+
+
+def _is_for_onednn(like: Tensor) -> bool:
+    return like.dtype is torch.float32 and like.is_cpu and onednn_is_faster()
 
 
 def onednn(x: Tensor, y: Tensor) -> Tensor:
@@ -179,7 +187,34 @@ def onednn(x: Tensor, y: Tensor) -> Tensor:
     implementation, a thousand times as slow. y may be transposed; of x, torch makes a contiguous copy then, on one
     thread, so the smaller of the two should be x."""
     y = y if y.is_contiguous() or y.mT.is_contiguous() else y.contiguous()
-    return torch.ops.mkldnn._linear_pointwise(x.contiguous(), y, None, "none", [], "")
+    return as_it_stands(x.contiguous(), y)
+
+
+def as_it_stands(x: Tensor, y: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x yᵀ + bias`` by oneDNN, of fp32 without gaps."""
+    return torch.ops.mkldnn._linear_pointwise(x, y, bias, "none", [], "")
+
+
+def of_layer(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+    """``x weightᵀ + bias`` (..., d)·(p, d) by oneDNN, which reads weight as it stands, transposed or not.
+
+    Returns:
+        (..., p); None, for torch's own call to be made, where that is as fast, or takes what this does not or says what
+        is wrong with it.
+    """
+    (p, d), rows = weight.shape, x.shape[:-1].numel()
+    if rows < _LAYER_ROWS or p < _LAYER_COLUMNS or rows * d * p < _LAYER_WORTH_ONEDNN or x.shape[-1] != d:
+        return None
+    if not _is_for_onednn(x):
+        return None
+    of_layer = [weight] if bias is None else [weight, bias]
+    if any(of.dtype is not torch.float32 or not of.is_cpu for of in of_layer) or not x.is_contiguous():
+        return None
+    if not (weight.is_contiguous() or weight.mT.is_contiguous()):
+        return None
+    if bias is not None and (bias.shape != (p,) or not bias.is_contiguous()):
+        return None
+    return as_it_stands(x, weight, bias)
 
 
 def of_rows(x: Tensor, y: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpfast.arithmetic import accumulating_dtype, buffers, ops
+from dpfast.arithmetic import accumulating_dtype, buffers, ops, products
 from dpfast.errors import InputError
 from dpfast.factors import Factor, OuterProduct, Reshaped, row_sum
 from dpfast.taps import Activations, register_node, register_rule
@@ -38,6 +38,9 @@ def linear(layer: nn.Linear, activations: Activations, backprops: Tensor) -> dic
 def _forward(parameters: Mapping[str, Any], layer: Any, x: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
     weight: Any = parameters.get("weight")
     bias = parameters.get("bias")
+    output = products.of_layer(x, weight, bias)
+    if output is not None:
+        return output, (weight,)
     if bias is None or x.dim() > 3 or not x.is_contiguous():
         return F.linear(x, weight, bias), (weight,)
     *shape, d = x.shape
@@ -48,8 +51,15 @@ def _forward(parameters: Mapping[str, Any], layer: Any, x: Tensor) -> tuple[Tens
 
 
 def _backward(gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    rows = gradient if gradient.dim() == 2 else gradient.reshape(-1, weight.shape[0])
-    of_input = torch.mm(rows, weight, out=buffers.place_for_others(rows.shape[0], weight.shape[1], rows))
+    return _of_input(gradient, x, weight.mT)
+
+
+def _of_input(gradient: Tensor, x: Tensor, transposed: Tensor) -> Tensor:
+    """The gradient of an input: ``gradient Wᵀ`` with the (D, P) that the layer multiplies its input by."""
+    rows = gradient if gradient.dim() == 2 else gradient.reshape(-1, transposed.shape[1])
+    of_input = products.of_layer(rows.contiguous(), transposed)
+    if of_input is None:
+        of_input = torch.mm(rows, transposed.mT, out=buffers.place_for_others(len(rows), len(transposed), rows))
     return of_input if gradient.dim() == 2 else of_input.view(x.shape)
 
 
@@ -128,6 +138,17 @@ def transposed_linear(layer: Any, activations: Activations, backprops: Tensor) -
     if layer.bias.requires_grad:
         factors[layer.bias] = row_sum(backprops)
     return factors
+
+
+def _forward_transposed(parameters: Mapping[str, Any], layer: Any, x: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
+    weight, bias = parameters["weight"], parameters["bias"]
+    output = products.of_layer(x, weight.mT, bias)
+    if output is None:
+        output = torch.addmm(bias, x.view(-1, x.shape[-1]), weight)
+    return output.view(*x.shape[:-1], layer.nf), (weight,)
+
+
+register_node("transformers.pytorch_utils.Conv1D", _forward_transposed, _of_input)
 
 
 @register_rule(nn.Bilinear, fresh=True)

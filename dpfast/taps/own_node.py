@@ -47,22 +47,30 @@ class OwnNode(NamedTuple):
 
 
 _nodes: dict[type[nn.Module], OwnNode] = {}
+_of_names: dict[str, tuple[Any, ...]] = {}  # of classes of packages that may not be there; all but the plain forward
 
 
 def register_node(
-    cls: type[nn.Module],
+    target: type[nn.Module] | str,
     forward: Callable[[Mapping[str, Any], Any, Tensor], tuple[Tensor, tuple[Any, ...]]],
     backward: Callable[..., Tensor] | None,
     *,
     names: tuple[str, ...] = ("weight", "bias"),
     rank: int = 0,
 ) -> None:
-    """Gives a class, and it alone, a node of its own; see :class:`OwnNode`."""
-    _nodes[cls] = OwnNode(cls.forward, rank, frozenset(names), forward, backward)
+    """Gives a class, or the one of that full name, and it alone, a node of its own; see :class:`OwnNode`."""
+    of = rank, frozenset(names), forward, backward
+    if isinstance(target, str):
+        _of_names[target] = of
+    else:
+        _nodes[target] = OwnNode(target.forward, *of)
 
 
 def find_node(cls: type[nn.Module]) -> OwnNode | None:
     """Of that very class."""
+    of = _of_names.get(f"{cls.__module__}.{cls.__qualname__}")
+    if of is not None and cls not in _nodes and cls.forward.__qualname__ == f"{cls.__qualname__}.forward":
+        _nodes[cls] = OwnNode(cls.forward, *of)
     return _nodes.get(cls)
 
 

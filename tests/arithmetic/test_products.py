@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from dpfast.arithmetic import products, reference
 from dpfast.testing import relative_error
@@ -125,3 +126,69 @@ def test_a_block_is_added_up_before_what_it_is_added_to(backend, shape):
     x, y = torch.ones(3, r, k), torch.ones(3, k, c)
     out = products.batched(x, y, add_to=torch.full((3, r, c), 2.0**24))
     assert (out - 2.0**24 >= 0.99 * k).all()
+
+
+@pytest.fixture
+def by_onednn(monkeypatch):
+    """As where MKL is slow."""
+    monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize("shape", [(4096, 16, 17), (64, 128, 128), (3, 40, 300, 70), (1024, 384, 10)])
+def test_a_layers_product(by_onednn, shape, transposed, bias):
+    torch.manual_seed(0)
+    *rows, d, p = shape
+    x, weight = torch.randn(*rows, d), torch.randn(d, p).mT if transposed else torch.randn(p, d)
+    b = torch.randn(p) if bias else None
+    found = products.of_layer(x, weight, b)
+    exact = F.linear(x.double(), weight.double(), None if b is None else b.double())
+    assert found is not None and found.shape == exact.shape and relative_error(found, exact) <= 1e-6
+    flat = x.view(-1, d)
+    flat[5], flat[7] = float("nan"), float("inf")
+    others = [i for i in range(len(flat)) if i not in (5, 7)]
+    again = products.of_layer(x, weight, b).view(-1, p)
+    assert torch.equal(again[others], found.view(-1, p)[others]), "a row has changed another one"
+    assert not again[[5, 7]].isfinite().any()
+
+
+@pytest.mark.parametrize(("d", "p"), [(128, 384), (300, 200), (768, 2304), (1024, 1000)])
+def test_a_row_of_a_layers_product_has_the_same_bits_among_any(by_onednn, d, p):
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(2048, d), torch.randn(p, d), torch.randn(p)
+    for of in ((x, weight, bias), (torch.randn(2048, p), weight.mT, None)):
+        whole = products.of_layer(*of)
+        enough = -(-products._LAYER_WORTH_ONEDNN // (d * p))
+        for rows in (16, 17, 31, 64, 100, 256, 1000):
+            if rows >= enough:
+                assert torch.equal(products.of_layer(of[0][:rows], *of[1:]), whole[:rows])
+                assert torch.equal(products.of_layer(of[0][-rows:], *of[1:]), whole[-rows:])
+
+
+def test_a_layers_product_is_torchs_own_where_onednn_would_not_do(by_onednn):
+    x, weight, bias = torch.ones(64, 128), torch.ones(256, 128), torch.ones(256)
+    assert products.of_layer(x, weight, bias) is not None
+    others = {
+        "few rows": (x[:15], weight.repeat(9, 1)),
+        "few columns": (x.repeat(999, 1), weight[:3]),
+        "little to multiply": (x[:31], weight),
+        "another width": (x, weight[:, :127].contiguous()),
+        "an input with gaps": (torch.ones(64, 256)[:, :128], weight),
+        "a transposed input": (torch.ones(128, 64).mT, weight),
+        "a weight with gaps": (x, torch.ones(256, 256)[:, :128]),
+        "a bias of another size": (x, weight, torch.ones(1)),
+        "a bias with gaps": (x, weight, torch.ones(512)[::2]),
+        "fp64": (x.double(), weight.double()),
+        "an fp64 input": (x.double(), weight),
+        "an fp64 weight": (x, weight.double()),
+        "an fp64 bias": (x, weight, bias.double()),
+        "bf16": (x.bfloat16(), weight.bfloat16()),
+        "meta": (x.to("meta"), weight.to("meta")),
+    }
+    assert {name: products.of_layer(*of) for name, of in others.items()} == dict.fromkeys(others)
+
+
+def test_a_layers_product_is_torchs_own_where_that_is_as_fast(monkeypatch):
+    monkeypatch.setattr(products, "onednn_is_faster", lambda: False)
+    assert products.of_layer(torch.ones(64, 128), torch.ones(256, 128)) is None

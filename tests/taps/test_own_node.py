@@ -1,4 +1,5 @@
-"""A layer and its tap in one autograd node: what goes in and out is what torch's own nodes make of it, to the bit."""
+"""A layer and its tap in one autograd node: what goes in and out is what torch's own nodes make of it, to the bit where
+torch's own products are the fastest."""
 
 import copy
 
@@ -6,8 +7,10 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers.pytorch_utils import Conv1D
 
 import dpfast
+from dpfast.arithmetic import products
 from dpfast.errors import UnsupportedModuleError
 from dpfast.taps import own_node
 from dpfast.testing import clipped_sum, loop_over_samples, norms_of, relative_error
@@ -112,9 +115,10 @@ def test_values_and_gradients_are_torchs(name, dtype, nodes):
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(5, 200, 300), (2048, 300), (4, 128, 4, 300)])
-def test_large_layers_leave_a_place_for_others(shape, bias, nodes):
+def test_large_layers_leave_a_place_for_others(shape, bias, nodes, monkeypatch):
     """glibc has to find an output's place again for a tensor of the same size, and more than that is asked for. On a
     GPU torch's own allocator does."""
+    monkeypatch.setattr(products, "onednn_is_faster", lambda: False)
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(300, 900, bias=bias), nn.ReLU(inplace=True), nn.Linear(900, 300, bias=bias))
     wrapped = dpfast.GradSampleModuleFastGradientClipping(copy.deepcopy(plain), max_grad_norm=0.1)
@@ -128,6 +132,32 @@ def test_large_layers_leave_a_place_for_others(shape, bias, nodes):
     assert torch.equal(*outputs) and torch.equal(*gradients)
     room = [x.untyped_storage().nbytes() - x.nbytes for x in (outputs[1], gradients[1])]
     assert (room[1] > 64) == x.is_cpu and (room[0] > 64) == (x.is_cpu and bias and len(shape) < 4)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(5, 40, 300), (256, 300), (4, 16, 4, 300)])
+def test_large_layers_go_by_onednn_where_it_is_faster(shape, bias, nodes, monkeypatch):
+    if torch.ones(1).is_cuda:
+        pytest.skip("of a CPU")
+    monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
+    calls, call = [], products.as_it_stands
+    monkeypatch.setattr(products, "as_it_stands", lambda *of: calls.append(of) or call(*of))
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(300, 200, bias=bias), nn.Tanh(), Conv1D(100, 200))
+    wrapped = dpfast.GradSampleModuleFastGradientClipping(copy.deepcopy(plain), max_grad_norm=0.1)
+    x, outputs, gradients = torch.randn(shape), [], []
+    for model in (plain, wrapped):
+        given = x.clone().requires_grad_()
+        outputs.append(model(given))
+        outputs[-1].square().flatten(1).sum(1).mean().backward()
+        gradients.append(given.grad)
+    assert nodes == ["0", "2"]
+    assert len(calls) >= 4  # each layer's output and the gradient of its input, and what the norms take
+    assert relative_error(outputs[1], outputs[0]) <= 1e-6 and relative_error(gradients[1], gradients[0]) <= 2e-6
+    exact = loop_over_samples(plain, lambda m, x: m(x).square().flatten(1).sum(1).sum(), x)
+    for key, total in clipped_sum(exact, 0.1).items():
+        assert relative_error(wrapped._module.get_parameter(key).grad, total) <= 1e-4, key
+    assert torch.allclose(wrapped.get_norm_sample().double(), norms_of(exact), rtol=1e-4)
 
 
 def test_a_large_input_of_another_width_has_torchs_own_error():
