@@ -34,8 +34,8 @@ _WORTH_ONEDNN = 2**22
 
 _LAYER_ROWS, _LAYER_COLUMNS, _LAYER_WORTH_ONEDNN = 16, 4, 2**20
 """Rows, columns, and multiply-adds, from which oneDNN is the faster way to a layer's output and to the gradient of its
-input: it reads both operands as they stand. How many rows there are changes no row's bits but where there are fewer than these
-(seen with MKL 2024.2, up to 5, and oneDNN 3.12, 1; the tests watch it)."""
+input: it reads both operands as they stand. How many rows there are changes no row's bits but where there are fewer
+than these (seen with MKL 2024.2, up to 5, and oneDNN 3.12, 1; the tests watch it)."""
 
 _WORTH_ALL_THREADS = 2**27
 """Multiply-adds from which each product is a call of its own that all threads share. In a call for the batch MKL gives
@@ -179,7 +179,11 @@ def by_onednn(r: int, k: int, c: int, like: Tensor) -> bool:
 
 
 def _is_for_onednn(like: Tensor) -> bool:
-    return like.dtype is torch.float32 and like.is_cpu and onednn_is_faster()
+    return _is_fp32(like) and onednn_is_faster()
+
+
+def _is_fp32(x: Tensor) -> bool:
+    return x.dtype is torch.float32 and x.is_cpu
 
 
 def onednn(x: Tensor, y: Tensor) -> Tensor:
@@ -196,25 +200,22 @@ def as_it_stands(x: Tensor, y: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def of_layer(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    """``x weightᵀ + bias`` (..., d)·(p, d) by oneDNN, which reads weight as it stands, transposed or not.
+    """``x weightᵀ + bias`` (..., d)·(p, d) by oneDNN; None where :func:`suits_layer` does not say so, for torch's own
+    call to be made."""
+    return as_it_stands(x, weight, bias) if suits_layer(x, weight, bias) else None
 
-    Returns:
-        (..., p); None, for torch's own call to be made, where that is as fast, or takes what this does not or says what
-        is wrong with it.
-    """
+
+def suits_layer(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+    """Whether :func:`as_it_stands` is the faster way to ``x weightᵀ + bias``: not where torch's own call takes what it
+    does not, or says what is wrong with it."""
     (p, d), rows = weight.shape, x.shape[:-1].numel()
     if rows < _LAYER_ROWS or p < _LAYER_COLUMNS or rows * d * p < _LAYER_WORTH_ONEDNN or x.shape[-1] != d:
-        return None
-    if not _is_for_onednn(x):
-        return None
-    of_layer = [weight] if bias is None else [weight, bias]
-    if any(of.dtype is not torch.float32 or not of.is_cpu for of in of_layer) or not x.is_contiguous():
-        return None
-    if not (weight.is_contiguous() or weight.mT.is_contiguous()):
-        return None
-    if bias is not None and (bias.shape != (p,) or not bias.is_contiguous()):
-        return None
-    return as_it_stands(x, weight, bias)
+        return False
+    if not (_is_for_onednn(x) and x.is_contiguous() and _is_fp32(weight)):
+        return False
+    if bias is not None and not (_is_fp32(bias) and bias.shape == (p,) and bias.is_contiguous()):
+        return False
+    return weight.is_contiguous() or weight.mT.is_contiguous()
 
 
 def of_rows(x: Tensor, y: Tensor) -> Tensor:

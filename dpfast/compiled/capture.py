@@ -29,6 +29,7 @@ from dpfast.arithmetic import capturing
 from dpfast.compiled.batches import Batch
 from dpfast.compiled.draws import same_draws
 from dpfast.compiled.mode import GraphMode, running
+from dpfast.compiled.onednn import multiply_by_onednn
 from dpfast.compiled.pins import pin_where_made
 from dpfast.compiled.plain import plain
 from dpfast.errors import DpfastError, InputError, UnsupportedModuleError
@@ -124,6 +125,7 @@ def capture(
     _check_written(graph, losses, model)
     _without_aliases(graph.graph)
     pin_where_made(graph.graph)
+    multiply_by_onednn(graph.graph)
     graph.graph.eliminate_dead_code()
     graph.recompile()
     return Captured(graph, others, [dict(model.named_parameters())[name] for name in of], mode.counts)
