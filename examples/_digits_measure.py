@@ -49,8 +49,8 @@ def differences(legs, make_net, weights, x, y, max_grad_norm: float) -> dict[str
             continue
         net = fresh_net()
         no_noise = {"noise_multiplier": 0.0, "expected_batch_size": 1}
-        model, optimizer, criterion = leg(net, torch.optim.SGD(net.parameters(), lr=0.0), no_noise)
-        criterion(model(x), y).backward()
+        _, optimizer, backward = leg(net, torch.optim.SGD(net.parameters(), lr=0.0), no_noise)
+        backward(x, y)
         optimizer.pre_step()
         worst[name] = max(
             ((p.grad.double() - e).norm() / e.norm()).item() for p, e in zip(net.parameters(), expected, strict=True)
@@ -58,8 +58,8 @@ def differences(legs, make_net, weights, x, y, max_grad_norm: float) -> dict[str
     return worst
 
 
-def step(model, optimizer, criterion, x: torch.Tensor, y: torch.Tensor) -> None:
-    criterion(model(x), y).backward()
+def step(model, optimizer, backward, x: torch.Tensor, y: torch.Tensor) -> None:
+    backward(x, y)
     optimizer.step()
     optimizer.zero_grad()
 
@@ -98,11 +98,12 @@ def in_processes(
     return {leg: torch.tensor(values) for leg, values in times.items()}, memory
 
 
-def serve(make_training: Callable[[], tuple], x: torch.Tensor, y: torch.Tensor) -> None:
+def serve(make_training: Callable[[], tuple], x: torch.Tensor, y: torch.Tensor, *, compiles: bool) -> None:
     """What such a process does: says the peak memory, then, for each number of steps that it reads, the seconds of
-    one."""
+    one. ``compiles``: the first step does, which is no part of what is measured."""
     training = make_training()
-    print(json.dumps(peak_memory(make_training, training, x, y)), flush=True)
+    first = training if compiles else make_training()
+    print(json.dumps(peak_memory(first, training, x, y)), flush=True)
     for line in sys.stdin:
         synchronize(x)
         start = time.perf_counter()
@@ -117,7 +118,7 @@ def synchronize(x: torch.Tensor) -> None:
         torch.cuda.synchronize()
 
 
-def peak_memory(make_training: Callable[[], tuple], training: tuple, x: torch.Tensor, y: torch.Tensor) -> float | None:
+def peak_memory(first: tuple, training: tuple, x: torch.Tensor, y: torch.Tensor) -> float | None:
     """MB that three steps take at their peak on top of what the process holds before the first.
 
     On a CPU it is the peak of the resident set, which only Linux lets a process reset. (`ru_maxrss` would
@@ -125,7 +126,7 @@ def peak_memory(make_training: Callable[[], tuple], training: tuple, x: torch.Te
     """
     if not x.is_cuda and not CLEAR_PEAK.exists():
         return None
-    step(*make_training(), x[:2], y[:2])  # not measured: libraries are loaded
+    step(*first, x[:2], y[:2])  # not measured: libraries are loaded
     if x.is_cuda:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

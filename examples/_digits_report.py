@@ -14,7 +14,9 @@ from tqdm import tqdm
 
 # Colours of Okabe and Ito, which the colour-blind can tell apart; the curves differ in dash and width too.
 COLOURS = {"plain": "#999999", "Opacus hooks": "#E69F00", "Opacus ghost": "#56B4E9", "dpfast": "#009E73"}
+COLOURS["dpfast, compiled"] = "#0072B2"
 LINES = {"plain": (":", 1.8), "Opacus hooks": ("-", 5.0), "Opacus ghost": ("-", 2.6), "dpfast": ("--", 1.4)}
+LINES["dpfast, compiled"] = (":", 1.4)
 
 # header, key in a row, format
 COLUMNS = [
@@ -42,7 +44,8 @@ def write(rows: list[dict], settings: dict, out: Path, markdown: Path | None) ->
         f"{settings['device']}, torch {settings['torch']}. {settings['steps']} steps on Poisson batches of "
         f"{settings['batch_size']} expected samples, σ = {settings['sigma']:.2f}, "
         f"C = {settings['max_grad_norm']:g}; ε at δ = {settings['delta']:g} by Opacus's PRV accountant. "
-        f"A step is forward, backward, clipping, noise and update; the noise alone makes it {noise_alone(rows)}. "
+        f"A step is forward, backward, clipping, noise and update; the noise alone makes it "
+        f"{in_plain_steps(rows, 'noise_alone_ratio')}. {of_the_compiled(rows)}"
         "Peak memory is what training adds to the "
         "process. The difference is the clipped gradient's from a one-sample-at-a-time loop in float64 "
         "(relative L2, the worst parameter)."
@@ -50,9 +53,9 @@ def write(rows: list[dict], settings: dict, out: Path, markdown: Path | None) ->
     table = Table(title="Handwritten digits, trained privately", caption=caption, caption_justify="left")
     for position, (header, _, _) in enumerate(COLUMNS):
         table.add_column(header, justify="left" if position < 2 else "right")
-    for row in rows:
-        last = row["leg"] == "dpfast"
-        table.add_row(*cells(row), style="bold" if last else None, end_section=last)
+    for row, following in zip(rows, [*rows[1:], None], strict=True):
+        last = following is None or following["model"] != row["model"]
+        table.add_row(*cells(row), style="bold" if row["leg"].startswith("dpfast") else None, end_section=last)
     Console(width=None if sys.stdout.isatty() else 130).print(table)
 
     text = markdown_table(rows, caption)
@@ -64,9 +67,18 @@ def write(rows: list[dict], settings: dict, out: Path, markdown: Path | None) ->
     draw(rows, out / "demo.png")
 
 
-def noise_alone(rows: list[dict]) -> str:
-    ratios = {row["model"]: row["noise_alone_ratio"] for row in rows}
+def in_plain_steps(rows: list[dict], key: str) -> str:
+    ratios = {row["model"]: row[key] for row in rows}
     return ", ".join(f"{ratio:.2f} plain steps ({model})" for model, ratio in ratios.items())
+
+
+def of_the_compiled(rows: list[dict]) -> str:
+    if any(row["plain_compiled_ratio"] is None for row in rows):
+        return ""
+    return (
+        "The compiled step runs padded to the size of its graph, and has been compiled before; torch.compile makes the "
+        f"step without privacy {in_plain_steps(rows, 'plain_compiled_ratio')}. "
+    )
 
 
 def cells(row: dict) -> list[str]:
@@ -97,7 +109,9 @@ def draw(rows: list[dict], path: Path) -> None:
         bars(line[2], legs, "step_ratio", "{:.2f}", "time of a step, in plain steps")
         line[2].axvline(ours["noise_alone_ratio"], color="black", linestyle="--", linewidth=1, label="noise alone")
         line[2].legend(loc="upper right")
-        line[2].set_title(f"dpfast: {ours['step_ratio']:.2f} plain steps (Opacus at best {opacus:.2f})")
+        compiled = legs.get("dpfast, compiled")
+        also = "" if compiled is None else f", compiled {compiled['step_ratio']:.2f}"
+        line[2].set_title(f"dpfast: {ours['step_ratio']:.2f} plain steps{also} (Opacus at best {opacus:.2f})")
         bars(line[3], legs, "memory_mb", "{:.1f}", "peak memory of training (MB)")
         line[3].set_title("Memory: what training adds to the process")
     axes[0][0].legend(loc="lower right")

@@ -202,7 +202,9 @@ def as_it_stands(x: Tensor, y: Tensor, bias: Tensor | None = None) -> Tensor:
 def of_layer(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
     """``x weightᵀ + bias`` (..., d)·(p, d) by oneDNN; None where :func:`suits_layer` does not say so, for torch's own
     call to be made."""
-    return as_it_stands(x, weight, bias) if suits_layer(x, weight, bias) else None
+    if x.numel() * weight.shape[0] < _LAYER_WORTH_ONEDNN or not suits_layer(x, weight, bias):
+        return None
+    return as_it_stands(x, weight, bias)
 
 
 def suits_layer(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:

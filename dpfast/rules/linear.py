@@ -51,15 +51,10 @@ def _forward(parameters: Mapping[str, Any], layer: Any, x: Tensor) -> tuple[Tens
 
 
 def _backward(gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    return _of_input(gradient, x, weight.mT)
-
-
-def _of_input(gradient: Tensor, x: Tensor, transposed: Tensor) -> Tensor:
-    """The gradient of an input: ``gradient Wᵀ`` with the (D, P) that the layer multiplies its input by."""
-    rows = gradient if gradient.dim() == 2 else gradient.reshape(-1, transposed.shape[1])
-    of_input = products.of_layer(rows.contiguous(), transposed)
+    rows = gradient if gradient.dim() == 2 else gradient.reshape(-1, weight.shape[0])
+    of_input = products.of_layer(rows, weight.mT)
     if of_input is None:
-        of_input = torch.mm(rows, transposed.mT, out=buffers.place_for_others(len(rows), len(transposed), rows))
+        of_input = torch.mm(rows, weight, out=buffers.place_for_others(rows.shape[0], weight.shape[1], rows))
     return of_input if gradient.dim() == 2 else of_input.view(x.shape)
 
 
@@ -148,7 +143,11 @@ def _forward_transposed(parameters: Mapping[str, Any], layer: Any, x: Tensor) ->
     return output.view(*x.shape[:-1], layer.nf), (weight,)
 
 
-register_node("transformers.pytorch_utils.Conv1D", _forward_transposed, _of_input)
+def _backward_transposed(gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    return _backward(gradient, x, weight.mT)
+
+
+register_node("transformers.pytorch_utils.Conv1D", _forward_transposed, _backward_transposed)
 
 
 @register_rule(nn.Bilinear, fresh=True)
