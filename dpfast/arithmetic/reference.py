@@ -26,10 +26,6 @@ from dpfast.arithmetic.tracing import is_traced
 WORKSPACE_BYTES = 32 * 2**20
 """The most that a norm may hold in intermediate results at one time."""
 
-_WORTH_TRANSPOSING = 2**17
-"""Entries of a clipped sum from which oneDNN saves more than the transposed copies cost that it wants (AMD EPYC)."""
-
-
 KEPT_BLOCK = 2**20
 """The most bytes of kept gradients that are made at a time for each of torch's threads, but of one sample: they are
 still in the cache when their norm is taken, and find room where activations have been freed."""
@@ -119,7 +115,7 @@ def sum_of_all(activations: Tensor, backprops: Tensor, c: Tensor) -> Tensor:
     d, p = activations.shape[-1], backprops.shape[-1]
     dtype, c = c.dtype, c.view(-1, 1, 1)
     rows = c.numel() * activations.shape[1]
-    if d * p >= _WORTH_TRANSPOSING and not is_traced() and products.by_onednn(p, rows, d, like=activations):
+    if not is_traced() and products.by_onednn(p, rows, d, like=activations):
         return _by_onednn(backprops, activations, c)
     # The scaled copy is made of the smaller operand.
     if d <= p:
@@ -166,7 +162,10 @@ def weighted_sums(activations: Tensor, backprops: Tensor, coefficients: Tensor, 
 
 def sums_of_all(activations: Tensor, backprops: Tensor, c: Tensor, layers: int) -> Tensor:
     """:func:`sum_of_all` of several layers, as :func:`weighted_sums`."""
-    d, p, by_sample = activations.shape[-1], backprops.shape[-1], (layers, len(c), -1)
+    (n, t, d), p, by_sample = activations.shape, backprops.shape[-1], (layers, len(c), -1)
+    if not is_traced() and products.by_onednn(p, n * t // layers, d, like=activations):
+        each = zip(backprops.split(len(c)), activations.split(len(c)), strict=True)
+        return torch.stack([_by_onednn(b, a, c.view(-1, 1, 1)) for b, a in each])
     if d <= p:
         activations = activations.reshape(by_sample) * c.view(-1, 1)
     else:

@@ -3,7 +3,8 @@
 Behind a small layer the tap's node, the layer's own nodes and what detaches its parameters from them take longer than
 its arithmetic. Of a few classes the backward pass is one call that is known: their forward runs within the tap's node,
 where nothing is recorded, and the node gives the gradient of the input as torch's own would, to the bit; large products
-are oneDNN's where that is faster, with other last bits. What it saves is other than what they would, so it is not taken where saved tensors have hooks (checkpoints, offload).
+are oneDNN's where that is faster, with other last bits. What it saves is other than what they would, so it is not taken
+where saved tensors have hooks (checkpoints, offload).
 """
 
 from __future__ import annotations

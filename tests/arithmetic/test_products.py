@@ -131,6 +131,8 @@ def test_a_block_is_added_up_before_what_it_is_added_to(backend, shape):
 @pytest.fixture
 def by_onednn(monkeypatch):
     """As where MKL is slow."""
+    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        pytest.skip("this torch has no oneDNN")
     monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
 
 
@@ -192,3 +194,21 @@ def test_a_layers_product_is_torchs_own_where_onednn_would_not_do(by_onednn):
 def test_a_layers_product_is_torchs_own_where_that_is_as_fast(monkeypatch):
     monkeypatch.setattr(products, "onednn_is_faster", lambda: False)
     assert products.of_layer(torch.ones(64, 128), torch.ones(256, 128)) is None
+
+
+@pytest.mark.parametrize(
+    ("n", "t", "d", "p"), [(16, 32, 96, 96), (70, 10, 64, 128), (700, 1, 128, 64), (9, 128, 64, 64)]
+)
+def test_clipped_sums_of_layers_are_those_of_each(by_onednn, monkeypatch, n, t, d, p):
+    calls, call = [], products.onednn
+    monkeypatch.setattr(products, "onednn", lambda *of: calls.append(of) or call(*of))
+    torch.manual_seed(0)
+    a, b, c = torch.randn(3 * n, t, d), torch.randn(3 * n, t, p), torch.rand(n)
+    a[4], c[4] = float("nan"), 0.0
+    found = reference.weighted_sums(a, b, c, 3)
+    assert len(calls) == 3
+    for i, total in enumerate(found):
+        of = slice(i * n, (i + 1) * n)
+        assert torch.equal(total, reference.weighted_sum(a[of], b[of], c))
+        truth = torch.einsum("n,ntp,ntd->pd", c.double(), b[of].double(), a[of].double().nan_to_num())
+        assert relative_error(total, truth) <= 1e-6
