@@ -199,12 +199,13 @@ def as_it_stands(x: Tensor, y: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, y, bias, "none", [], "")
 
 
-def of_layer(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+def of_layer(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, transposed: bool = False) -> Tensor | None:
     """``x weightᵀ + bias`` (..., d)·(p, d) by oneDNN; None where :func:`suits_layer` does not say so, for torch's own
-    call to be made."""
-    if x.numel() * weight.shape[0] < _LAYER_WORTH_ONEDNN or not suits_layer(x, weight, bias):
+    call to be made. ``transposed``: weight is (d, p)."""
+    if x.numel() * weight.shape[1 if transposed else 0] < _LAYER_WORTH_ONEDNN:  # without a view
         return None
-    return as_it_stands(x, weight, bias)
+    weight = weight.mT if transposed else weight
+    return as_it_stands(x, weight, bias) if suits_layer(x, weight, bias) else None
 
 
 def suits_layer(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:

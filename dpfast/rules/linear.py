@@ -52,7 +52,7 @@ def _forward(parameters: Mapping[str, Any], layer: Any, x: Tensor) -> tuple[Tens
 
 def _backward(gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     rows = gradient if gradient.dim() == 2 else gradient.reshape(-1, weight.shape[0])
-    of_input = products.of_layer(rows, weight.mT)
+    of_input = products.of_layer(rows, weight, transposed=True)
     if of_input is None:
         of_input = torch.mm(rows, weight, out=buffers.place_for_others(rows.shape[0], weight.shape[1], rows))
     return of_input if gradient.dim() == 2 else of_input.view(x.shape)
@@ -137,7 +137,7 @@ def transposed_linear(layer: Any, activations: Activations, backprops: Tensor) -
 
 def _forward_transposed(parameters: Mapping[str, Any], layer: Any, x: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
     weight, bias = parameters["weight"], parameters["bias"]
-    output = products.of_layer(x, weight.mT, bias)
+    output = products.of_layer(x, weight, bias, transposed=True)
     if output is None:
         output = torch.addmm(bias, x.view(-1, x.shape[-1]), weight)
     return output.view(*x.shape[:-1], layer.nf), (weight,)
