@@ -179,7 +179,8 @@ def by_onednn(r: int, k: int, c: int, like: Tensor) -> bool:
 
 
 def _is_for_onednn(like: Tensor) -> bool:
-    return _is_fp32(like) and onednn_is_faster()
+    # Who switches it off has a reason.
+    return _is_fp32(like) and onednn_is_faster() and bool(torch.backends.mkldnn.enabled)
 
 
 def _is_fp32(x: Tensor) -> bool:

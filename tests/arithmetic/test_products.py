@@ -147,6 +147,7 @@ def test_a_layers_product(by_onednn, shape, transposed, bias):
     found = products.of_layer(x, weight, b)
     exact = F.linear(x.double(), weight.double(), None if b is None else b.double())
     assert found is not None and found.shape == exact.shape and relative_error(found, exact) <= 1e-6
+    assert torch.equal(products.of_layer(x, weight.mT, b, transposed=True), found)
     flat = x.view(-1, d)
     flat[5], flat[7] = float("nan"), float("inf")
     others = [i for i in range(len(flat)) if i not in (5, 7)]
@@ -189,6 +190,13 @@ def test_a_layers_product_is_torchs_own_where_onednn_would_not_do(by_onednn):
         "meta": (x.to("meta"), weight.to("meta")),
     }
     assert {name: products.of_layer(*of) for name, of in others.items()} == dict.fromkeys(others)
+
+
+def test_no_product_is_onednns_where_it_is_switched_off(by_onednn):
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert products.of_layer(torch.ones(64, 128), torch.ones(256, 128)) is None
+        assert not products.by_onednn(256, 128, 256, torch.ones(1))
+    assert products.by_onednn(256, 128, 256, torch.ones(1))
 
 
 def test_a_layers_product_is_torchs_own_where_that_is_as_fast(monkeypatch):
