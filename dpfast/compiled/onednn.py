@@ -23,10 +23,11 @@ def multiply_by_onednn(graph: fx.Graph) -> None:
     """Layers' products, which read both operands as they stand, and sums over a batch, whose left one is copied."""
     for node in (*graph.find_nodes(op="call_function", target=_aten.mm.default), *_with_bias(graph)):
         *bias, x, y = node.args
-        left, right = (of.meta["val"] for of in (x, y))
-        if not products.suits_layer(left, right.mT, *(of.meta["val"] for of in bias)):
+        left, right, *rest = (of.meta["val"] for of in (x, y, *bias))
+        if not products.suits_layer(left, right.mT, *rest):
             (r, k), c = left.shape, right.shape[1]
-            if not (left.mT.is_contiguous() and products.by_onednn(r, k, c, left)):
+            whole = left.mT.is_contiguous() and (right.is_contiguous() or right.mT.is_contiguous())
+            if bias or not whole or not products.by_onednn(r, k, c, left):
                 continue
             with graph.inserting_before(node):
                 x = graph.call_function(_aten.clone.default, (x,), {"memory_format": torch.contiguous_format})

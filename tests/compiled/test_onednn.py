@@ -48,6 +48,10 @@ LEFT = {
     "small": lambda x, w, b: x[:4] @ w.t(),
     "a small sum over the batch": lambda x, w, b: x.t() @ w[:64],
     "an input with gaps": lambda x, w, b: x.repeat(1, 2)[:, :200] @ w.t(),
+    "a sum over the batch that is added to": lambda x, w, b: torch.addmm(
+        w.repeat(2, 1)[:200].repeat(1, 3), x.repeat(9, 1).t(), w.repeat(2, 3)[:576]
+    ),
+    "a sum over the batch of what has gaps": lambda x, w, b: x.repeat(9, 1).t() @ w.repeat(2, 2)[:576, :200],
     "fp64": lambda x, w, b: x.double() @ w.double().t(),
     "a bias of all": lambda x, w, b: torch.addmm(b.expand(64, 300), x, w.t()),
     "a bias that is weighted": lambda x, w, b: torch.addmm(b, x, w.t(), beta=0.5),
