@@ -61,13 +61,13 @@ def measure(rows: Rows, shape: tuple[int, int, int]) -> dict:
         call()
         assert (out - exact).norm() <= 1e-6 * exact.norm()
     one, own = seconds([onednn, torchs_own])
-    return rows.add(
-        shape=list(shape),
-        onednn=instruction_set.of_onednn(),
-        mkl=instruction_set.of_mkl(),
-        onednn_over_mkl=round(one / own, 3),
-        gflops_mkl=round(2e-9 * SAMPLES * r * k * c / own, 1),
-    )
+    return add(rows, one, own, SAMPLES * r * k * c, shape=list(shape))
+
+
+def add(rows: Rows, one: float, own: float, macs: int, **of: list[int]) -> dict:
+    """A row of the seconds that oneDNN and torch's own way take for so many multiply-adds."""
+    used = {"onednn": instruction_set.of_onednn(), "mkl": instruction_set.of_mkl()}
+    return rows.add(**of, **used, onednn_over_mkl=round(one / own, 3), gflops_mkl=round(2e-9 * macs / own, 1))
 
 
 def measure_layer(rows: Rows, shape: tuple[int, int, int]) -> dict:
@@ -85,13 +85,7 @@ def measure_layer(rows: Rows, shape: tuple[int, int, int]) -> dict:
     for found, own in zip(onednn(), torchs_own(), strict=True):
         assert (found - own).norm() <= 1e-6 * own.norm()
     one, own = seconds([lambda: [onednn() for _ in range(CALLS)], lambda: [torchs_own() for _ in range(CALLS)]])
-    return rows.add(
-        layer=list(shape),
-        onednn=instruction_set.of_onednn(),
-        mkl=instruction_set.of_mkl(),
-        onednn_over_mkl=round(one / own, 3),
-        gflops_mkl=round(4e-9 * CALLS * n * d * p / own, 1),
-    )
+    return add(rows, one, own, 2 * CALLS * n * d * p, layer=list(shape))
 
 
 def main() -> None:

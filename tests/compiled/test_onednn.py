@@ -85,7 +85,7 @@ def test_nothing_where_torchs_own_is_as_fast(monkeypatch):
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_a_compiled_step(faster, backend, monkeypatch):
+def test_a_compiled_step(faster, backend):
     calls, call = [], products.as_it_stands
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(96, 200), nn.Tanh(), nn.Linear(200, 80))

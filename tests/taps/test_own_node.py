@@ -113,6 +113,17 @@ def test_values_and_gradients_are_torchs(name, dtype, nodes):
     assert torch.allclose(wrapped.get_norm_sample().double(), norms_of(exact), rtol=1e-4)
 
 
+def of_both(plain, wrapped, x):
+    """The outputs of both models, and the gradients of their input."""
+    outputs, gradients = [], []
+    for model in (plain, wrapped):
+        given = x.clone().requires_grad_()
+        outputs.append(model(given))
+        outputs[-1].square().flatten(1).sum(1).mean().backward()
+        gradients.append(given.grad)
+    return outputs, gradients
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(5, 200, 300), (2048, 300), (4, 128, 4, 300)])
 def test_large_layers_leave_a_place_for_others(shape, bias, nodes, monkeypatch):
@@ -122,12 +133,8 @@ def test_large_layers_leave_a_place_for_others(shape, bias, nodes, monkeypatch):
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(300, 900, bias=bias), nn.ReLU(inplace=True), nn.Linear(900, 300, bias=bias))
     wrapped = dpfast.GradSampleModuleFastGradientClipping(copy.deepcopy(plain), max_grad_norm=0.1)
-    x, outputs, gradients = torch.randn(shape), [], []
-    for model in (plain, wrapped):
-        given = x.clone().requires_grad_()
-        outputs.append(model(given))
-        outputs[-1].square().flatten(1).sum(1).mean().backward()
-        gradients.append(given.grad)
+    x = torch.randn(shape)
+    outputs, gradients = of_both(plain, wrapped, x)
     assert nodes == ["0", "2"]
     assert torch.equal(*outputs) and torch.equal(*gradients)
     room = [x.untyped_storage().nbytes() - x.nbytes for x in (outputs[1], gradients[1])]
@@ -145,12 +152,8 @@ def test_large_layers_go_by_onednn_where_it_is_faster(shape, bias, nodes, monkey
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(300, 200, bias=bias), nn.Tanh(), Conv1D(100, 200))
     wrapped = dpfast.GradSampleModuleFastGradientClipping(copy.deepcopy(plain), max_grad_norm=0.1)
-    x, outputs, gradients = torch.randn(shape), [], []
-    for model in (plain, wrapped):
-        given = x.clone().requires_grad_()
-        outputs.append(model(given))
-        outputs[-1].square().flatten(1).sum(1).mean().backward()
-        gradients.append(given.grad)
+    x = torch.randn(shape)
+    outputs, gradients = of_both(plain, wrapped, x)
     assert nodes == ["0", "2"]
     assert len(calls) >= 4  # each layer's output and the gradient of its input, and what the norms take
     assert relative_error(outputs[1], outputs[0]) <= 1e-6 and relative_error(gradients[1], gradients[0]) <= 2e-6
